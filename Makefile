@@ -1,0 +1,36 @@
+# Everything happens in a virtual environment of this checkout; no target needs another one to be called first.
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check clean
+
+help: ## show the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+install: $(STAMP) ## create the virtual environment and install the package with its tested versions
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,viz]'
+	touch $@
+
+demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers, kill one on the way, print the report
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(STAMP) ## run all tests (ARGS are passed on to pytest)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(STAMP) ## lint, formatting, types, direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean: ## remove the virtual environment, caches, build and run outputs
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf outputs multirun lightning_logs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

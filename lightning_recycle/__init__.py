@@ -1,0 +1,93 @@
+"""ReCycle for PyTorch Lightning: training that goes on when workers die, with the same result.
+
+Importing this package registers the strategy name ``"recycle"``. The import is cheap: everything that needs torch is
+loaded on first use, and ``lightning_recycle.planning`` works without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from lightning_recycle.module import LayerSpec, PipelineModule
+    from lightning_recycle.runtime.deferred import defer_weight_grad
+    from lightning_recycle.strategy import ReCycleStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigurationError",
+    "LayerSpec",
+    "PipelineModule",
+    "ReCycleError",
+    "ReCycleStrategy",
+    "StageLostError",
+    "UnsupportedFeatureError",
+    "defer_weight_grad",
+]
+
+_LAZY = {
+    "LayerSpec": "lightning_recycle.module",
+    "PipelineModule": "lightning_recycle.module",
+    "ReCycleStrategy": "lightning_recycle.strategy",
+    "defer_weight_grad": "lightning_recycle.runtime.deferred",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _create_strategy(**kwargs: Any) -> ReCycleStrategy:
+    from lightning_recycle.strategy import ReCycleStrategy
+
+    return ReCycleStrategy(**kwargs)
+
+
+def _register_strategy(strategies: Any) -> None:
+    strategies.StrategyRegistry.register(
+        "recycle", _create_strategy, description="Pipeline and data parallelism that survives failures", override=True
+    )
+
+
+class _RegisterOnImport(importlib.abc.MetaPathFinder):
+    """Registers the strategy name at the moment Lightning itself is imported.
+
+    Importing Lightning here would make ``import lightning_recycle.planning`` pay for torch; not importing it would
+    leave ``"recycle"`` unknown to a user who imports Lightning second.
+    """
+
+    module_name = "lightning.pytorch.strategies"
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.module_name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            _register_strategy(module)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _RegisterOnImport.module_name in sys.modules:
+    _register_strategy(sys.modules[_RegisterOnImport.module_name])
+else:
+    sys.meta_path.insert(0, _RegisterOnImport())

@@ -1,0 +1,48 @@
+"""The exceptions of this package.
+
+Every error a user can meet derives from :class:`ReCycleError`, names the wrong value and says what would be right.
+Standard library only: ``lightning_recycle.planning`` imports this module and must load without torch.
+"""
+
+__all__ = [
+    "ConfigurationError",
+    "ControlPlaneError",
+    "InjectedFaultError",
+    "PlanningError",
+    "ReCycleError",
+    "StageLostError",
+    "UnsupportedFeatureError",
+    "WorkerStartError",
+]
+
+
+class ReCycleError(Exception):
+    """Base class of all errors raised by ``lightning_recycle``."""
+
+
+class ConfigurationError(ReCycleError, ValueError):
+    """A value given by the user cannot work; the message names the value and the remedy."""
+
+
+class UnsupportedFeatureError(ConfigurationError):
+    """A feature of Lightning that the strategy does not support; the message says what to use instead."""
+
+
+class PlanningError(ReCycleError):
+    """No plan exists for a request, or a plan contradicts its definition."""
+
+
+class StageLostError(ReCycleError):
+    """All replicas of at least one pipeline stage are gone: their parameters exist nowhere any more."""
+
+
+class ControlPlaneError(ReCycleError):
+    """A worker and the coordinator lost each other, or a bounded wait on the control plane ran out."""
+
+
+class WorkerStartError(ReCycleError):
+    """The worker processes could not be started."""
+
+
+class InjectedFaultError(ReCycleError):
+    """An infrastructure failure raised on purpose by ``FaultInjectionCallback``; the worker counts as dead."""
