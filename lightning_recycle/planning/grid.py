@@ -1,0 +1,107 @@
+"""The grid of workers and the micro-batches that flow through it.
+
+Concept: D identical pipelines of S stages train together; each pipeline splits its batch into M micro-batches. The
+worker at (pipeline d, stage s) has the same parameters as its *peers*, the workers at stage s of the other pipelines.
+
+Contract: value objects, comparable and hashable; nothing here changes after construction.
+
+Must not know: costs, time, failures, processes, torch.
+
+Source: ReCycle (SOSP'24, arXiv 2405.14009), section 2, for the terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = ["Grid", "Microbatch", "Worker"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Worker:
+    """A place in the grid: stage ``stage`` of pipeline ``pipeline`` (both from 0)."""
+
+    pipeline: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"({self.pipeline}, {self.stage})"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Microbatch:
+    """Micro-batch ``index`` of the batch of ``pipeline``, its *home*; both from 0.
+
+    The name stays the same wherever the micro-batch is executed: re-routing changes the worker, never the micro-batch.
+    """
+
+    pipeline: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"({self.pipeline}, {self.index})"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """D pipelines of S stages with M micro-batches per pipeline and iteration.
+
+    Args:
+        pipelines: D, the data-parallel size.
+        stages: S, the pipeline-parallel size.
+        microbatches: M, micro-batches per pipeline in one iteration.
+
+    Raises:
+        ConfigurationError: when one of them is not an integer of at least 1.
+    """
+
+    pipelines: int
+    stages: int
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        for name in ("pipelines", "stages", "microbatches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"Grid({name}={value!r}): give an integer of at least 1.")
+
+    def __str__(self) -> str:
+        return f"{self.pipelines} x {self.stages} x {self.microbatches}"
+
+    def __contains__(self, worker: object) -> bool:
+        return isinstance(worker, Worker) and 0 <= worker.pipeline < self.pipelines and 0 <= worker.stage < self.stages
+
+    @property
+    def num_workers(self) -> int:
+        """D * S."""
+        return self.pipelines * self.stages
+
+    @property
+    def global_microbatches(self) -> int:
+        """D * M: the fixed divisor of every gradient, whoever survives."""
+        return self.pipelines * self.microbatches
+
+    def workers(self) -> tuple[Worker, ...]:
+        """All workers in the order of their ranks."""
+        return tuple(self.worker(rank) for rank in range(self.num_workers))
+
+    def rank(self, worker: Worker) -> int:
+        """The rank, d * S + s, so that the loss of a node hits different stages."""
+        return worker.pipeline * self.stages + worker.stage
+
+    def worker(self, rank: int) -> Worker:
+        """The inverse of :meth:`rank`."""
+        if not 0 <= rank < self.num_workers:
+            raise ConfigurationError(f"rank {rank} is outside the grid {self}: give one of 0..{self.num_workers - 1}.")
+        return Worker(*divmod(rank, self.stages))
+
+    def peers(self, worker: Worker) -> tuple[Worker, ...]:
+        """The data-parallel peers of ``worker``, itself excluded, by pipeline."""
+        return tuple(Worker(d, worker.stage) for d in range(self.pipelines) if d != worker.pipeline)
+
+    def all_microbatches(self) -> Iterator[Microbatch]:
+        """The D * M micro-batches of one iteration, by pipeline, then index."""
+        return (Microbatch(d, m) for d in range(self.pipelines) for m in range(self.microbatches))

@@ -1,0 +1,216 @@
+"""The schedule: who runs which operation, in which order and when. The schedule is data.
+
+Concept: the times of one iteration for each live worker, plus the *period*: iteration k is the same, shifted by k *
+period. Without the staggered optimizer an iteration begins when the one before has ended everywhere (period =
+makespan); with it a stage begins when it has stepped its own optimizer, so that one iteration's warm-up overlaps the
+cool-down of the one before and the period can be shorter than the makespan.
+
+Contract: immutable. A worker's operations are listed in the order of execution (which is the order of their starts);
+the executor needs only that order and :meth:`Schedule.route`, times are for planning, simulation and pictures. A
+Schedule makes no promise of being correct: :func:`lightning_recycle.planning.validation.validate` checks that.
+
+Must not know: how it was made, how it is run, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lightning_recycle.errors import PlanningError, ReCycleError
+from lightning_recycle.planning.bounds import lower_bound as analytic_lower_bound
+from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
+from lightning_recycle.planning.problem import Costs, Problem, Technique
+
+__all__ = ["PLAN_SCHEMA", "Schedule", "staggered_period"]
+
+PLAN_SCHEMA = 1
+"""Version of the plan file's format; a reader refuses newer ones."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One iteration of training under one problem.
+
+    Args:
+        problem: what was asked, including the failed workers.
+        workers: the operations of each live worker in order of execution; failed workers have no entry.
+        period: time between the same operation of two consecutive iterations, in the unit of the costs.
+    """
+
+    problem: Problem
+    workers: Mapping[Worker, tuple[ScheduledOp, ...]] = field(hash=False)
+    period: float
+
+    @property
+    def grid(self) -> Grid:
+        """The problem's grid."""
+        return self.problem.grid
+
+    @property
+    def failed(self) -> frozenset[Worker]:
+        """Dead workers."""
+        return self.problem.failed
+
+    @property
+    def live_workers(self) -> tuple[Worker, ...]:
+        """The workers that execute this schedule, in the order of their ranks."""
+        return tuple(sorted(self.workers))
+
+    @cached_property
+    def makespan(self) -> float:
+        """Time from the first operation of an iteration to the end of the last, from empty to empty."""
+        begin = min((ops[0].start for ops in self.workers.values() if ops), default=0.0)
+        return max((ops[-1].end for ops in self.workers.values() if ops), default=0.0) - begin
+
+    def program(self, worker: Worker) -> tuple[Op, ...]:
+        """What ``worker`` executes, in order, without times."""
+        return tuple(scheduled.op for scheduled in self._ops(worker))
+
+    def route(self, stage: int, microbatch: Microbatch) -> Worker:
+        """The worker that executes ``microbatch`` at ``stage``."""
+        try:
+            return self._routes[stage, microbatch]
+        except KeyError:
+            raise PlanningError(f"the schedule has no forward of micro-batch {microbatch} at stage {stage}.") from None
+
+    def peak_in_flight(self, worker: Worker) -> int:
+        """Most micro-batches that ``worker`` holds at once, counted from the start of F to the end of W or BW."""
+        count = peak = 0
+        for op in self.program(worker):
+            if op.kind is OpKind.FORWARD:
+                count += 1
+                peak = max(peak, count)
+            elif op.kind in (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD):
+                count -= 1
+        return peak
+
+    def to_plan(
+        self, *, backend: str = "heuristic", status: str | None = None, lower_bound: float | None = None
+    ) -> dict[str, Any]:
+        """The plan file's content (schema 1), ready for ``json.dump``.
+
+        Args:
+            backend: name of the planner that made the schedule.
+            status: "optimal" or "feasible"; by default what the lower bound proves.
+            lower_bound: proven bound of the period; by default the analytic one.
+        """
+        problem, costs = self.problem, self.problem.costs
+        bound = analytic_lower_bound(problem) if lower_bound is None else lower_bound
+        if status is None:
+            status = "optimal" if self.period <= bound * (1 + 1e-9) else "feasible"
+        return {
+            "schema": PLAN_SCHEMA,
+            "grid": {
+                "pipelines": self.grid.pipelines,
+                "stages": self.grid.stages,
+                "microbatches": self.grid.microbatches,
+            },
+            "failed": [[worker.pipeline, worker.stage] for worker in sorted(self.failed)],
+            "costs": {
+                "forward": list(costs.forward),
+                "backward_input": list(costs.backward_input),
+                "backward_weight": list(costs.backward_weight),
+                "reduce": list(costs.reduce),
+                "optimizer": list(costs.optimizer),
+                "communication": costs.communication,
+            },
+            "in_flight_limit": None if problem.in_flight_limit is None else list(problem.in_flight_limit),
+            "technique": {"decoupled": problem.technique.decoupled, "staggered": problem.technique.staggered},
+            "backend": backend,
+            "status": status,
+            "lower_bound": bound,
+            "period": self.period,
+            "makespan": self.makespan,
+            "workers": [
+                {
+                    "pipeline": worker.pipeline,
+                    "stage": worker.stage,
+                    "ops": [
+                        {
+                            "op": scheduled.op.kind.value,
+                            "pipeline": None if (mb := scheduled.op.microbatch) is None else mb.pipeline,
+                            "microbatch": None if mb is None else mb.index,
+                            "start": scheduled.start,
+                            "end": scheduled.end,
+                        }
+                        for scheduled in self.workers[worker]
+                    ],
+                }
+                for worker in self.live_workers
+            ],
+        }
+
+    @classmethod
+    def from_plan(cls, plan: Mapping[str, Any]) -> Schedule:
+        """The inverse of :meth:`to_plan`. The result is not validated: call ``validate`` on what you did not write.
+
+        Raises:
+            PlanningError: when ``plan`` is no plan, or of another schema than this version reads.
+        """
+        schema = plan.get("schema") if isinstance(plan, Mapping) else None
+        if schema != PLAN_SCHEMA:
+            raise PlanningError(
+                f"a plan of schema {schema!r} cannot be read: this version reads schema {PLAN_SCHEMA}. "
+                "Compute the plan again, or update lightning-recycle."
+            )
+        try:
+            limit = plan["in_flight_limit"]
+            problem = Problem(
+                grid=Grid(**plan["grid"]),
+                costs=Costs(**plan["costs"]),
+                failed=frozenset(Worker(*position) for position in plan["failed"]),
+                technique=Technique(**plan["technique"]),
+                in_flight_limit=None if limit is None else tuple(limit),
+            )
+            workers = {
+                Worker(entry["pipeline"], entry["stage"]): tuple(
+                    _scheduled_op(record, entry["stage"]) for record in entry["ops"]
+                )
+                for entry in plan["workers"]
+            }
+            return cls(problem, workers, float(plan["period"]))
+        except ReCycleError as error:
+            raise PlanningError(f"the plan is damaged: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanningError(f"the plan is damaged ({error!r}): compute it again.") from error
+
+    def _ops(self, worker: Worker) -> tuple[ScheduledOp, ...]:
+        try:
+            return self.workers[worker]
+        except KeyError:
+            state = "has failed" if worker in self.failed else "is not part"
+            raise PlanningError(f"worker {worker} {state} in this schedule, so it runs nothing.") from None
+
+    @cached_property
+    def _routes(self) -> dict[tuple[int, Microbatch], Worker]:
+        return {
+            (scheduled.op.stage, scheduled.op.microbatch): worker
+            for worker, ops in self.workers.items()
+            for scheduled in ops
+            if scheduled.op.kind is OpKind.FORWARD and scheduled.op.microbatch is not None
+        }
+
+
+def staggered_period(workers: Mapping[Worker, tuple[ScheduledOp, ...]]) -> float:
+    """The smallest shift at which a stage's next iteration begins only after the stage's STEP of this one.
+
+    A STEP comes after everything else of its stage, so this also keeps operations of consecutive iterations from
+    overlapping on any worker.
+    """
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for worker, ops in workers.items():
+        stage = worker.stage
+        if ops:
+            first[stage] = min(first.get(stage, ops[0].start), ops[0].start)
+            last[stage] = max(last.get(stage, ops[-1].end), ops[-1].end)
+    return max((last[stage] - first[stage] for stage in first), default=0.0)
+
+
+def _scheduled_op(record: Mapping[str, Any], stage: int) -> ScheduledOp:
+    microbatch = None if record["pipeline"] is None else Microbatch(record["pipeline"], record["microbatch"])
+    return ScheduledOp(Op(OpKind(record["op"]), stage, microbatch), float(record["start"]), float(record["end"]))

@@ -1,0 +1,233 @@
+"""Timing: from the order of the operations to their times.
+
+Concept: a planner's real decision is an order of operations on each worker. Given the orders, every operation starts
+as soon as its worker is free and its input is there. With the staggered optimizer the orders also determine the
+smallest period at which iterations can follow each other: the largest mean weight of a cycle "stage s begins ...
+stage s steps, next iteration". It is found by policy iteration (Howard): assume a period, delay each stage's begin
+until the STEP of the iteration before; if that never settles, the stages that delay each other form a cycle, whose
+mean is the better estimate.
+
+Contract: exact for the given orders, up to rounding; linear in the number of operations per pass, few passes. Work
+inside is on integers: ``code = (kind * S + stage) * N + microbatch`` with N = D * M, so that a 600,000-operation
+schedule takes seconds.
+
+Must not know: how the orders were chosen. Internal to ``planning``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.grid import Microbatch, Worker
+from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.schedule import Schedule, staggered_period
+
+__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Codes", "Timing", "assemble", "best_timing", "interleave"]
+
+FORWARD, BACKWARD, WEIGHT = 0, 1, 2
+"""Kinds within a code; BACKWARD is B, or BW when the backward is fused."""
+
+_ROUND_LIMIT = 40  # passes over all operations in the search for the period; small grids need 3 to 6
+_OPERATION_BUDGET = 8_000_000  # the same for large grids: about 5 s
+
+
+class Codes:
+    """Integer names of the F, B and W operations of a problem, with what the inner loops need to know about each.
+
+    ``key = code // n = kind * S + stage``; tables are indexed by key, or by key and micro-batch number ``d * M + m``.
+    """
+
+    def __init__(self, problem: Problem, routes: Sequence[Mapping[Microbatch, Worker]], *, fused: bool) -> None:
+        grid, costs = problem.grid, problem.costs
+        self.problem = problem
+        self.fused = fused
+        self.stages = grid.stages
+        self.n = grid.global_microbatches
+        self.size = 3 * self.stages * self.n
+        self.microbatches = tuple(grid.all_microbatches())
+        self.routes = routes
+        rank_of = [[grid.rank(routes[s][mb]) for mb in self.microbatches] for s in range(self.stages)]
+        self.ranks: list[list[int]] = rank_of * 3
+        backward = costs.backward_input
+        if fused:
+            backward = tuple(b + w for b, w in zip(backward, costs.backward_weight, strict=True))
+        self.durations: list[float] = [*costs.forward, *backward, *costs.backward_weight]
+        # Where the input comes from, as an offset of the code; 0: from the same worker.
+        last = self.stages - 1
+        self.input_offset: list[int] = [
+            *(-self.n if s else 0 for s in range(self.stages)),
+            *(self.n if s < last else 0 for s in range(self.stages)),
+            *(0 for _ in range(self.stages)),
+        ]
+
+    def code(self, kind: int, stage: int, microbatch: int) -> int:
+        """The code of an operation."""
+        return (kind * self.stages + stage) * self.n + microbatch
+
+    def rank(self, code: int) -> int:
+        """Rank of the worker that executes ``code``."""
+        return self.ranks[code // self.n][code % self.n]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Start times of the operations of one sequence, and what they amount to. ``starts`` is indexed by code."""
+
+    starts: list[float]
+    stage_begin: list[float]
+    stage_end: list[float]
+    source: list[int]
+    """For each stage, the stage whose begin determines its end (critical path)."""
+
+    @property
+    def makespan(self) -> float:
+        """From the first begin to the last end."""
+        return max(self.stage_end) - min(self.stage_begin)
+
+    @property
+    def period(self) -> float:
+        """As :func:`staggered_period`."""
+        return max(end - begin for begin, end in zip(self.stage_begin, self.stage_end, strict=True))
+
+
+def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]:
+    """One sequence of all operations that respects each worker's program (by rank) and all dependencies.
+
+    Raises:
+        PlanningError: when the programs wait for each other in a circle.
+    """
+    n, offsets = codes.n, codes.input_offset
+    done = [False] * codes.size
+    position = dict.fromkeys(programs, 0)
+    waiting: dict[int, int] = {}
+    sequence: list[int] = []
+    runnable = list(programs)
+    while runnable:
+        rank = runnable.pop()
+        program, at = programs[rank], position[rank]
+        while at < len(program):
+            code = program[at]
+            offset = offsets[code // n]
+            if offset and not done[code + offset]:
+                waiting[code + offset] = rank
+                break
+            done[code] = True
+            sequence.append(code)
+            at += 1
+            if code in waiting:
+                runnable.append(waiting.pop(code))
+        position[rank] = at
+    stuck = [codes.problem.grid.worker(rank) for rank in programs if position[rank] < len(programs[rank])]
+    if stuck:
+        raise PlanningError(f"these workers wait for each other forever: {', '.join(map(str, stuck))}.")
+    return sequence
+
+
+def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> Timing:
+    """The earliest times when stage s may begin at ``begin[s]``."""
+    n, comm = codes.n, codes.problem.costs.communication
+    ranks, durations, offsets = codes.ranks, codes.durations, codes.input_offset
+    stages = codes.stages
+    workers = codes.problem.grid.num_workers
+    free = [begin[rank % stages] for rank in range(workers)]
+    first: list[float] = [-1.0] * workers
+    # The stage whose begin determines a time travels with it along the longest path.
+    free_source = [rank % stages for rank in range(workers)]
+    starts, ends, sources = [0.0] * codes.size, [0.0] * codes.size, [0] * codes.size
+    for code in sequence:
+        key, microbatch = divmod(code, n)
+        rank = ranks[key][microbatch]
+        start, source = free[rank], free_source[rank]
+        if offset := offsets[key]:
+            ready = ends[code + offset] + comm
+            if ready > start:
+                start = ready
+                source = free_source[rank] = sources[code + offset]
+        if first[rank] < 0.0:
+            first[rank] = start
+        starts[code] = start
+        ends[code] = free[rank] = start + durations[key]
+        sources[code] = source
+    stage_begin, stage_end, stage_source = [], [], []
+    costs = codes.problem.costs
+    for stage in range(stages):
+        live = [rank for rank in range(stage, workers, stages) if first[rank] >= 0.0]
+        slowest = max(live, key=lambda rank: (free[rank], -rank))
+        stage_begin.append(min(first[rank] for rank in live))
+        stage_end.append(free[slowest] + costs.reduce[stage] + costs.optimizer[stage])
+        stage_source.append(free_source[slowest])
+    return Timing(starts, stage_begin, stage_end, stage_source)
+
+
+def best_timing(codes: Codes, sequence: Sequence[int]) -> Timing:
+    """The earliest times; with the staggered optimizer those of the smallest period, with some operations delayed."""
+    stages = codes.stages
+    timing = earliest(codes, sequence, [0.0] * stages)
+    if not codes.problem.technique.staggered:
+        return timing
+    rounds = min(_ROUND_LIMIT, max(3, _OPERATION_BUDGET // max(1, len(sequence))))
+    best, period = timing, 0.0
+    begin = [0.0] * stages
+    latest = timing
+    for _ in range(rounds):
+        if latest.period < best.period:
+            best = latest
+        weights = [latest.stage_end[s] - begin[latest.source[s]] for s in range(stages)]
+        period = max(period, _largest_cycle_mean(latest.source, weights))
+        tolerance = 1e-12 * max(1.0, latest.makespan)
+        delayed = [max(b, end - period) for b, end in zip(begin, latest.stage_end, strict=True)]
+        if all(new <= old + tolerance for new, old in zip(delayed, begin, strict=True)):
+            break
+        begin = delayed
+        latest = earliest(codes, sequence, begin)
+    if latest.period < best.period:
+        best = latest
+    return best
+
+
+def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
+    """The schedule of a timed sequence, with REDUCE and STEP added where a stage's last gradient is complete."""
+    problem, n, stages = codes.problem, codes.n, codes.stages
+    grid, costs = problem.grid, problem.costs
+    kinds = (OpKind.FORWARD, OpKind.BACKWARD if codes.fused else OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+    origin = min(timing.stage_begin)
+    lists: dict[int, list[ScheduledOp]] = {grid.rank(worker): [] for worker in problem.live_workers()}
+    for code in sequence:
+        key, number = divmod(code, n)
+        kind, stage = divmod(key, stages)
+        start = timing.starts[code] - origin
+        op = Op(kinds[kind], stage, codes.microbatches[number])
+        lists[codes.ranks[key][number]].append(ScheduledOp(op, start, start + codes.durations[key]))
+    for stage in range(stages):
+        live = [grid.rank(worker) for worker in problem.live_workers(stage)]
+        reduce_start = max(lists[rank][-1].end for rank in live if lists[rank])
+        step_start = reduce_start + costs.reduce[stage]
+        reduce = ScheduledOp(Op(OpKind.REDUCE, stage), reduce_start, step_start)
+        step = ScheduledOp(Op(OpKind.STEP, stage), step_start, step_start + costs.optimizer[stage])
+        for rank in live:
+            lists[rank] += (reduce, step)
+    workers = {grid.worker(rank): tuple(ops) for rank, ops in lists.items()}
+    schedule = Schedule(problem, workers, staggered_period(workers))
+    if not problem.technique.staggered:
+        schedule = Schedule(problem, workers, schedule.makespan)
+    return schedule
+
+
+def _largest_cycle_mean(source: Sequence[int], weights: Sequence[float]) -> float:
+    """Largest mean weight of the cycles of the graph in which each stage s has one edge, from ``source[s]``."""
+    best = 0.0
+    seen = [0] * len(source)
+    for start in range(len(source)):
+        node, mark = start, start + 1
+        while not seen[node]:
+            seen[node] = mark
+            node = source[node]
+        if seen[node] == mark:
+            total, length, at = weights[node], 1, source[node]
+            while at != node:
+                total, length, at = total + weights[at], length + 1, source[at]
+            best = max(best, total / length)
+    return best

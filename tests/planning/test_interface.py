@@ -1,0 +1,198 @@
+"""Names, plan files, registry and errors: what other parts and users touch."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning import (
+    Costs,
+    Grid,
+    HeuristicPlanner,
+    InvalidScheduleError,
+    Microbatch,
+    OpKind,
+    Problem,
+    Schedule,
+    Technique,
+    Worker,
+    get_planner,
+    one_f_one_b,
+    plan,
+    reroute,
+)
+
+GRID = Grid(3, 4, 6)
+UNIT = Costs.uniform(4)
+
+
+def test_ranks_put_the_stages_of_a_pipeline_next_to_each_other() -> None:
+    assert GRID.num_workers == 12
+    assert GRID.global_microbatches == 18
+    assert GRID.workers()[:5] == (Worker(0, 0), Worker(0, 1), Worker(0, 2), Worker(0, 3), Worker(1, 0))
+    assert [GRID.rank(worker) for worker in GRID.workers()] == list(range(12))
+    assert GRID.peers(Worker(1, 2)) == (Worker(0, 2), Worker(2, 2))
+    assert len(list(GRID.all_microbatches())) == 18
+    assert Worker(2, 3) in GRID
+    assert Worker(3, 0) not in GRID
+
+
+def test_orphans_alternate_between_the_peers() -> None:
+    route = reroute(GRID, {Worker(1, 2)})[2]
+    assert [route[Microbatch(1, m)].pipeline for m in range(6)] == [0, 2, 0, 2, 0, 2]
+
+
+def test_routes_and_programs() -> None:
+    schedule = plan(Problem(GRID, UNIT, frozenset({Worker(1, 2)})))
+    assert schedule.live_workers == tuple(worker for worker in GRID.workers() if worker != Worker(1, 2))
+    assert schedule.route(1, Microbatch(1, 0)) == Worker(1, 1)
+    assert schedule.route(2, Microbatch(1, 0)) == Worker(0, 2)
+    program = schedule.program(Worker(0, 2))
+    assert [op.kind for op in program[-2:]] == [OpKind.REDUCE, OpKind.STEP]
+    assert sum(op.kind is OpKind.FORWARD for op in program) == 9
+    with pytest.raises(PlanningError, match=r"\(1, 2\) has failed"):
+        schedule.program(Worker(1, 2))
+    with pytest.raises(PlanningError, match=r"no forward of micro-batch \(0, 6\)"):
+        schedule.route(0, Microbatch(0, 6))
+
+
+def test_plan_file_has_the_documented_schema() -> None:
+    problem = Problem(GRID, UNIT, frozenset({Worker(1, 2)}), in_flight_limit=(9, 9, 9, 9))
+    data = json.loads(json.dumps(plan(problem).to_plan()))
+    workers = data.pop("workers")
+    assert data == {
+        "schema": 1,
+        "grid": {"pipelines": 3, "stages": 4, "microbatches": 6},
+        "failed": [[1, 2]],
+        "costs": {
+            "forward": [1.0] * 4,
+            "backward_input": [1.0] * 4,
+            "backward_weight": [1.0] * 4,
+            "reduce": [0.0] * 4,
+            "optimizer": [0.0] * 4,
+            "communication": 0.0,
+        },
+        "in_flight_limit": [9, 9, 9, 9],
+        "technique": {"decoupled": True, "staggered": True},
+        "backend": "heuristic",
+        "status": "optimal",
+        "lower_bound": 27.0,
+        "period": 27.0,
+        "makespan": 29.0,
+    }
+    assert [(entry["pipeline"], entry["stage"]) for entry in workers[:7]] == [
+        (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 3),
+    ]  # fmt: skip
+    assert workers[0]["ops"][0] == {"op": "F", "pipeline": 0, "microbatch": 0, "start": 0.0, "end": 1.0}
+    assert workers[0]["ops"][-1]["op"] == "STEP"
+    assert workers[0]["ops"][-1]["microbatch"] is None
+
+
+def test_a_gap_to_the_bound_is_feasible_not_optimal() -> None:
+    technique = Technique(decoupled=False, staggered=False)
+    data = plan(Problem(GRID, UNIT, frozenset({Worker(1, 2)}), technique)).to_plan(backend="mine")
+    assert (data["backend"], data["status"], data["lower_bound"], data["period"]) == ("mine", "feasible", 33.0, 36.0)
+
+
+def damage(path: tuple[object, ...], value: object) -> Callable[[dict[str, object]], None]:
+    def change(data: dict[str, object]) -> None:
+        target: object = data
+        for key in path[:-1]:
+            target = target[key]  # type: ignore[index]
+        target[path[-1]] = value  # type: ignore[index]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (damage(("schema",), 2), r"schema 2 cannot be read.*update"),
+        (damage(("grid",), {"pipelines": 3}), "damaged"),
+        (damage(("grid", "stages"), 0), r"stages=0"),
+        (damage(("failed",), [[9, 9]]), r"outside the grid"),
+        (damage(("workers", 0, "ops", 0, "op"), "X"), "damaged"),
+        (damage(("workers", 0, "ops", 0, "start"), None), "damaged"),
+        (damage(("workers",), None), "damaged"),
+        (lambda data: data.pop("period"), "damaged"),
+    ],
+)
+def test_a_damaged_plan_is_refused(change: Callable[[dict[str, object]], None], message: str) -> None:
+    data = plan(Problem(GRID, UNIT)).to_plan()
+    change(data)
+    with pytest.raises(PlanningError, match=message):
+        Schedule.from_plan(data)
+
+
+@pytest.mark.parametrize("data", [[], None, "plan", {}])
+def test_what_is_no_plan_is_refused(data: object) -> None:
+    with pytest.raises(PlanningError, match="cannot be read"):
+        Schedule.from_plan(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Grid(0, 4, 6), ConfigurationError, r"pipelines=0.*at least 1"),
+        (lambda: Grid(3, 4, 1.5), ConfigurationError, r"microbatches=1\.5"),  # type: ignore[arg-type]
+        (lambda: GRID.worker(12), ConfigurationError, r"rank 12 .* 0\.\.11"),
+        (lambda: Costs.uniform(4, forward=-1.0), ConfigurationError, r"forward.*-1\.0"),
+        (lambda: Costs.uniform(4, communication=float("nan")), ConfigurationError, "communication"),
+        (lambda: Costs.uniform(4, reduce="1"), ConfigurationError, "reduce.*'1'"),  # type: ignore[arg-type]
+        (lambda: Costs(1.0, (1.0,), (1.0,), (0.0,), (0.0,)), ConfigurationError, "per stage"),  # type: ignore[arg-type]
+        (lambda: Costs((1.0,), (1.0, 1.0), (1.0,), (0.0,), (0.0,)), ConfigurationError, "'backward_input': 2"),
+        (lambda: Problem(GRID, Costs.uniform(3)), ConfigurationError, r"3 stages.*has 4"),
+        (lambda: Problem(GRID, UNIT, frozenset({Worker(3, 0)})), ConfigurationError, r"\(3, 0\).*0\.\.2"),
+        (lambda: Problem(GRID, UNIT, frozenset(GRID.workers()[2::4])), PlanningError, "all 3 replicas of stage 2"),
+        (lambda: Problem(GRID, UNIT, in_flight_limit=(4, 4)), ConfigurationError, r"\(4, 4\).*4 integers"),
+        (lambda: Problem(GRID, UNIT, in_flight_limit=(4, 4, 4, 0)), ConfigurationError, "at least 1"),
+        (lambda: plan(Problem(GRID, UNIT), planner="magic"), ConfigurationError, r"'magic'.*heuristic"),
+        (lambda: plan(Problem(GRID, UNIT), planner=7), ConfigurationError, "7 is no planner"),  # type: ignore[arg-type]
+        (lambda: HeuristicPlanner(effort=-1), ConfigurationError, r"effort=-1.*at least 0"),
+        (lambda: one_f_one_b(Problem(GRID, UNIT, frozenset({Worker(1, 2)}))), PlanningError, r"\(1, 2\) failed"),
+        (lambda: reroute(Grid(1, 1, 1), {Worker(0, 0)}), PlanningError, "stage 0 has no live worker"),
+    ],
+)
+def test_bad_input_names_the_value_and_the_remedy(
+    make: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_planner_object_is_used_and_its_mistakes_are_caught() -> None:
+    class Broken:
+        def plan(self, problem: Problem) -> Schedule:
+            return Schedule(problem, {}, 0.0)
+
+    assert isinstance(get_planner("heuristic"), HeuristicPlanner)
+    assert plan(Problem(GRID, UNIT), planner=HeuristicPlanner(effort=0)).period == 19
+    with pytest.raises(InvalidScheduleError):
+        plan(Problem(GRID, UNIT), planner=Broken())
+
+
+def test_lists_become_tuples_and_equal_problems_have_equal_hashes() -> None:
+    a = Problem(GRID, Costs([1] * 4, [1] * 4, [1] * 4, [0] * 4, [0] * 4), [Worker(1, 2)], in_flight_limit=[4] * 4)  # type: ignore[arg-type]
+    b = Problem(GRID, UNIT, frozenset({Worker(1, 2)}), in_flight_limit=(4, 4, 4, 4))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert hash(plan(a)) == hash(plan(b))
+
+
+def test_planning_loads_neither_torch_nor_lightning() -> None:
+    code = (
+        "import sys, lightning_recycle.planning, lightning_recycle.visualize;"
+        "heavy = {'torch', 'lightning', 'numpy', 'matplotlib'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_large_grid_is_planned_in_seconds() -> None:
+    problem = Problem(Grid(8, 32, 64), Costs.uniform(32), frozenset({Worker(0, 3), Worker(5, 3), Worker(2, 20)}))
+    schedule = plan(problem)
+    assert schedule.period <= 1.1 * 64 * 8 / 6 * 3
