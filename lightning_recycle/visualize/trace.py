@@ -1,0 +1,108 @@
+"""Trace export: schedules and measurements in the Chrome trace format, which https://ui.perfetto.dev opens.
+
+Concept: a *track* is a list of operations with times in seconds, each on a worker; a planned schedule and what the
+executor measured have the same shape, so one file can show both, one below the other. A pipeline is a process of the
+trace, a stage a thread of it.
+
+Contract: pure conversion; times in seconds in, microseconds in the file as the format demands.
+
+Must not know: how times were planned or measured.
+
+Source: "Trace Event Format" (Google), complete events ("ph": "X") and metadata events ("ph": "M").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.ops import Op
+from lightning_recycle.planning.schedule import Schedule
+
+__all__ = ["TimedOp", "chrome_trace", "save_trace", "timed_ops"]
+
+TimedOp: TypeAlias = tuple[Worker, Op, float, float]
+"""(worker, operation, start, end), times in seconds."""
+
+
+def timed_ops(schedule: Schedule, *, iterations: int = 1, seconds_per_unit: float = 1.0) -> list[TimedOp]:
+    """The operations of a schedule in the shape of measurements.
+
+    Args:
+        schedule: what to convert.
+        iterations: consecutive iterations, each shifted by the period.
+        seconds_per_unit: length of a slot, when the costs are not in seconds.
+    """
+    return [
+        (
+            worker,
+            scheduled.op,
+            (scheduled.start + iteration * schedule.period) * seconds_per_unit,
+            (scheduled.end + iteration * schedule.period) * seconds_per_unit,
+        )
+        for iteration in range(iterations)
+        for worker, ops in schedule.workers.items()
+        for scheduled in ops
+    ]
+
+
+def chrome_trace(tracks: Mapping[str, Schedule | Iterable[TimedOp]]) -> dict[str, Any]:
+    """The trace of named tracks, ready for ``json.dump``.
+
+    Args:
+        tracks: for example ``{"planned": schedule, "measured": timed_ops}``; a schedule's costs must be in seconds, or
+            use :func:`timed_ops`.
+    """
+    events: list[dict[str, Any]] = []
+    first_process = 0
+    for name, track in tracks.items():
+        ops = timed_ops(track) if isinstance(track, Schedule) else list(track)
+        for worker in sorted({worker for worker, *_ in ops}):
+            process = first_process + worker.pipeline
+            if not events or events[-1]["pid"] != process:
+                events.append(_metadata(process, None, "process_name", {"name": f"{name}: pipeline {worker.pipeline}"}))
+                events.append(_metadata(process, None, "process_sort_index", {"sort_index": process}))
+            events.append(_metadata(process, worker.stage, "thread_name", {"name": f"stage {worker.stage}"}))
+            events.append(_metadata(process, worker.stage, "thread_sort_index", {"sort_index": worker.stage}))
+        events += [_event(first_process, *timed) for timed in ops]
+        first_process += 1 + max((worker.pipeline for worker, *_ in ops), default=-1)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_trace(path: str | PathLike[str], tracks: Mapping[str, Schedule | Iterable[TimedOp]]) -> Path:
+    """Write :func:`chrome_trace` of ``tracks`` to ``path``; open the file in https://ui.perfetto.dev."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(chrome_trace(tracks)), encoding="utf-8")
+    return target
+
+
+def _metadata(process: int, thread: int | None, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    event: dict[str, Any] = {"ph": "M", "name": name, "pid": process, "args": args}
+    if thread is not None:
+        event["tid"] = thread
+    return event
+
+
+def _event(first_process: int, worker: Worker, op: Op, start: float, end: float) -> dict[str, Any]:
+    args: dict[str, Any] = {"stage": op.stage}
+    name = op.kind.value
+    if op.microbatch is not None:
+        name += f" {op.microbatch.pipeline}.{op.microbatch.index}"
+        args["pipeline"] = op.microbatch.pipeline
+        args["microbatch"] = op.microbatch.index
+        args["adopted"] = op.microbatch.pipeline != worker.pipeline
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": op.kind.value,
+        "pid": first_process + worker.pipeline,
+        "tid": worker.stage,
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "args": args,
+    }
