@@ -1,0 +1,42 @@
+"""Messages over a ``multiprocessing.connection``, pickled plainly.
+
+``Connection.send`` would pickle with torch's reducers once ``torch.multiprocessing`` is imported, which pass tensors as
+file descriptors of the sender: those die with it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["MessageConnection"]
+
+
+class MessageConnection:
+    """One end of a duplex channel of messages; :meth:`send` may be called from any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: Any) -> None:
+        """Raises OSError when the other side is gone."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._send_lock:
+            self._connection.send_bytes(data)
+
+    def receive(self) -> Any:
+        """Blocks for the next message; raises EOFError or OSError when the other side is gone."""
+        return pickle.loads(self._connection.recv_bytes())
+
+    def close(self) -> None:
+        self._connection.close()

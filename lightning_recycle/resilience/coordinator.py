@@ -1,0 +1,405 @@
+"""The coordinator: the one authority over membership, in a thread of the supervisor.
+
+A thin shell around the pure state machine of :mod:`~lightning_recycle.resilience.membership`: it turns connections,
+process exits and clocks into events, and carries out the commands. It plans, too: every generation's schedule is made
+here, so that no two workers can disagree about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Any, Protocol
+
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.resilience import membership
+from lightning_recycle.resilience.connection import MessageConnection
+from lightning_recycle.resilience.membership import (
+    Failed,
+    GraceElapsed,
+    Joined,
+    Lost,
+    Outcome,
+    Record,
+    Send,
+    StartGrace,
+)
+from lightning_recycle.resilience.messages import (
+    Broken,
+    Connected,
+    Crash,
+    Event,
+    FaultInjected,
+    Heartbeat,
+    Hello,
+    Regroup,
+    Report,
+    Resume,
+    Stop,
+)
+
+__all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
+
+log = logging.getLogger(__name__)
+
+_TICK = 0.1  # seconds between looks at the clock; everything else is event-driven
+
+
+class WorkerProcess(Protocol):
+    """What the coordinator must know of a local worker process."""
+
+    @property
+    def sentinel(self) -> int: ...
+
+    def describe_exit(self, timeout: float) -> str | None:
+        """Returns how the process ended, or None if it is still alive after ``timeout`` seconds."""
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """Bounds of the control plane, in seconds.
+
+    Args:
+        heartbeat_timeout: silence after which a worker is declared dead.
+        start_timeout: for all workers to join.
+        report_timeout: for all survivors to stop and report; longer than any single operation.
+        grace: between a broken connection and the regrouping of workers that are all alive.
+    """
+
+    heartbeat_timeout: float = 5.0
+    start_timeout: float = 300.0
+    report_timeout: float = 300.0
+    grace: float = 0.5
+
+
+class Coordinator:
+    """Serves the control plane of one run.
+
+    Args:
+        grid: the positions of the run.
+        plan: returns the schedule for a set of failed workers and for the mean operation times so far
+            (seconds by stage and operation name; empty at first).
+        options: time bounds.
+        host: the interface to listen on.
+
+    Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
+    :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        plan: Callable[[frozenset[Worker], Mapping[int, Mapping[str, float]]], Schedule],
+        options: CoordinatorOptions | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.grid = grid
+        self.options = options or CoordinatorOptions()
+        self.authkey = os.urandom(32)
+        self.history: list[Event] = []
+        self.schedules: list[Schedule] = []
+        self.operation_seconds: dict[int, dict[str, float]] = {}
+        self._plan = plan
+        self._listener = Listener((host, 0), backlog=max(16, grid.num_workers), authkey=self.authkey)
+        self._accepted: queue.SimpleQueue[MessageConnection] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._state = membership.initial_state(grid)
+        self._connections: dict[int, MessageConnection] = {}
+        self._strangers: list[MessageConnection] = []
+        self._processes: dict[int, WorkerProcess] = {}
+        self._last_heard: dict[int, float] = {}
+        self._activities: dict[int, Any] = {}
+        self._connected: set[int] = set()
+        self._have_reported: set[int] = set()  # ever; before its first report a worker sets up, which may take long
+        self._injected: dict[int, FaultInjected] = {}
+        self._failure_time: float | None = None
+        self._last_step_time: float | None = None
+        self._regroup_deadline: float | None = None
+        self._graces: dict[int, float] = {}
+        self._done = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
+        self._acceptor = threading.Thread(target=self._accept, name="recycle-acceptor", daemon=True)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.address
+        return str(host), int(port)
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        return self._state.roster
+
+    def start(self, processes: Mapping[int, WorkerProcess]) -> None:
+        """Begins to serve; ``processes`` are watched for their exit, by rank."""
+        self._processes = dict(processes)
+        self._regroup_deadline = time.monotonic() + self.options.start_timeout
+        self._acceptor.start()
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> Outcome | None:
+        """Waits for the end of the run; None if ``timeout`` seconds pass before."""
+        self._done.wait(timeout)
+        return self._state.outcome
+
+    def close(self) -> None:
+        """Ends the service and closes every connection."""
+        self._closing = True
+        os.write(self._wake_writer, b"x")
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+        with contextlib.suppress(OSError):  # the acceptor may be blocked in accept: a connection wakes it
+            self._listener._listener._socket.shutdown(2)  # type: ignore[attr-defined]
+        self._listener.close()
+        for connection in [*self._connections.values(), *self._strangers]:
+            connection.close()
+        for fd in (self._wake_reader, self._wake_writer):
+            os.close(fd)
+
+    # ------------------------------------------------------------------ threads
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError) as error:
+                log.warning("The coordinator refused a connection: %s", error)
+                continue
+            except OSError:
+                return  # the listener was closed
+            assert isinstance(connection, Connection)
+            self._accepted.put(MessageConnection(connection))
+            os.write(self._wake_writer, b"x")
+
+    def _serve(self) -> None:
+        try:
+            last_tick = time.monotonic()
+            while not self._closing:
+                sources: list[Any] = [self._wake_reader, *self._strangers, *self._connections.values()]
+                sentinels = {p.sentinel: rank for rank, p in self._processes.items() if rank in self._state.live}
+                ready = wait([*sources, *sentinels], timeout=_TICK)
+                now = time.monotonic()
+                if now - last_tick > 10 * _TICK:  # this process itself was stopped: nobody's silence counts
+                    self._last_heard = dict.fromkeys(self._last_heard, now)
+                last_tick = now
+                for source in ready:
+                    if source == self._wake_reader:
+                        os.read(self._wake_reader, 4096)
+                    elif isinstance(source, MessageConnection):
+                        self._read(source)
+                for source in ready:
+                    if isinstance(source, int) and source in sentinels:
+                        self._on_exit(sentinels[source])
+                while not self._accepted.empty():
+                    self._strangers.append(self._accepted.get())
+                self._on_tick(now)
+        except Exception as error:
+            log.exception("The coordinator failed")
+            self._finish(Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
+
+    # ------------------------------------------------------------------ inputs
+
+    def _read(self, connection: MessageConnection) -> None:
+        rank = next((r for r, c in self._connections.items() if c is connection), None)
+        try:
+            message = connection.receive()
+        except (EOFError, OSError):
+            connection.close()
+            if rank is None:
+                self._strangers.remove(connection)
+            else:
+                del self._connections[rank]
+                cause = self._describe_exit(rank) or "it closed its connection to the coordinator"
+                self._handle(Lost(rank, cause))
+            return
+        if isinstance(message, Hello):
+            self._strangers.remove(connection)
+            self._connections[message.rank] = connection
+            self._handle(Joined(message.rank))
+        elif rank is None:
+            log.warning("Ignored %s from a connection that did not say hello", type(message).__name__)
+        elif isinstance(message, Heartbeat):
+            self._last_heard[rank] = time.monotonic()
+            self._activities[rank] = message.activity
+        elif isinstance(message, Connected):
+            self._on_connected(message)
+        elif isinstance(message, FaultInjected):
+            self._injected[rank] = message
+        else:
+            if isinstance(message, Report):
+                self._have_reported.add(rank)
+            if isinstance(message, (Broken, Crash)):
+                log.info("Worker %s: %s", self.grid.worker(rank), message)
+            self._handle(message)
+
+    def _on_exit(self, rank: int) -> None:
+        cause = self._describe_exit(rank)
+        if cause is None:
+            return
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            self._drain(connection)
+            connection.close()
+        self._handle(Lost(rank, cause))
+
+    def _drain(self, connection: MessageConnection) -> None:
+        """Takes what a process said before it died; its last words may be the exception that ended it."""
+        with contextlib.suppress(EOFError, OSError):
+            while wait([connection.fileno()], timeout=0):
+                message = connection.receive()
+                if isinstance(message, FaultInjected):
+                    self._injected[message.rank] = message
+                elif not isinstance(message, (Heartbeat, Connected, Hello)):
+                    self._handle(message)
+
+    def _describe_exit(self, rank: int) -> str | None:
+        process = self._processes.get(rank)
+        return None if process is None else process.describe_exit(timeout=0.02)
+
+    def _on_tick(self, now: float) -> None:
+        for rank in self._state.roster:
+            heard = self._last_heard.get(rank)
+            if heard is not None and now - heard > self.options.heartbeat_timeout:
+                self._evict(rank, f"it was silent for more than {self.options.heartbeat_timeout:g} s")
+        for generation, deadline in list(self._graces.items()):
+            if now > deadline:
+                del self._graces[generation]
+                self._handle(GraceElapsed(generation))
+        if self._regroup_deadline is not None and now > self._regroup_deadline:
+            self._regroup_deadline = None
+            state = self._state
+            if state.generation < 0:
+                for rank in sorted(state.live - state.joined):
+                    self._evict(rank, f"it did not start within {self.options.start_timeout:g} s")
+            elif state.regrouping:
+                for rank in sorted(self._have_reported & state.live - state.reports.keys()):
+                    self._evict(rank, f"it did not stop for a regroup within {self.options.report_timeout:g} s")
+
+    def _evict(self, rank: int, cause: str) -> None:
+        """Declares a worker dead and makes it so: an evicted worker must not come back and write."""
+        if rank in self._processes:
+            self._processes[rank].kill()
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            connection.close()
+        self._handle(Lost(rank, cause))
+
+    # ------------------------------------------------------------------ commands
+
+    def _handle(self, event: membership.Event) -> None:
+        self._state, commands = membership.transition(self._state, event)
+        for command in commands:
+            if isinstance(command, Send):
+                self._send(command)
+            elif isinstance(command, StartGrace):
+                self._graces.setdefault(command.generation, time.monotonic() + self.options.grace)
+            elif isinstance(command, Record):
+                self._record(command)
+            else:
+                self._finish(command)
+
+    def _send(self, command: Send) -> None:
+        message = command.message
+        if isinstance(message, Resume):
+            schedule = self._schedule()
+            message = replace(message, schedule=schedule)
+            self._regroup_deadline = None
+            self._connected = set()
+        elif isinstance(message, Regroup):
+            self._regroup_deadline = time.monotonic() + self.options.report_timeout
+        for rank in command.ranks:
+            connection = self._connections.get(rank)
+            if connection is None:
+                continue
+            try:
+                connection.send(message)
+            except OSError:
+                log.debug("Worker %d is gone; its exit will be seen", rank)
+
+    def _schedule(self) -> Schedule:
+        failed = frozenset(
+            self.grid.worker(rank) for rank in range(self.grid.num_workers) if rank not in self._state.live
+        )
+        schedule = self._plan(failed, self.operation_seconds)
+        self.schedules.append(schedule)
+        return schedule
+
+    def _finish(self, outcome: Outcome) -> None:
+        if self._state.outcome is None:
+            self._state = replace(self._state, outcome=outcome)
+        if not isinstance(outcome, membership.Finished):
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):  # the run is ending; who is gone needs no message
+                    connection.send(Stop(type(outcome).__name__))
+        self._done.set()
+
+    # ------------------------------------------------------------------ history
+
+    def _record(self, record: Record) -> None:
+        now = time.time()
+        details = dict(record.details)
+        seconds: float | None = None
+        worker: tuple[int, int] | None = None
+        if record.rank is not None:
+            position = self.grid.worker(record.rank)
+            worker = (position.pipeline, position.stage)
+        if record.kind == "failure":
+            injected = self._injected.get(record.rank) if record.rank is not None else None
+            died = injected.time if injected is not None else now
+            seconds = now - died
+            details["kind"] = injected.kind if injected is not None else "unknown"
+            if injected is not None:
+                details["operation"] = injected.operation
+            if self._failure_time is None:
+                self._failure_time = died
+            log.warning(
+                "Worker %s was lost at step %d: %s. Live workers: %d of %d.",
+                position,
+                record.step,
+                details["cause"],
+                len(self._state.live),
+                self.grid.num_workers,
+            )
+        elif record.kind == "step":
+            payloads = details.pop("payloads", {})
+            for stage, payload in payloads.items():
+                self.operation_seconds[stage] = dict(payload.operation_seconds)
+            seconds = now - self._last_step_time if self._last_step_time is not None else None
+            self._last_step_time = now
+        elif record.kind == "resumed":
+            if self._failure_time is not None:
+                seconds = now - self._failure_time
+            else:
+                self._last_step_time = now
+        self._append(Event(record.kind, now, self._state.generation, record.step, worker, seconds, details))
+        if record.kind == "step" and self._failure_time is not None:
+            recovered = now - self._failure_time
+            self._append(Event("recovered", now, self._state.generation, record.step, None, recovered))
+            self._failure_time = None
+
+    def _on_connected(self, message: Connected) -> None:
+        if message.generation != self._state.generation:
+            return
+        self._connected.add(message.rank)
+        if self._connected >= self._state.live:
+            seconds = time.time() - self._failure_time if self._failure_time is not None else None
+            roster = self._state.roster
+            self._append(
+                Event(
+                    "regrouped", time.time(), message.generation, self._state.version, None, seconds, {"roster": roster}
+                )
+            )
+
+    def _append(self, event: Event) -> None:
+        self.history.append(event)
