@@ -1,0 +1,322 @@
+"""Messages between workers: the only module that touches torch's process groups.
+
+Contract: :meth:`Communicator.configure` connects the workers of one generation, :meth:`Communicator.abort` (from any
+thread) makes every blocked or later operation raise :class:`CommunicationError` within milliseconds. There is no
+default process
+group: all groups are raw objects under a store prefix of their generation.
+
+Private torch API used here: ``ProcessGroupGloo`` and its ``_Options``. Gloo's own ``abort`` does nothing and a blocked
+``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets that the groups opened. All connections
+of a generation are made through one store client whose socket is shut down too, so connecting is interruptible as well.
+
+A value travels as one message if it is small, else as a header and one message per tensor. Gloo accepts a message
+shorter than the posted buffer (measured), so the receive of header and small value is posted ahead without knowing the
+shape, and shapes may change from micro-batch to micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp
+
+from lightning_recycle.errors import ReCycleError
+
+__all__ = ["CommunicationError", "Communicator", "Incoming"]
+
+Value = Tensor | tuple[Tensor | None, ...]
+"""What flows between stages: a tensor, or a tuple of tensors; in gradients an item may be None."""
+
+_INLINE_BYTES = 64 * 1024
+_ALIGNMENT = 64
+_MAX_TENSORS = 31
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_NONE = -1
+_HEADER_BYTES = 8 * 512
+
+
+class CommunicationError(ReCycleError):
+    """A message could not be exchanged: a peer is gone, or the generation was aborted."""
+
+
+@dataclass
+class Incoming:
+    """A receive that is posted."""
+
+    source: int
+    tag: int
+    buffer: Tensor
+    work: Any
+
+
+class Communicator:
+    """The process groups of the current generation.
+
+    Args:
+        rank: of this worker in the grid.
+        store_address: host and port of the supervisor's TCPStore.
+        host: the address that Gloo binds to.
+        device: where received tensors are put; tensors on other devices than the CPU are staged through it.
+        timeout: bound of any single operation, in seconds.
+    """
+
+    def __init__(
+        self, rank: int, store_address: tuple[str, int], host: str, device: torch.device, timeout: float = 1800.0
+    ) -> None:
+        self._rank = rank
+        self._store_address = store_address
+        self._timeout = timedelta(seconds=timeout)
+        self._device = device
+        self._gloo_device = ProcessGroupGloo.create_device(hostname=host)
+        self._lock = threading.Lock()
+        self._aborted_generation = -1
+        self._generation = -1
+        self._sockets: dict[int, int] = {}
+        self._before: dict[int, int] | None = None
+        self._store: TCPStore | None = None
+        self._messages: Any = None
+        self._stage: Any = None
+        self._group_rank: dict[int, int] = {}
+        self._stage_rank: dict[int, int] = {}
+        self._sending: list[tuple[Any, Tensor]] = []
+        self._pool: list[Tensor] = []
+
+    # ------------------------------------------------------------------ life cycle
+
+    def configure(self, generation: int, roster: Sequence[int], stage_roster: Sequence[int]) -> None:
+        """Connects the workers in ``roster`` and, for reductions, those in ``stage_roster`` (ranks of the grid).
+
+        Raises:
+            CommunicationError: if a worker is gone or the generation is aborted meanwhile.
+        """
+        self.close()
+        self._generation = generation
+        self._group_rank = {rank: i for i, rank in enumerate(sorted(roster))}
+        self._stage_rank = {rank: i for i, rank in enumerate(sorted(stage_roster))}
+        self._before = _open_sockets()
+        try:
+            self._store = TCPStore(
+                *self._store_address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+            )
+            self._check()  # from here on an abort finds the sockets
+            prefix = f"generation{generation}"
+            self._messages = self._connect(f"{prefix}/messages", self._group_rank)
+            self._stage = self._connect(f"{prefix}/stage{min(self._stage_rank)}", self._stage_rank)
+        except RuntimeError as error:
+            raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
+        finally:
+            with self._lock:
+                self._sockets = self._opened()
+                self._before = None
+        self._check()
+
+    def _connect(self, prefix: str, ranks: Mapping[int, int]) -> Any:
+        if len(ranks) == 1:
+            return None
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self._gloo_device]
+        options._threads = 1
+        options._timeout = self._timeout
+        assert self._store is not None
+        return ProcessGroupGloo(PrefixStore(prefix, self._store), ranks[self._rank], len(ranks), options)
+
+    def _opened(self) -> dict[int, int]:
+        """The sockets of this generation; while it connects, those opened since it began to."""
+        if self._before is None:
+            return self._sockets
+        return dict(_open_sockets().items() - self._before.items())
+
+    def abort(self, generation: int) -> None:
+        """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
+        with self._lock:
+            self._aborted_generation = max(self._aborted_generation, generation)
+            if self._generation <= generation:
+                self._shutdown_sockets()
+
+    def close(self) -> None:
+        """Drops the groups of the generation. The caller must not be inside an operation."""
+        with self._lock:
+            self._shutdown_sockets()
+            self._sockets = {}
+        self._sending.clear()
+        self._pool.clear()
+        self._messages = self._stage = self._store = None
+
+    def _shutdown_sockets(self) -> None:
+        still_open = _open_sockets()
+        for fd, inode in self._opened().items():
+            if still_open.get(fd) == inode:  # else Gloo closed it, and the number may belong to somebody else by now
+                # An OSError says that it is not connected any more.
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    # ------------------------------------------------------------------ values between stages
+
+    def post_receive(self, source: int, tag: int) -> Incoming:
+        """Posts the receive of a value from rank ``source``; several may be open, told apart by ``tag``."""
+        buffer = self._pool.pop() if self._pool else torch.empty(_INLINE_BYTES, dtype=torch.uint8)
+        with self._translated():
+            work = self._messages.recv([buffer], self._group_rank[source], tag * (_MAX_TENSORS + 1))
+        return Incoming(source, tag, buffer, work)
+
+    def receive(self, incoming: Incoming) -> Value:
+        """Waits for a posted value. Small values share memory with the posted buffer: see :meth:`recycle`."""
+        with self._translated():
+            incoming.work.wait()
+            header = incoming.buffer[:_HEADER_BYTES].view(torch.int64).tolist()
+            is_tuple, count, inline = bool(header[0]), header[1], bool(header[2])
+            cursor, offset = 3, _HEADER_BYTES
+            tensors: list[Tensor | None] = []
+            pending: list[Any] = []
+            for part in range(count):
+                code, dims = header[cursor], header[cursor + 1]
+                shape = header[cursor + 2 : cursor + 2 + dims]
+                cursor += 2 + dims
+                if code == _NONE:
+                    tensors.append(None)
+                    continue
+                dtype = _DTYPES[code]
+                if inline:
+                    size = _num_bytes(shape, dtype)
+                    tensor = incoming.buffer[offset : offset + size].view(dtype).view(shape)
+                    offset += _aligned(size)
+                else:
+                    tensor = torch.empty(shape, dtype=dtype)
+                    tag = incoming.tag * (_MAX_TENSORS + 1) + 1 + part
+                    pending.append(self._messages.recv([tensor], self._group_rank[incoming.source], tag))
+                tensors.append(tensor)
+            for work in pending:
+                work.wait()
+        if self._device.type != "cpu":
+            tensors = [None if t is None else t.to(self._device) for t in tensors]
+        if is_tuple:
+            return tuple(tensors)
+        assert tensors[0] is not None
+        return tensors[0]
+
+    def recycle(self, incoming: Incoming) -> None:
+        """Gives the buffer of a received value back; the value must not be used afterwards."""
+        self._pool.append(incoming.buffer)
+
+    def send(self, value: Value, destination: int, tag: int) -> None:
+        """Starts to send ``value`` to rank ``destination``; its tensors must not change before :meth:`flush`."""
+        tensors = list(value) if isinstance(value, tuple) else [value]
+        if len(tensors) > _MAX_TENSORS:
+            raise ReCycleError(
+                f"A layer passes {len(tensors)} tensors to the next stage; at most {_MAX_TENSORS} are possible."
+            )
+        staged = [None if t is None else t.detach().contiguous().cpu() for t in tensors]
+        header = [int(isinstance(value, tuple)), len(staged), 0]
+        total = 0
+        for tensor in staged:
+            if tensor is None:
+                header += [_NONE, 0]
+            else:
+                header += [_DTYPE_CODES[tensor.dtype], tensor.dim(), *tensor.shape]
+                total += _aligned(tensor.nbytes)
+        if len(header) * 8 > _HEADER_BYTES:
+            raise ReCycleError(
+                f"The shapes of the {len(tensors)} tensors between two stages do not fit into a message header."
+            )
+        inline = _HEADER_BYTES + total <= _INLINE_BYTES
+        header[2] = int(inline)
+        message = torch.empty(_HEADER_BYTES + (total if inline else 0), dtype=torch.uint8)
+        message[: len(header) * 8].view(torch.int64).copy_(torch.tensor(header, dtype=torch.int64))
+        base, group_rank = tag * (_MAX_TENSORS + 1), self._group_rank[destination]
+        outgoing = [(base, message)]
+        offset = _HEADER_BYTES
+        for part, tensor in enumerate(staged):
+            if tensor is None:
+                continue
+            if inline:
+                if tensor.nbytes:
+                    message[offset : offset + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+                offset += _aligned(tensor.nbytes)
+            else:
+                outgoing.append((base + 1 + part, tensor))
+        with self._translated():
+            for message_tag, tensor in outgoing:
+                self._sending.append((self._messages.send([tensor], group_rank, message_tag), tensor))
+
+    def flush(self) -> None:
+        """Waits until everything sent has left."""
+        with self._translated():
+            for work, _ in self._sending:
+                work.wait()
+        self._sending.clear()
+
+    # ------------------------------------------------------------------ within a stage
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums ``tensor`` in place over the live workers of this stage; the same bits on all of them."""
+        if self._stage is None:
+            self._check()
+            return
+        with self._translated():
+            staged = tensor.cpu()
+            options = AllreduceOptions()
+            options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
+            self._stage.allreduce([staged], options).wait()
+            if staged is not tensor:
+                tensor.copy_(staged)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
+        with self._translated():
+            staged = tensor.cpu()
+            options = BroadcastOptions()
+            options.rootRank = self._stage_rank[source]
+            self._stage.broadcast([staged], options).wait()
+            if staged is not tensor:
+                tensor.copy_(staged)
+
+    # ------------------------------------------------------------------ errors
+
+    def _check(self) -> None:
+        if self._aborted_generation >= self._generation:
+            raise CommunicationError(f"Generation {self._generation} was aborted.")
+
+    @contextlib.contextmanager
+    def _translated(self) -> Any:
+        self._check()
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(f"Generation {self._generation}: {error}") from error
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return size
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _open_sockets() -> dict[int, int]:
+    """The sockets of this process: file descriptor -> inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found

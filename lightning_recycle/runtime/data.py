@@ -1,0 +1,257 @@
+"""Micro-batch data by address: any worker can fetch micro-batch (epoch, step, d, m) of the first or last stage.
+
+Step t of an epoch covers a contiguous block of the sampler's order. Pipeline d gets the samples d, d+D, d+2D, ... of
+it, as with a DistributedSampler, and micro-batch m of that pipeline every M-th of those. So the composition of the
+global micro-batch g = m * D + d depends on D * M only: with the same number of micro-batches every grid computes the
+same sums and draws the same dropout.
+
+Own micro-batches are prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.planning.grid import Grid, Microbatch
+from lightning_recycle.runtime.randomness import derive_seed, seeded_everything
+
+__all__ = ["MicrobatchLoader", "StepHandle", "global_index"]
+
+
+def global_index(grid: Grid, microbatch: Microbatch) -> int:
+    """The micro-batch's index in the global batch, the same on every grid with equal D * M."""
+    return microbatch.index * grid.pipelines + microbatch.pipeline
+
+
+class StepHandle:
+    """What Lightning's loops see as the batch of one step: an address, not the data.
+
+    Args:
+        epoch: of the loader.
+        index: of the step within the epoch.
+    """
+
+    def __init__(self, epoch: int, index: int) -> None:
+        self.epoch, self.index = epoch, index
+
+    def __repr__(self) -> str:
+        return f"StepHandle(epoch={self.epoch}, index={self.index})"
+
+
+class _Addressed(Dataset[Any]):
+    """The user's dataset, with randomness that depends on the sample and the epoch only."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, address: tuple[int, int]) -> Any:
+        epoch, index = address
+        with seeded_everything(derive_seed(self.seed, epoch, index)):
+            return self.dataset[index]
+
+
+class _WorkerInit:
+    """Ends a DataLoader process with its parent, which may die by SIGKILL; then calls the user's ``worker_init_fn``."""
+
+    def __init__(self, user: Callable[[int], None] | None) -> None:
+        self.user = user
+
+    def __call__(self, worker_id: int) -> None:
+        die_with_parent()
+        if self.user is not None:
+            self.user(worker_id)
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when the one that started it dies (Linux; elsewhere does nothing)."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return  # no prctl on this system: the process ends when its pipes close
+
+
+class MicrobatchLoader:
+    """The steps of an epoch, and the data of their micro-batches.
+
+    Iterating yields a :class:`StepHandle` per step; Lightning counts with those. :meth:`fetch` gets the data.
+
+    Args:
+        dataloader: the user's, for a map-style dataset; its ``batch_size`` is per pipeline.
+        grid: D, S and M.
+        pipeline: of this worker; its micro-batches are prefetched.
+        seed: of the run.
+        prefetch: whether this worker's stage needs data at all.
+
+    Raises:
+        UnsupportedFeatureError: for an IterableDataset or a custom batch sampler.
+        ConfigurationError: if the batch cannot be split into M micro-batches.
+    """
+
+    def __init__(self, dataloader: Any, grid: Grid, pipeline: int, seed: int, prefetch: bool = True) -> None:
+        check_dataloader(dataloader, grid.microbatches)
+        self.grid = grid
+        self.dataset = dataloader.dataset
+        self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
+        self.batch_size = dataloader.batch_size
+        self._dataloader = dataloader
+        self._pipeline = pipeline
+        self._seed = seed
+        self._prefetch = prefetch
+        self._addressed = _Addressed(self.dataset, seed)
+        self._epoch = 0
+        self._orders: dict[int, Sequence[int]] = {}
+        self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
+        self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
+        self._prefetching_from: tuple[int, int] | None = None
+        num_samples = len(dataloader.sampler)
+        self._num_steps = num_samples // (self.batch_size * grid.pipelines)
+        if self._num_steps == 0:
+            raise ConfigurationError(
+                f"The training data has {num_samples} samples, fewer than one global batch of {grid.pipelines}"
+                " pipelines x"
+                f" batch_size={self.batch_size}. Use a smaller batch_size or fewer pipelines."
+            )
+
+    # ------------------------------------------------------------------ what Lightning sees
+
+    def __len__(self) -> int:
+        """Steps per epoch; a trailing incomplete global batch is dropped."""
+        return int(self._num_steps)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[StepHandle]:
+        # The epoch is read at the first step: Lightning creates the iterator before it sets the epoch.
+        return (StepHandle(self._epoch, index) for index in range(self._num_steps))
+
+    # ------------------------------------------------------------------ what the executor sees
+
+    def begin_step(self, handle: StepHandle) -> None:
+        """Forgets the data of earlier steps."""
+        current = (handle.epoch, handle.index)
+        self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
+
+    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        """Returns the collated micro-batch; asking again, as a redone step does, gives the same."""
+        key = (handle.epoch, handle.index, microbatch)
+        if key not in self._fetched:
+            own = self._prefetch and microbatch.pipeline == self._pipeline and self._dataloader.num_workers > 0
+            if not own or not self._take_prefetched(key):
+                self._fetched[key] = self._collate([self._addressed[a] for a in self.addresses(*key)])
+        return self._fetched[key]
+
+    def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
+        """The samples of a micro-batch, as (epoch, dataset index)."""
+        order, grid = self._order(epoch), self.grid
+        block = step * grid.pipelines * self.batch_size
+        first = global_index(grid, microbatch)
+        positions = range(block + first, block + grid.pipelines * self.batch_size, grid.global_microbatches)
+        return [(epoch, int(order[position])) for position in positions]
+
+    def close(self) -> None:
+        """Ends the prefetching processes."""
+        self._prefetcher = None
+        self._fetched.clear()
+
+    # ------------------------------------------------------------------ inside
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        """The sampler's order in ``epoch``, the same on every worker and for every grid."""
+        if epoch not in self._orders:
+            sampler = self._dataloader.sampler
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            with seeded_everything(derive_seed(self._seed, epoch)):
+                if isinstance(sampler, SequentialSampler):
+                    order: Sequence[int] = range(len(sampler))
+                elif (
+                    type(sampler) is RandomSampler
+                    and not sampler.replacement
+                    and sampler.num_samples == len(self.dataset)
+                ):
+                    order = torch.randperm(len(self.dataset)).tolist()
+                else:
+                    order = list(sampler)
+            self._orders = {epoch: order}
+        return self._orders[epoch]
+
+    def _collate(self, samples: list[Any]) -> Any:
+        return self._dataloader.collate_fn(samples)
+
+    def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
+        """Moves what is prefetched up to ``key`` into the cache; False if ``key`` lies behind or ended."""
+        epoch, step, _ = key
+        if self._prefetching_from is None or self._prefetching_from[0] != epoch or step < self._prefetching_from[1]:
+            self._start_prefetching(epoch, step)
+        assert self._prefetcher is not None
+        for found, data in self._prefetcher:
+            self._fetched[found] = data
+            if found == key:
+                return True
+        return False
+
+    def _start_prefetching(self, epoch: int, first_step: int) -> None:
+        own = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
+        keys = [(epoch, step, mb) for step in range(first_step, self._num_steps) for mb in own]
+        user = self._dataloader
+        loader = DataLoader(
+            self._addressed,
+            batch_sampler=_Batches(self, keys),
+            num_workers=user.num_workers,
+            collate_fn=user.collate_fn,
+            timeout=user.timeout,
+            worker_init_fn=_WorkerInit(user.worker_init_fn),
+            multiprocessing_context=user.multiprocessing_context,
+            prefetch_factor=user.prefetch_factor,
+        )
+        self._prefetching_from = (epoch, first_step)
+        self._prefetcher = zip(keys, loader, strict=False)
+
+
+class _Batches:
+    """A batch sampler over the micro-batches ``keys``."""
+
+    def __init__(self, loader: MicrobatchLoader, keys: list[tuple[int, int, Microbatch]]) -> None:
+        self._loader, self._keys = loader, keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return (self._loader.addresses(*key) for key in self._keys)
+
+
+def check_dataloader(dataloader: Any, microbatches: int) -> None:
+    """Raises the errors of :class:`MicrobatchLoader` that need no worker."""
+    if not isinstance(dataloader, DataLoader):
+        raise UnsupportedFeatureError(
+            f"The training data is a {type(dataloader).__name__}; give one torch.utils.data.DataLoader over a map-style"
+            " dataset, so that any worker can fetch any micro-batch."
+        )
+    if isinstance(dataloader.dataset, IterableDataset):
+        raise UnsupportedFeatureError(
+            f"{type(dataloader.dataset).__name__} is an IterableDataset: its samples have no address, so a survivor"
+            " could not"
+            " fetch those of a dead worker. Use a map-style dataset (__getitem__ and __len__)."
+        )
+    if dataloader.batch_size is None:
+        raise UnsupportedFeatureError(
+            "The DataLoader has a batch_sampler of its own or no batching; give batch_size (per pipeline) and, if"
+            " you like,"
+            " a sampler."
+        )
+    if dataloader.batch_size % microbatches:
+        divisors = [m for m in range(1, dataloader.batch_size + 1) if dataloader.batch_size % m == 0]
+        raise ConfigurationError(
+            f"batch_size={dataloader.batch_size} (per pipeline) is not divisible into num_microbatches={microbatches}."
+            f" Use a batch_size that is a multiple of {microbatches}, or num_microbatches from {divisors}."
+        )

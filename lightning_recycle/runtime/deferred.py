@@ -1,0 +1,144 @@
+"""Decoupled back-propagation: weight gradients computed later than input gradients.
+
+Inside :class:`intercept_linear` every ``F.linear`` on a trainable leaf weight becomes an autograd function that, while
+a :class:`WeightGradQueue` is active, returns only the input gradient and queues the weight and bias gradients.
+Parameters that are not captured get their gradient from autograd at once, so every module stays correct; the values are
+bit-identical either way, because the queued computation is the one that autograd would have done.
+
+The active queue is global to the process, not thread-local: autograd runs the backward of CUDA operations in threads
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["WeightGradQueue", "defer_weight_grad", "intercept_linear"]
+
+_active: WeightGradQueue | None = None
+
+
+class WeightGradQueue:
+    """The weight gradients that one micro-batch's backward left for later.
+
+    Holds the layer inputs and output gradients until :meth:`flush`; that memory is the price of deferring.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While active, :func:`defer_weight_grad` queues here instead of computing."""
+        global _active
+        previous, _active = _active, self
+        try:
+            yield
+        finally:
+            _active = previous
+
+    def add(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> None:
+        self._pending.append((parameter, compute))
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Computes every queued gradient, in the order of the backward, and adds it to ``parameter.grad``."""
+        for parameter, compute in self._pending:
+            grad = compute()
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad += grad
+        self._pending.clear()
+
+
+def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor | None:
+    """Lets a custom layer take part in decoupled back-propagation.
+
+    Call it in the ``backward`` of a :class:`torch.autograd.Function`, and return its result as the gradient of
+    ``parameter``. In a fused backward it computes the gradient now; in a split one it queues ``compute`` and returns
+    ``None``, and the gradient is added to ``parameter.grad`` in the W operation.
+
+    Args:
+        parameter: a leaf parameter without hooks (hooks would not see a deferred gradient).
+        compute: returns the gradient, of the shape of ``parameter``; must hold everything it needs.
+
+    Example::
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            x, = ctx.saved_tensors
+            return grad_output * ctx.scale, defer_weight_grad(ctx.scale, lambda: (grad_output * x).sum(0))
+    """
+    if _active is None:
+        return compute()
+    _active.add(parameter, compute)
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` whose backward offers the weight and bias gradients to :func:`defer_weight_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grad_outputs
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        flat_grad = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_x = flat_grad.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = defer_weight_grad(weight, lambda: flat_grad.t().mm(x.reshape(-1, x.shape[-1])))
+        if bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = defer_weight_grad(bias, lambda: flat_grad.sum(0))
+        return grad_x, grad_weight, grad_bias
+
+
+def _deferrable(parameter: Tensor | None) -> bool:
+    """Whether a gradient of ``parameter`` may be added behind autograd's back: a leaf that nobody watches."""
+    return parameter is None or (
+        isinstance(parameter, nn.Parameter)
+        and not parameter._backward_hooks
+        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+class intercept_linear(TorchFunctionMode):
+    """Within the block, ``F.linear`` on trainable parameters becomes deferrable."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and torch.is_grad_enabled():
+            x, weight, bias = _linear_arguments(*args, **kwargs)
+            if (
+                weight.requires_grad
+                and _deferrable(weight)
+                and _deferrable(bias)
+                and x.dim() >= 2
+                and x.dtype == weight.dtype
+                and not torch.is_autocast_enabled(x.device.type)
+            ):
+                return _Linear.apply(x, weight, bias)
+        return func(*args, **kwargs)
+
+
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias

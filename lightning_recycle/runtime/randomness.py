@@ -1,0 +1,55 @@
+"""Randomness that depends on what is computed, never on who computes it.
+
+Dropout of one layer for one micro-batch draws from (seed, step, global micro-batch index, layer index); a sample's
+augmentation from (seed, epoch, sample index); a layer's initialisation from (seed, layer index). So neither the grid
+nor a failure changes the result (invariant 1 of the design).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+__all__ = ["derive_seed", "layer_randomness", "seeded_everything"]
+
+
+def derive_seed(*parts: int) -> int:
+    """Returns a 63-bit seed determined by the integers ``parts``; neighbouring parts give unrelated seeds."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
+    """Lends torch's default generator of ``device`` for re-seeding and restores its state afterwards."""
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        generator = torch.cuda.default_generators[index]
+    else:
+        generator = torch.default_generator
+    state = generator.get_state()
+    try:
+        yield generator
+    finally:
+        generator.set_state(state)
+
+
+@contextmanager
+def seeded_everything(seed: int) -> Iterator[None]:
+    """Seeds the generators of Python, NumPy and torch (CPU) for a block and restores them afterwards."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

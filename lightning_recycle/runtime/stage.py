@@ -1,0 +1,197 @@
+"""One pipeline stage: the layers that a worker owns, run as F, B, W or BW on micro-batches.
+
+Knows tensors and autograd; knows nothing of schedules, peers or failures. The stage holds what a micro-batch needs
+between its operations: after F the inputs and the graph, after B the queued weight gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.randomness import derive_seed, layer_randomness
+
+__all__ = ["Stage"]
+
+Value = Tensor | tuple[Tensor | None, ...]
+
+
+@dataclass
+class _InFlight:
+    """What one micro-batch holds in memory."""
+
+    input_grads: list[Tensor | None]
+    outputs: tuple[Any, ...] = ()
+    queue: WeightGradQueue = field(default_factory=WeightGradQueue)
+
+
+class _Enter(torch.autograd.Function):
+    """Where a received tensor enters the graph of this stage; hands its gradient out.
+
+    A leaf that requires a gradient would do, but for in-place layers such as ``nn.ReLU(inplace=True)``, which autograd
+    forbids on leaves and their views. ``anchor`` is a scalar that requires a gradient and makes the result do so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, received: Tensor, grads: list[Tensor | None], index: int) -> Tensor:
+        ctx.grads, ctx.index = grads, index
+        entered = torch.empty(0, dtype=received.dtype, device=received.device)
+        entered.set_(received)  # type: ignore[call-overload]
+        return entered
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
+        ctx.grads[ctx.index] = grad_outputs[0]
+        return None, None, None, None
+
+
+class Stage:
+    """The layers of one stage.
+
+    Args:
+        layers: the stage's layers, in order.
+        first_layer: index of the first one in the whole model.
+        seed: of the run.
+        device: where they are.
+        loss: on the last stage, (output, target) -> scalar mean over the micro-batch; else None.
+        forward_context: entered around every forward (the precision plugin's).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        seed: int,
+        device: torch.device,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._layers = list(layers)
+        self._first_layer = first_layer
+        self._seed = seed
+        self._device = device
+        self._loss = loss
+        self._forward_context = forward_context
+        self._in_flight: dict[int, _InFlight] = {}
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def clear(self) -> None:
+        """Drops every micro-batch in flight."""
+        self._in_flight.clear()
+
+    def forward(self, step: int, microbatch: int, value: Any, *, decoupled: bool) -> Value:
+        """F: runs the layers on ``value`` and keeps the graph.
+
+        Args:
+            step: optimizer step, for the randomness.
+            microbatch: global index of the micro-batch.
+            value: the input of the first layer, or what the stage before sent.
+            decoupled: whether weight gradients will be computed in a W of their own.
+
+        Returns:
+            The output, detached, to be sent on. On the last stage call :meth:`loss` next.
+        """
+        inputs = value if isinstance(value, tuple) else (value,)
+        held = _InFlight([None] * len(inputs))
+        if self._first_layer > 0:
+            inputs = tuple(
+                _Enter.apply(self._anchor, t, held.input_grads, i) if t is not None and t.is_floating_point() else t
+                for i, t in enumerate(inputs)
+            )
+        with self._forward_context(), intercept_linear() if decoupled else nullcontext():
+            output = self._run_layers(step, microbatch, inputs)
+        outputs = output if isinstance(output, tuple) else (output,)
+        held.outputs = outputs
+        self._in_flight[microbatch] = held
+        if self._loss is not None:
+            return output  # type: ignore[no-any-return]
+        for tensor in outputs:
+            if not isinstance(tensor, Tensor):
+                raise ConfigurationError(
+                    f"Layer {self._first_layer + len(self._layers) - 1} ({type(self._layers[-1]).__name__}) is the"
+                    " last of"
+                    f" its stage and returned a {type(tensor).__name__}; between stages only tensors and tuples of"
+                    " tensors"
+                    " can be passed."
+                )
+        return tuple(t.detach() for t in outputs) if isinstance(output, tuple) else output.detach()
+
+    def _run_layers(self, step: int, microbatch: int, inputs: tuple[Any, ...]) -> Any:
+        value: Any = inputs
+        with layer_randomness(self._device) as generator:
+            for index, layer in enumerate(self._layers, self._first_layer):
+                generator.manual_seed(derive_seed(self._seed, step, microbatch, index))
+                value = layer(*value) if isinstance(value, tuple) else layer(value)
+        return value
+
+    def loss(self, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
+        """Computes the loss of a micro-batch on the last stage and makes its share of the mean the end of the graph.
+
+        Returns:
+            The micro-batch's loss, detached, a 0-dimensional tensor.
+
+        Raises:
+            ConfigurationError: if the module's loss is not a scalar tensor that depends on the parameters.
+        """
+        assert self._loss is not None
+        with self._forward_context():
+            loss = self._loss(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ConfigurationError(
+                f"loss() returned {got}; it must return a scalar tensor, the mean over the micro-batch."
+                " Add .mean(), or return the tensor itself instead of .item()."
+            )
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                "loss() returned a tensor without a gradient: compute it from the output with differentiable"
+                " operations,"
+                " outside torch.no_grad()."
+            )
+        self._in_flight[microbatch].outputs = (loss / divisor,)
+        return loss.detach().reshape(())
+
+    def backward(self, microbatch: int, grads: Value | None) -> Value | None:
+        """BW: the fused backward.
+
+        Args:
+            grads: gradients of the outputs, as the next stage sent them; None on the last stage.
+
+        Returns:
+            Gradients of the inputs, for the stage before; None on the first stage.
+        """
+        held = self._in_flight.pop(microbatch)
+        self._differentiate(held, grads)
+        return self._input_grads(held)
+
+    def backward_input(self, microbatch: int, grads: Value | None) -> Value | None:
+        """B: gradients of the inputs; weight gradients that can wait are queued for :meth:`backward_weight`."""
+        held = self._in_flight[microbatch]
+        with held.queue.collecting():
+            self._differentiate(held, grads)
+        result = self._input_grads(held)
+        held.outputs, held.input_grads = (), []  # the graph is used up; only the queue keeps memory
+        return result
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: the weight gradients that B queued."""
+        self._in_flight.pop(microbatch).queue.flush()
+
+    def _differentiate(self, held: _InFlight, grads: Value | None) -> None:
+        if grads is None:
+            torch.autograd.backward(held.outputs)
+            return
+        received = grads if isinstance(grads, tuple) else (grads,)
+        pairs = [(t, g) for t, g in zip(held.outputs, received, strict=True) if g is not None and t.requires_grad]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+    def _input_grads(self, held: _InFlight) -> Value | None:
+        return tuple(held.input_grads) if self._first_layer > 0 else None
