@@ -1,0 +1,91 @@
+"""Lightning's training loop with the schedule in the place of ``training_step`` and ``backward``.
+
+Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. Private Lightning API
+used here, and nowhere else: the loop classes ``_TrainingEpochLoop`` and ``_AutomaticOptimization``, their progress
+attributes, ``trainer._results`` and ``call._call_lightning_module_hook``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer import call
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_recycle.runtime.executor import StepResult
+
+if TYPE_CHECKING:
+    from lightning_recycle.strategy import ReCycleStrategy
+
+__all__ = ["PipelineEpochLoop", "PipelineOptimization"]
+
+
+class PipelineOptimization(_AutomaticOptimization):
+    """Runs one step of the schedule and lets Lightning's ``optimizer_step`` apply it."""
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        trainer = self.trainer
+        strategy: ReCycleStrategy = trainer.strategy  # type: ignore[assignment]
+        module = trainer.lightning_module
+        handle = kwargs["batch"]
+        self._on_before_zero_grad(optimizer)
+        self.optim_progress.optimizer.zero_grad.increment_completed()
+
+        def apply(result: StepResult) -> None:
+            strategy.gradient_norm = result.gradient_norm
+            loss = torch.tensor(result.loss, device=strategy.root_device)
+            self.optim_progress.optimizer.step.increment_ready()
+            call._call_lightning_module_hook(
+                trainer,
+                "optimizer_step",
+                trainer.current_epoch,
+                batch_idx,
+                strategy._lightning_optimizers[0],
+                lambda: loss,
+            )
+            self.optim_progress.optimizer.step.increment_completed()
+
+        result = strategy.run_step(handle, apply)
+        loss = torch.tensor(result.loss, device=strategy.root_device)
+        self._log_loss(module, loss)
+        return {"loss": loss}
+
+    def _log_loss(self, module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """Calls the module's hook in the place of ``training_step``, where Lightning allows logging."""
+        results = self.trainer._results
+        if results is not None:
+            results.batch_size = self.trainer.strategy.global_batch_size  # type: ignore[attr-defined]
+        previous, module._current_fx_name = module._current_fx_name, "training_step"
+        try:
+            module.on_training_loss(loss)  # type: ignore[operator]
+        finally:
+            module._current_fx_name = previous
+
+
+class PipelineEpochLoop(_TrainingEpochLoop):
+    """The epoch loop; it keeps its parent's attribute names, which are keys in checkpoints."""
+
+    def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
+        super().__init__(trainer, min_steps, max_steps)
+        self.automatic_optimization = PipelineOptimization(trainer)
+
+    @classmethod
+    def install(cls, trainer: pl.Trainer) -> None:
+        """Replaces the epoch loop of ``trainer``, keeping its validation loop."""
+        old = trainer.fit_loop.epoch_loop
+        if isinstance(old, cls):
+            return
+        new = cls(trainer, old.min_steps, old.max_steps)
+        new.val_loop = old.val_loop
+        trainer.fit_loop.epoch_loop = new
+
+    @override
+    def _broadcast_sigterm_tensor(self) -> None:
+        """The parent broadcasts from rank 0 through torch's default group; there is none, and rank 0 may be dead."""
