@@ -1,0 +1,218 @@
+"""The report at the end of a run: what failed, what it cost, and what the plan had promised.
+
+Everything is computed from two records that the launching process has after ``trainer.fit``: the strategy's history (a
+list of events) and the schedules it planned, one per generation, that is per set of live workers. The functions that
+compute are pure; :func:`render` makes tables of what they return. A run without failure, or with another strategy (no
+history at all), gives a shorter report.
+"""
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from lightning_recycle.planning import Schedule
+from lightning_recycle.resilience.messages import Event
+from lightning_recycle.visualize import save_gantt, save_trace
+
+__all__ = [
+    "Failure",
+    "Losses",
+    "Phase",
+    "find_failures",
+    "find_phases",
+    "read_losses",
+    "render",
+    "summarize_losses",
+    "write_pictures",
+]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker's end and what followed, in seconds since the failure; None: it did not happen in this run."""
+
+    worker: tuple[int, int] | None
+    kind: str
+    cause: str
+    step: int
+    detected_after: float | None
+    regrouped_after: float | None
+    recovered_after: float | None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The steps of one generation.
+
+    Args:
+        generation: Its number.
+        live_workers: How many workers it had, if that was recorded.
+        steps: Number of committed steps.
+        step_seconds: Median duration of a step, the first one left out (it holds start-up or recovery).
+        planned_seconds: Duration of a step in the schedule.
+    """
+
+    generation: int
+    live_workers: int | None
+    steps: int
+    step_seconds: float | None
+    planned_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Training loss at the first step, around the first failure (means of a few steps), and at the end (mean)."""
+
+    first: float
+    before_failure: float | None
+    after_failure: float | None
+    last: float
+
+
+def find_failures(history: Sequence[Event]) -> list[Failure]:
+    """Each failure, with the first regrouping and the first recovery that came after it."""
+    failures = []
+    for index, event in enumerate(history):
+        if event.kind != "failure":
+            continue
+        died = event.time - (event.seconds or 0.0)
+        failures.append(
+            Failure(
+                worker=event.worker,
+                kind=str(event.details.get("kind", "unknown")),
+                cause=str(event.details.get("cause", "unknown")),
+                step=event.step,
+                detected_after=event.seconds,
+                regrouped_after=_seconds_until("regrouped", died, history[index + 1 :]),
+                recovered_after=_seconds_until("recovered", died, history[index + 1 :]),
+            )
+        )
+    return failures
+
+
+def _seconds_until(kind: str, since: float, later: Iterable[Event]) -> float | None:
+    return next((event.time - since for event in later if event.kind == kind), None)
+
+
+def find_phases(history: Sequence[Event], schedules: Sequence[Schedule]) -> list[Phase]:
+    """The generations in order, each with the last of ``schedules`` that was planned for its live workers."""
+    planned = {
+        frozenset(schedule.grid.rank(worker) for worker in schedule.live_workers): schedule for schedule in schedules
+    }
+    rosters = {event.generation: event.details["roster"] for event in history if event.kind == "regrouped"}
+    phases = []
+    for generation in sorted(rosters.keys() | {event.generation for event in history if event.kind == "step"}):
+        durations = [event.seconds for event in history if event.kind == "step" and event.generation == generation]
+        steady = [seconds for seconds in durations[1:] if seconds is not None]
+        roster = rosters.get(generation)
+        schedule = None if roster is None else planned.get(frozenset(roster))
+        phases.append(
+            Phase(
+                generation=generation,
+                live_workers=None if roster is None else len(roster),
+                steps=len(durations),
+                step_seconds=median(steady) if steady else None,
+                planned_seconds=schedule.period if schedule else None,
+            )
+        )
+    return phases
+
+
+def read_losses(path: Path, column: str = "train_loss") -> dict[int, float]:
+    """The loss of each step from a CSVLogger's ``metrics.csv``; empty when there is no such file or column."""
+    if not path.is_file():
+        return {}
+    with path.open(newline="") as file:
+        return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row.get(column)}
+
+
+def summarize_losses(losses: Mapping[int, float], failed_step: int | None = None, window: int = 5) -> Losses | None:
+    """First and last loss, and around ``failed_step``; means of up to ``window`` steps. None without any loss."""
+    if not losses:
+        return None
+    steps = sorted(losses)
+    before: list[int] = []
+    after: list[int] = []
+    if failed_step is not None:
+        before = [step for step in steps if step < failed_step][-window:]
+        after = [step for step in steps if step >= failed_step][:window]
+    return Losses(
+        first=losses[steps[0]],
+        before_failure=fmean(losses[step] for step in before) if before else None,
+        after_failure=fmean(losses[step] for step in after) if after else None,
+        last=fmean(losses[step] for step in steps[-window:]),
+    )
+
+
+def render(
+    losses: Losses | None, failures: Sequence[Failure], phases: Sequence[Phase], tokens_per_step: int
+) -> RenderableType:
+    """Tables of loss, failures and generations; what the run does not have is left out."""
+    tables: list[RenderableType] = []
+    if losses:
+        table = Table("first step", "before the failure", "after it", "last", title="Loss (nats per byte)")
+        values = (losses.first, losses.before_failure, losses.after_failure, losses.last)
+        table.add_row(*("-" if value is None else f"{value:.3f}" for value in values))
+        tables.append(table)
+    if failures:
+        table = Table("worker", "kind", "cause", "step", "detected", "regrouped", "next commit", title="Failures")
+        for failure in failures:
+            table.add_row(
+                "-" if failure.worker is None else f"pipeline {failure.worker[0]}, stage {failure.worker[1]}",
+                failure.kind,
+                failure.cause,
+                str(failure.step),
+                *(
+                    _milliseconds(seconds)
+                    for seconds in (failure.detected_after, failure.regrouped_after, failure.recovered_after)
+                ),
+            )
+        table.caption = "times since the failure"
+        tables.append(table)
+    if phases:
+        table = Table(
+            "generation", "workers", "steps", "measured step", "planned step", "steps/s", "tokens/s", title="Throughput"
+        )
+        for phase in phases:
+            rate = 1 / phase.step_seconds if phase.step_seconds else math.nan
+            table.add_row(
+                str(phase.generation),
+                "-" if phase.live_workers is None else str(phase.live_workers),
+                str(phase.steps),
+                _milliseconds(phase.step_seconds),
+                _milliseconds(phase.planned_seconds),
+                "-" if math.isnan(rate) else f"{rate:.2f}",
+                "-" if math.isnan(rate) else f"{rate * tokens_per_step:,.0f}",
+            )
+        table.caption = "medians without the first step of a generation"
+        tables.append(table)
+    return Group(*tables)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.0f} ms"
+
+
+def write_pictures(schedules: Sequence[Schedule], directory: Path) -> list[Path]:
+    """Write the first and the last schedule, on one time scale: as a Gantt chart and as a trace for Perfetto.
+
+    The chart is an SVG, and a PNG too where matplotlib is installed (extra ``viz``).
+    """
+    if not schedules:
+        return []
+    chosen = {"fault-free": schedules[0]}
+    if schedules[-1].failed:
+        chosen[f"without {', '.join(map(str, sorted(schedules[-1].failed)))}"] = schedules[-1]
+    titles = [f"{schedule.grid}, {name}" for name, schedule in chosen.items()]
+    suffixes = [".svg", ".png"] if find_spec("matplotlib") else [".svg"]
+    charts = [
+        save_gantt(directory / f"schedules{suffix}", list(chosen.values()), titles, unit="s") for suffix in suffixes
+    ]
+    return [*charts, save_trace(directory / "schedules.trace.json", chosen)]
