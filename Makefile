@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check clean
+.PHONY: help install demo test test-exhaustive check clean
 
 help: ## show the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
 install: $(STAMP) ## create the virtual environment and install the package with its tested versions
 
@@ -23,6 +23,9 @@ demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers, kill one on the way, p
 
 test: $(STAMP) ## run all tests (ARGS are passed on to pytest)
 	$(BIN)/python -m pytest -q $(ARGS)
+
+test-exhaustive: $(STAMP) ## every case of the matrices of which `make test` runs a seeded sample (about 10 minutes)
+	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
 
 check: $(STAMP) ## lint, formatting, types, direction of imports
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
@@ -50,13 +52,12 @@ from lightning_recycle.errors import (
 )
 from lightning_recycle.module import PipelineModule, stage_layers
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.planner import plan
-from lightning_recycle.planning.problem import Costs, Problem, Technique
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.problem import Technique
 from lightning_recycle.resilience import membership
 from lightning_recycle.resilience.client import EXIT_STOPPED, ControlClient
 from lightning_recycle.resilience.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.resilience.messages import Crash
+from lightning_recycle.resilience.replanning import RunPlanner
 from lightning_recycle.runtime.data import check_dataloader, die_with_parent
 
 if TYPE_CHECKING:
@@ -119,13 +120,17 @@ class SupervisorLauncher(_Launcher):
         assert trainer is not None
         strategy = self._strategy
         grid, heartbeat = self._prepare(trainer, args)
-        coordinator = Coordinator(
-            grid, self._plan_with(grid), CoordinatorOptions(heartbeat_timeout=heartbeat.timeout), host=_HOST
-        )
+        # The commit waits for all stages, so plans are made without the staggered optimizer.
+        technique = Technique(decoupled=strategy.decoupled, staggered=False)
+        planner = RunPlanner(grid, strategy.planner, technique, strategy.in_flight_limit)
+        options = CoordinatorOptions(heartbeat_timeout=heartbeat.timeout)
+        coordinator = Coordinator(grid, planner, options, host=_HOST)
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         context = _process_context()
         try:
-            with _payload_file((trainer, function, args, kwargs, _GlobalStateSnapshot.capture())) as path:
+            with _payload_file(
+                (trainer, function, args, kwargs, _GlobalStateSnapshot.capture(), torch.get_default_dtype())
+            ) as path:
                 for rank in range(grid.num_workers):
                     start = _WorkerStart(
                         rank, grid, coordinator.address, coordinator.authkey, (_HOST, store.port), heartbeat.interval,
@@ -194,24 +199,6 @@ class SupervisorLauncher(_Launcher):
             )
         return grid, heartbeat
 
-    def _plan_with(self, grid: Grid) -> Callable[[frozenset[Worker], Mapping[int, Mapping[str, float]]], Schedule]:
-        strategy = self._strategy
-
-        def plan_for(failed: frozenset[Worker], seconds: Mapping[int, Mapping[str, float]]) -> Schedule:
-            limit = strategy.in_flight_limit
-            if limit is None and not failed:
-                limit = max(2 * grid.stages - 1, 1)
-            problem = Problem(
-                grid=grid,
-                costs=costs_from(seconds, grid.stages),
-                failed=failed,
-                technique=Technique(decoupled=strategy.decoupled, staggered=False),  # the commit waits for all stages
-                in_flight_limit=None if limit is None else (limit,) * grid.stages,
-            )
-            return plan(problem, strategy.planner)
-
-        return plan_for
-
     # ------------------------------------------------------------------ after
 
     def _end_workers(self, patience: float) -> None:
@@ -241,6 +228,9 @@ class SupervisorLauncher(_Launcher):
         trainer.state = extras.trainer_state
         trainer.callback_metrics.update(extras.callback_metrics)
         trainer.logged_metrics.update(extras.logged_metrics)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):  # it takes no results from another directory than its own
+                callback.dirpath = extras.callbacks.get(callback.state_key, {}).get("dirpath", callback.dirpath)
         call._call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
         _load_progress(trainer.fit_loop, extras.fit_loop)
 
@@ -293,21 +283,6 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
         error = ReCycleError(crash.summary)
     error.__cause__ = _WorkerTraceback(grid.worker(crash.rank), crash.traceback)
     return error
-
-
-def costs_from(seconds: Mapping[int, Mapping[str, float]], stages: int) -> Costs:
-    """Costs in seconds from measured operations, by stage and name; one slot each where nothing is measured yet.
-
-    A fused backward (BW) counts as half B, half W.
-    """
-    needed = ({"F", "B", "W"}, {"F", "BW"})
-    if any(not any(names <= seconds.get(stage, {}).keys() for names in needed) for stage in range(stages)):
-        return Costs.uniform(stages)
-
-    def of(name: str, fused_share: float = 0.0) -> tuple[float, ...]:
-        return tuple(seconds[s].get(name, fused_share * seconds[s].get("BW", 0.0)) for s in range(stages))
-
-    return Costs(of("F"), of("B", 0.5), of("W", 0.5), of("REDUCE"), of("STEP"))
 
 
 def _load_progress(loop: _Loop, state: dict[str, Any], prefix: str = "") -> None:
@@ -388,12 +363,16 @@ def _worker_main(start: _WorkerStart) -> None:
     """The life of a worker process."""
     die_with_parent()
     _watch_supervisor(start.supervisor_pid)
+    warnings.filterwarnings(
+        "ignore", message=r".*treespec, LeafSpec.*"
+    )  # Lightning 2.6 on newer torch, in every worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
     client = ControlClient(start.rank, start.address, start.authkey, start.heartbeat_interval)
     try:
         with open(start.payload_path, "rb") as file:
-            trainer, function, args, kwargs, global_states = pickle.load(file)
+            trainer, function, args, kwargs, global_states, default_dtype = pickle.load(file)
         global_states.restore()
+        torch.set_default_dtype(default_dtype)
         _set_num_threads_if_needed(num_processes=start.grid.num_workers)
         from lightning_recycle.strategy import WorkerContext
 

@@ -40,7 +40,7 @@ class PipelineOptimization(_AutomaticOptimization):
 
         def apply(result: StepResult) -> None:
             strategy.gradient_norm = result.gradient_norm
-            loss = torch.tensor(result.loss, device=strategy.root_device)
+            loss = strategy.as_loss(result.loss)
             self.optim_progress.optimizer.step.increment_ready()
             call._call_lightning_module_hook(
                 trainer,
@@ -53,7 +53,7 @@ class PipelineOptimization(_AutomaticOptimization):
             self.optim_progress.optimizer.step.increment_completed()
 
         result = strategy.run_step(handle, apply)
-        loss = torch.tensor(result.loss, device=strategy.root_device)
+        loss = strategy.as_loss(result.loss)
         self._log_loss(module, loss)
         return {"loss": loss}
 

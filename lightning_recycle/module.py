@@ -75,6 +75,23 @@ class AbsentLayer(nn.Module):
     def __init__(self, spec: LayerSpec | None = None) -> None:
         super().__init__()
         self.spec = spec
+        self.dtype: torch.dtype | None = (
+            None  # what a conversion such as model.double() asked for before the layer exists
+        )
+
+    def build(self, index: int, seed: int) -> nn.Module:
+        """Builds the layer that this one stands for."""
+        assert self.spec is not None
+        layer = self.spec.build(index, seed)
+        return layer if self.dtype is None else layer.to(self.dtype)
+
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> AbsentLayer:
+        probe = torch.empty(0, dtype=self.dtype or torch.get_default_dtype())
+        converted = fn(probe)
+        if converted.dtype != probe.dtype:
+            self.dtype = converted.dtype
+        return self
 
     @override
     def forward(self, *_: Any) -> Tensor:
@@ -186,7 +203,7 @@ class PipelineModule(pl.LightningModule):
         for index in range(len(layers)) if indices is None else indices:
             layer = layers[index]
             if isinstance(layer, AbsentLayer) and layer.spec is not None:
-                built = layer.spec.build(index, global_seed() if seed is None else seed)
+                built = layer.build(index, global_seed() if seed is None else seed)
                 layers[index] = built.train(self.training)
 
     def keep_layers(self, indices: range) -> None:

@@ -301,6 +301,12 @@ class ReCycleStrategy(ParallelStrategy):
         assert self._loader is not None
         return self.executor.run_step(self._loader, handle, apply)
 
+    def as_loss(self, value: float) -> Tensor:
+        """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
+        assert self.lightning_module is not None
+        double = any(p.dtype is torch.float64 for p in self.lightning_module.parameters())
+        return torch.tensor(value, dtype=torch.float64 if double else torch.float32, device=self.root_device)
+
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips by the norm over all stages, which the commit brought; the plugin's own sees one stage only."""
         scale = min(1.0, clip_val / (self.gradient_norm + 1e-6))  # the formula of torch.nn.utils.clip_grad_norm_
@@ -485,11 +491,11 @@ def check_parameters(module: PipelineModule, worker: Worker, grid: Grid) -> None
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:
-    if len(optimizers) != 1:
-        raise UnsupportedFeatureError(
-            f"configure_optimizers() returned {len(optimizers)} optimizers; the strategy needs exactly one (with any"
-            " number"
-            " of parameter groups)."
+    """Raises ConfigurationError unless there is one optimizer (Lightning itself refuses several)."""
+    if len(optimizers) != 1 or not optimizers[0].param_groups:
+        raise ConfigurationError(
+            "configure_optimizers() returned no optimizer; the strategy needs exactly one (with any number of parameter"
+            " groups): return for example torch.optim.AdamW(self.parameters())."
         )
 
 

@@ -15,6 +15,7 @@ from lightning_recycle.planning.planner import Planner, available_planners, get_
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.schedule import PLAN_SCHEMA, Schedule
+from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
 __all__ = [
@@ -41,5 +42,6 @@ __all__ = [
     "plan",
     "register_planner",
     "reroute",
+    "retime",
     "validate",
 ]

@@ -17,15 +17,15 @@ Must not know: how the orders were chosen. Internal to ``planning``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Microbatch, Worker
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Costs, Problem
 from lightning_recycle.planning.schedule import Schedule, staggered_period
 
-__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Codes", "Timing", "assemble", "best_timing", "interleave"]
+__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Codes", "Timing", "assemble", "best_timing", "interleave", "retime"]
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 """Kinds within a code; BACKWARD is B, or BW when the backward is fused."""
@@ -214,6 +214,39 @@ def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
     if not problem.technique.staggered:
         schedule = Schedule(problem, workers, schedule.makespan)
     return schedule
+
+
+def retime(schedule: Schedule, costs: Costs) -> Schedule:
+    """The same orders of operations under other costs: what a plan amounts to once its operations have been measured.
+
+    Raises:
+        PlanningError: when the schedule mixes fused and decoupled backwards.
+    """
+    problem = replace(schedule.problem, costs=costs)
+    grid = schedule.grid
+    kinds = {scheduled.op.kind for ops in schedule.workers.values() for scheduled in ops}
+    fused = OpKind.BACKWARD in kinds
+    if fused and OpKind.BACKWARD_INPUT in kinds:
+        raise PlanningError("a schedule with fused and decoupled backwards cannot be timed again: plan it again.")
+    microbatches = tuple(grid.all_microbatches())
+    routes = [{mb: schedule.route(stage, mb) for mb in microbatches} for stage in range(grid.stages)]
+    codes = Codes(problem, routes, fused=fused)
+    kind_codes = {
+        OpKind.FORWARD: FORWARD,
+        OpKind.BACKWARD: BACKWARD,
+        OpKind.BACKWARD_INPUT: BACKWARD,
+        OpKind.BACKWARD_WEIGHT: WEIGHT,
+    }
+    programs = {
+        grid.rank(worker): [
+            codes.code(kind_codes[op.kind], op.stage, op.microbatch.pipeline * grid.microbatches + op.microbatch.index)
+            for op in schedule.program(worker)
+            if op.microbatch is not None
+        ]
+        for worker in schedule.live_workers
+    }
+    sequence = interleave(codes, programs)
+    return assemble(codes, sequence, best_timing(codes, sequence))
 
 
 def _largest_cycle_mean(source: Sequence[int], weights: Sequence[float]) -> float:

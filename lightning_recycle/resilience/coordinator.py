@@ -13,13 +13,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Any, Protocol
 
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience import membership
 from lightning_recycle.resilience.connection import MessageConnection
@@ -46,11 +46,13 @@ from lightning_recycle.resilience.messages import (
     Resume,
     Stop,
 )
+from lightning_recycle.resilience.replanning import RunPlanner
 
 __all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
 
 log = logging.getLogger(__name__)
 
+_STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
 _TICK = 0.1  # seconds between looks at the clock; everything else is event-driven
 
 
@@ -88,8 +90,7 @@ class Coordinator:
 
     Args:
         grid: the positions of the run.
-        plan: returns the schedule for a set of failed workers and for the mean operation times so far
-            (seconds by stage and operation name; empty at first).
+        planner: makes the schedules.
         options: time bounds.
         host: the interface to listen on.
 
@@ -100,7 +101,7 @@ class Coordinator:
     def __init__(
         self,
         grid: Grid,
-        plan: Callable[[frozenset[Worker], Mapping[int, Mapping[str, float]]], Schedule],
+        planner: RunPlanner,
         options: CoordinatorOptions | None = None,
         host: str = "127.0.0.1",
     ) -> None:
@@ -110,7 +111,8 @@ class Coordinator:
         self.history: list[Event] = []
         self.schedules: list[Schedule] = []
         self.operation_seconds: dict[int, dict[str, float]] = {}
-        self._plan = plan
+        self._planner = planner
+        self._steps_in_generation = 0
         self._listener = Listener((host, 0), backlog=max(16, grid.num_workers), authkey=self.authkey)
         self._accepted: queue.SimpleQueue[MessageConnection] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -159,6 +161,8 @@ class Coordinator:
         os.write(self._wake_writer, b"x")
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
+        self._planner.close()
+        self._retime_newest()
         with contextlib.suppress(OSError):  # the acceptor may be blocked in accept: a connection wakes it
             self._listener._listener._socket.shutdown(2)  # type: ignore[attr-defined]
         self._listener.close()
@@ -331,9 +335,16 @@ class Coordinator:
         failed = frozenset(
             self.grid.worker(rank) for rank in range(self.grid.num_workers) if rank not in self._state.live
         )
-        schedule = self._plan(failed, self.operation_seconds)
+        self._retime_newest()
+        schedule = self._planner.plan(failed, self.operation_seconds)
         self.schedules.append(schedule)
+        self._steps_in_generation = 0
         return schedule
+
+    def _retime_newest(self) -> None:
+        """Gives the schedule of the generation that ends the times that were measured in it."""
+        if self.schedules and self._steps_in_generation:
+            self.schedules[-1] = self._planner.retime(self.schedules[-1], self.operation_seconds)
 
     def _finish(self, outcome: Outcome) -> None:
         if self._state.outcome is None:
@@ -377,6 +388,9 @@ class Coordinator:
                 self.operation_seconds[stage] = dict(payload.operation_seconds)
             seconds = now - self._last_step_time if self._last_step_time is not None else None
             self._last_step_time = now
+            self._steps_in_generation += 1
+            if self._steps_in_generation == _STEPS_BEFORE_PLANNING_AHEAD:
+                self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
         elif record.kind == "resumed":
             if self._failure_time is not None:
                 seconds = now - self._failure_time

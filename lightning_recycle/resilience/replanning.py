@@ -1,0 +1,118 @@
+"""Plans for a running training: for whatever set of workers has failed, with the costs measured so far.
+
+The coordinator asks here when a generation begins. Plans for every next single failure are made ahead, in a thread, so
+that a failure costs no planning time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Technique, Worker, plan, retime
+
+__all__ = ["OperationSeconds", "RunPlanner", "costs_from"]
+
+log = logging.getLogger(__name__)
+
+OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
+"""Mean seconds of each kind of operation, by stage and name; empty before the first step."""
+
+_AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, judged by the first plan
+
+
+def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
+    """Costs in seconds from measured operations; one slot each while a stage has not measured all of its own.
+
+    A fused backward (BW) counts as half B, half W.
+    """
+    needed = ({"F", "B", "W"}, {"F", "BW"})
+    if any(not any(names <= seconds.get(stage, {}).keys() for names in needed) for stage in range(stages)):
+        return Costs.uniform(stages)
+
+    def of(name: str, fused_share: float = 0.0) -> tuple[float, ...]:
+        return tuple(seconds[s].get(name, fused_share * seconds[s].get("BW", 0.0)) for s in range(stages))
+
+    return Costs(of("F"), of("B", 0.5), of("W", 0.5), of("REDUCE"), of("STEP"))
+
+
+class RunPlanner:
+    """Makes the schedules of one run.
+
+    Args:
+        grid: of the run.
+        planner: name of a planner, or a planner.
+        technique: what the runtime can do.
+        in_flight_limit: per worker; by default 2 * S - 1 without a failure, none with one.
+    """
+
+    def __init__(self, grid: Grid, planner: Any, technique: Technique, in_flight_limit: int | None = None) -> None:
+        self._grid = grid
+        self._planner = planner
+        self._technique = technique
+        self._in_flight_limit = in_flight_limit
+        self._ahead: dict[frozenset[Worker], Schedule] = {}
+        self._thread: threading.Thread | None = None
+        self._plan_seconds = 0.0
+        self._stopped = False
+
+    def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
+        """The schedule for ``failed``: the one made ahead, or a new one."""
+        ready = self._ahead.get(failed)
+        if ready is not None:
+            return ready
+        limit = self._in_flight_limit
+        if limit is None and not failed:
+            limit = 2 * self._grid.stages - 1
+        problem = Problem(
+            grid=self._grid,
+            costs=costs_from(seconds, self._grid.stages),
+            failed=failed,
+            technique=self._technique,
+            in_flight_limit=None if limit is None else (limit,) * self._grid.stages,
+        )
+        started = time.monotonic()
+        schedule = plan(problem, self._planner)
+        self._plan_seconds = time.monotonic() - started
+        return schedule
+
+    def retime(self, schedule: Schedule, seconds: OperationSeconds) -> Schedule:
+        """``schedule`` with the times that the measured operations give it."""
+        return retime(schedule, costs_from(seconds, self._grid.stages)) if seconds else schedule
+
+    def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds) -> None:
+        """Begins to plan for every failure that may come next on top of ``failed``."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        survivors = [worker for worker in self._grid.workers() if worker not in failed]
+        candidates = [
+            failed | {worker}
+            for worker in survivors
+            if any(peer not in failed for peer in self._grid.peers(worker)) and failed | {worker} not in self._ahead
+        ]
+        affordable = int(_AHEAD_BUDGET / max(self._plan_seconds, 1e-3))
+        if len(candidates) > affordable:
+            log.info("Planning ahead for %d of %d possible failures.", affordable, len(candidates))
+        costs = {stage: dict(by_name) for stage, by_name in seconds.items()}
+
+        def make() -> None:
+            for candidate in candidates[:affordable]:
+                if self._stopped:
+                    return
+                try:
+                    self._ahead[candidate] = self.plan(candidate, costs)
+                except ReCycleError as error:
+                    log.warning("No plan could be made ahead for the failure of %s: %s", sorted(candidate), error)
+
+        self._thread = threading.Thread(target=make, name="recycle-plan-ahead", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops planning ahead."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)

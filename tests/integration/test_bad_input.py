@@ -1,0 +1,215 @@
+"""What cannot work is refused with an error that names the value and the remedy, in the launching process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Regression, dataset, fit, trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule, ReCycleStrategy, UnsupportedFeatureError
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
+from lightning_recycle.errors import ReCycleError
+
+
+class VectorLoss(Regression):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square()
+
+
+class FloatLoss(Regression):
+    def loss(self, output: Tensor, target: Tensor) -> Any:
+        return (output - target).square().mean().item()
+
+
+class FrozenStage(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return [nn.Linear(8, 1), nn.Tanh(), nn.Tanh(), nn.Tanh()]
+
+
+class WrongSpec(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return [nn.Linear(8, 8), nn.Tanh(), LayerSpec(nn.Linear, 8), nn.Linear(8, 1)]
+
+
+class NoPipeline(PipelineModule):
+    pass
+
+
+class WrongEntry(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return [nn.Linear(8, 8), "a layer"]
+
+
+class Outside(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+
+class NoOptimizer(Regression):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class WithValidation(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class WrongBatch(Regression):
+    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+        return super().split_batch([*batch, 1])
+
+
+class NotAPipeline(L.LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return batch[0].sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "words"),
+    [
+        ({"pipeline_parallel_size": 3}, 4, ["4 devices", "pipeline_parallel_size=3", "[1, 2, 4]"]),
+        ({"pipeline_parallel_size": 0}, 4, ["pipeline_parallel_size=0", "at least 1"]),
+        ({"num_microbatches": 2.5}, 4, ["num_microbatches=2.5"]),
+        ({"planner": "gurobbi"}, 4, ["gurobbi", "heuristic"]),
+        ({"pipeline_parallel_size": 7}, 7, ["6 layers", "pipeline_parallel_size=7", "configure_pipeline"]),
+        ({"pipeline_parallel_size": 2, "num_microbatches": 5}, 4, ["batch_size=12", "num_microbatches=5", "[1, 2, 3"]),
+    ],
+)
+def test_wrong_grids_are_refused_before_anything_starts(
+    strategy: dict[str, Any], devices: int, words: list[str]
+) -> None:
+    def run() -> None:
+        run = L.Trainer(accelerator="cpu", devices=devices, strategy=ReCycleStrategy(**strategy), logger=False)
+        run.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
+
+    with pytest.raises(ConfigurationError) as caught:
+        run()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (VectorLoss, ["shape (2, 1)", "scalar", ".mean()"]),
+        (FloatLoss, ["float", "scalar", ".item()"]),
+        (FrozenStage, ["Stage 1", "no trainable parameter", "pipeline_parallel_size"]),
+        (WrongSpec, ["Layer 2", "LayerSpec(Linear, 8)", "configure_pipeline()"]),
+        (NoPipeline, ["NoPipeline", "configure_pipeline()"]),
+        (WrongEntry, ["'a layer'", "layer 1", "LayerSpec"]),
+        (Outside, ["head.weight", "configure_pipeline()"]),
+        (NoOptimizer, ["configure_optimizers()", "exactly one"]),
+        (WrongBatch, ["split_batch", "length 3", "(input, target)"]),
+        (NotAPipeline, ["PipelineModule", "NotAPipeline"]),
+    ],
+)
+def test_wrong_modules_are_refused_by_name(model: Any, words: list[str]) -> None:
+    with pytest.raises(ReCycleError) as caught:
+        trainer(2, 2).fit(model().double(), DataLoader(dataset(), batch_size=12))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"precision": "bf16-true"}, ["precision='bf16-true'", "'32-true' or '64-true'"]),
+        ({"precision": "bf16-mixed"}, ["precision='bf16-mixed'"]),
+        ({"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2", "num_microbatches"]),
+    ],
+)
+def test_unsupported_trainer_flags_are_refused_before_anything_starts(
+    arguments: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        fit(Regression().double(), 2, 2, **arguments)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_mixed_half_precision_is_refused() -> None:
+    # On the CPU Lightning itself turns it into bf16-mixed, with a warning.
+    with pytest.raises(UnsupportedFeatureError, match=r"precision='(bf)?16-mixed'.*'32-true'"):
+        fit(Regression(), 2, 2, precision="16-mixed")
+
+
+def test_validation_inside_fit_is_refused_and_can_be_switched_off() -> None:
+    loader = DataLoader(dataset(), batch_size=12)
+    with pytest.raises(UnsupportedFeatureError, match="limit_val_batches=0"):
+        trainer(2, 2).fit(WithValidation().double(), loader, loader)
+    trainer(2, 2, limit_val_batches=0, max_steps=1).fit(WithValidation().double(), loader, loader)
+
+
+def test_other_entry_points_and_resuming_are_refused() -> None:
+    loader = DataLoader(dataset(), batch_size=12)
+    with pytest.raises(UnsupportedFeatureError, match="validate"):
+        trainer(2, 2).validate(WithValidation().double(), loader)
+    with pytest.raises(UnsupportedFeatureError, match="ckpt_path='nowhere'"):
+        trainer(2, 2).fit(Regression().double(), loader, ckpt_path="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "IterableDataset", "map-style"]),
+        (lambda: [1, 2, 3], ["list", "DataLoader"]),
+        (lambda: DataLoader(dataset(12), batch_size=12), ["12 samples", "2 pipelines", "batch_size=12"]),
+    ],
+)
+def test_data_without_addresses_is_refused(loader: Any, words: list[str]) -> None:
+    with pytest.raises(ReCycleError) as caught:
+        trainer(2, 2).fit(Regression().double(), loader())
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_the_reason() -> None:
+    model = Regression().double()
+    model.callback = lambda: 1
+    with pytest.raises(ConfigurationError, match=r"(?s)cannot be sent to the worker processes.*module level"):
+        fit(model, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda: Fault("murder", 0, 0, 1), ["'murder'", "'kill'"]),
+        (lambda: Fault("kill", 0, 0, 1, at="lunch"), ["'lunch'", "'forward'"]),
+        (lambda: Fault("kill", 0, 0, -1), ["step"]),
+        (lambda: Fault("kill", 0, 0, 1, at="reduce", microbatch=1), ["microbatch"]),
+        (lambda: HeartbeatCallback(interval=3, timeout=5), ["interval=3", "timeout=5"]),
+        (lambda: FaultInjectionCallback(["kill"]), ["'kill'", "Fault("]),
+        (lambda: fit(Regression(), 2, 2, [Fault("kill", 2, 0, 1)]), ["(2, 0)", "2 pipelines"]),
+        (lambda: fit(Regression(), 2, 2, [Fault("kill", 1, 0, 1, microbatch=6)]), ["microbatch", "0 to 5"]),
+    ],
+)
+def test_wrong_faults_are_refused(fault: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        fault()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_fault_injection_without_the_strategy_is_refused() -> None:
+    single = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[FaultInjectionCallback([Fault("kill", 0, 0, 0)])],
+    )
+    with pytest.raises(ConfigurationError, match="strategy='recycle'"):
+        single.fit(Regression().double(), DataLoader(dataset(), batch_size=12))

@@ -1,0 +1,131 @@
+"""Whatever fails, the weights equal those of a plain loop in one process (invariant 1), to 1e-10 in float64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import pytest
+from support import Noisy, Regression, Scheduled, committed_steps, dataset, difference, failures, fit, plain_loop
+
+from lightning_recycle.callbacks import Fault
+
+TOLERANCE = 1e-10
+GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3)]
+POINTS = ["forward", "backward_input", "backward_weight", "reduce", "optimizer"]
+
+ALL_KILLS = [
+    (grid, (pipeline, stage), step, at)
+    for grid in [(2, 2), (3, 2)]
+    for pipeline, stage, step, at in itertools.product(range(grid[0]), range(grid[1]), (0, 3, 9), POINTS)
+]
+SAMPLE = random.Random(20261120).sample(ALL_KILLS, 12)
+
+
+@pytest.mark.parametrize(("pipelines", "stages"), GRIDS)
+def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -> None:
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    run = fit(model, pipelines, stages)
+    assert difference(model.state_dict(), expected) < TOLERANCE
+    assert run.global_step == 10
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize(("grid", "worker", "step", "at"), SAMPLE)
+def test_weights_equal_after_a_kill(
+    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, decoupled: bool
+) -> None:
+    check_kill(grid, worker, step, at, decoupled)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("grid", "worker", "step", "at"), ALL_KILLS)
+def test_weights_equal_after_every_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str) -> None:
+    check_kill(grid, worker, step, at, decoupled=True)
+
+
+def check_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, decoupled: bool) -> None:
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    run = fit(model, *grid, [Fault("kill", *worker, step=step, at=at)], strategy={"decoupled": decoupled})
+    assert difference(model.state_dict(), expected) < TOLERANCE
+    assert failures(run) == [worker]
+    assert committed_steps(run) == list(range(10))
+
+
+def test_an_infrastructure_exception_is_survived_like_a_kill() -> None:
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    run = fit(model, 2, 2, [Fault("exception", 1, 1, step=4, at="backward_input", microbatch=2)])
+    assert difference(model.state_dict(), expected) < TOLERANCE
+    assert failures(run) == [(1, 1)]
+
+
+def test_a_second_worker_in_another_stage_may_die_later() -> None:
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    run = fit(model, 2, 2, [Fault("kill", 0, 1, step=2, at="reduce"), Fault("kill", 1, 0, step=6, at="forward")])
+    assert difference(model.state_dict(), expected) < TOLERANCE
+    assert failures(run) == [(0, 1), (1, 0)]
+
+
+def test_two_workers_of_different_stages_may_die_in_the_same_step() -> None:
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    run = fit(model, 3, 2, [Fault("kill", 0, 1, step=3, at="reduce"), Fault("kill", 2, 0, step=3, at="reduce")])
+    assert difference(model.state_dict(), expected) < TOLERANCE
+    assert sorted(failures(run)) == [(0, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("faults", [(), (Fault("kill", 0, 0, step=3, at="backward_weight"),)])
+@pytest.mark.parametrize(("pipelines", "stages"), [(2, 2), (3, 2), (2, 3)])
+def test_dropout_and_augmentation_do_not_depend_on_grid_or_failure(
+    pipelines: int, stages: int, faults: tuple[Fault, ...]
+) -> None:
+    reference, model = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
+    fit(reference, 1, 1, data=Noisy(), strategy={"seed": 7})
+    fit(model, pipelines, stages, faults, data=Noisy(), strategy={"seed": 7})
+    assert difference(model.state_dict(), reference.state_dict()) < TOLERANCE
+    other = Regression(dropout=0.5).double()
+    fit(other, 1, 1, data=Noisy(), strategy={"seed": 8})
+    assert difference(other.state_dict(), reference.state_dict()) > 1e-3  # the randomness is really used
+
+
+def test_shuffled_data_of_two_epochs_is_the_same_on_every_grid() -> None:
+    models = [Regression().double() for _ in range(2)]
+    for model, grid, faults in zip(models, [(1, 1), (2, 2)], [(), (Fault("kill", 1, 1, step=14),)], strict=True):
+        fit(model, *grid, faults, max_steps=-1, max_epochs=2, loader={"shuffle": True, "num_workers": 1})
+    assert difference(models[0].state_dict(), models[1].state_dict()) < TOLERANCE
+
+
+def test_layer_specs_train_like_modules_built_in_one_process() -> None:
+    model = Regression(specs=True)
+    model.materialize(seed=3)
+    expected = plain_loop(model.double(), dataset())
+    lazy = Regression(specs=True).double()
+    assert not list(lazy.layers[0].parameters())  # not built in this process
+    fit(lazy, 2, 2, [Fault("kill", 1, 0, step=5)], strategy={"seed": 3})
+    assert difference(lazy.state_dict(), expected) < TOLERANCE
+
+
+def test_precision_64_trains_a_float32_module_in_double() -> None:
+    model = Regression()
+    expected = plain_loop(copy.deepcopy(model).double(), dataset())
+    fit(model, 2, 2, [Fault("kill", 1, 1, step=5)], precision="64-true")
+    assert difference(model.state_dict(), expected) < TOLERANCE
+
+
+def test_gradient_norm_clipping_sees_the_whole_model() -> None:
+    model = Regression(clip_scale=100.0).double()
+    expected = plain_loop(model, dataset(), clip_norm=0.5)
+    fit(model, 2, 3, [Fault("kill", 1, 2, step=3, at="optimizer")], gradient_clip_val=0.5)
+    assert difference(model.state_dict(), expected) < TOLERANCE
+
+
+def test_a_scheduler_steps_once_a_step_also_when_the_step_is_redone() -> None:
+    model = Scheduled().double()
+    expected = plain_loop(model, dataset())
+    fit(model, 2, 2, [Fault("kill", 0, 0, step=3, at="backward_input"), Fault("kill", 1, 1, step=7, at="optimizer")])
+    assert difference(model.state_dict(), expected) < TOLERANCE

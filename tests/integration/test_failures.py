@@ -1,0 +1,260 @@
+"""What users see when workers die, when everything dies, and when it is their own code that fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Regression, dataset, descendants, difference, failures, fit, plain_loop, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_recycle import ReCycleError, StageLostError
+from lightning_recycle.callbacks import Fault, HeartbeatCallback
+
+
+class UserBug(Exception):
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return UserBug, (self.args[0], self.code)
+
+
+class Unpicklable(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+class BrokenLoss(Regression):
+    def __init__(self, error: str) -> None:
+        super().__init__()
+        self.error = error
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.trainer.global_step == 2:
+            if self.error == "bug":
+                raise UserBug("a bug in loss", 42)
+            raise Unpicklable(1, 2)
+        return super().loss(output, target)
+
+
+def kill_at_random(seed: int) -> threading.Thread:
+    """Kills one worker from outside, at a random moment of the run: while it starts, trains or ends."""
+
+    def kill() -> None:
+        rng = random.Random(seed)
+        while not _workers():
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 3.0))
+        victims = _workers()
+        if len(victims) == 4:
+            os.kill(rng.choice(victims), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def _workers() -> list[int]:
+    return sorted(pid for pid, command in descendants().items() if "forkserver" in command)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_worker_killed_from_outside_at_any_moment_changes_nothing(seed: int) -> None:
+    model = Regression().double()
+    data = dataset(24 * 60)
+    expected = plain_loop(model, data, steps=60)
+    thread = kill_at_random(seed)
+    run = fit(model, 2, 2, data=data, max_steps=60)
+    thread.join(10)
+    assert difference(model.state_dict(), expected) < 1e-10
+    assert len(failures(run)) <= 1
+
+
+def test_the_loss_of_a_stage_is_one_clear_error() -> None:
+    with pytest.raises(StageLostError, match=r"stage 1 .*newest checkpoint"):
+        fit(Regression().double(), 2, 2, [Fault("kill", 0, 1, step=2), Fault("kill", 1, 1, step=5, at="reduce")])
+
+
+def test_the_loss_of_the_only_pipeline_is_one_clear_error() -> None:
+    with pytest.raises(StageLostError, match="stage 0"):
+        fit(Regression().double(), 1, 2, [Fault("kill", 0, 0, step=2)])
+
+
+def test_a_users_exception_surfaces_once_as_itself_and_quickly() -> None:
+    started = time.monotonic()
+    with pytest.raises(UserBug, match="a bug in loss") as caught:
+        fit(BrokenLoss("bug").double(), 2, 2)
+    assert caught.value.code == 42
+    assert "in loss" in str(caught.value.__cause__)
+    assert "In worker" in str(caught.value.__cause__)
+    assert time.monotonic() - started < 15
+
+
+def test_an_exception_that_cannot_be_pickled_still_tells_what_it_was() -> None:
+    with pytest.raises(ReCycleError, match="Unpicklable: 1 and 2"):
+        fit(BrokenLoss("unpicklable").double(), 2, 2)
+
+
+def test_the_leaders_death_keeps_metrics_and_progress(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
+    run = fit(model, 2, 2, [Fault("kill", 0, 1, step=5)], logger=logger, log_every_n_steps=1, enable_progress_bar=True)
+    assert difference(model.state_dict(), expected) < 1e-10
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    header = rows[0].split(",")
+    assert [int(row.split(",")[header.index("step")]) for row in rows[1:]] == list(range(10))
+    assert float(run.callback_metrics["recycle/live_workers"]) == 3
+    assert "train_loss" in run.callback_metrics
+
+
+def test_a_second_fit_in_the_same_process_works() -> None:
+    first, second = Regression().double(), Regression().double()
+    expected = plain_loop(first, dataset())
+    fit(first, 2, 2, [Fault("kill", 1, 0, step=3)])
+    fit(second, 2, 2, [Fault("kill", 0, 1, step=3)])
+    assert difference(first.state_dict(), expected) < 1e-10
+    assert difference(second.state_dict(), expected) < 1e-10
+
+
+def test_a_worker_that_stops_is_evicted_after_the_timeout() -> None:
+    model = Regression().double()
+    data = dataset(24 * 40)
+    expected = plain_loop(model, data, steps=40)
+    stopped: list[int] = []
+
+    def stop() -> None:
+        while len(_workers()) < 4:
+            time.sleep(0.01)
+        time.sleep(2.5)
+        stopped.append(_workers()[1])
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    run = fit(model, 2, 2, data=data, max_steps=40, callbacks=[HeartbeatCallback(interval=0.2, timeout=1.0), Slow()])
+    thread.join(10)
+    assert len(failures(run)) == 1
+    causes = [event.details["cause"] for event in run.strategy.history if event.kind == "failure"]
+    assert "silent" in causes[0]
+    assert difference(model.state_dict(), expected) < 1e-10
+
+
+class Slow(L.Callback):
+    """Makes a run last."""
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        time.sleep(0.1)
+
+
+def test_workers_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "supervised.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            from support import Regression, dataset, fit
+            from test_failures import Slow
+            if __name__ == "__main__":
+                print("go", flush=True)
+                fit(Regression().double(), 2, 2, data=dataset(24 * 1000), max_steps=1000, callbacks=[Slow()])
+            """
+        )
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while len(workers := _fork_server_children(process.pid)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(workers) == 4
+        time.sleep(1.0)
+    finally:
+        process.kill()
+        process.wait(10)
+    deadline = time.monotonic() + 5
+    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in workers if _alive(pid)]
+
+
+def _fork_server_children(root: int) -> list[int]:
+    return sorted(pid for pid, command in descendants(root).items() if "forkserver" in command)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ctrl_c_ends_the_run_and_its_workers() -> None:
+    run = trainer(2, 2, callbacks=[Slow()], max_steps=1000)
+
+    def interrupt() -> None:
+        while len(_workers()) < 4:
+            time.sleep(0.01)
+        time.sleep(2.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):  # Lightning turns Ctrl-C into an exit
+            run.fit(Regression().double(), DataLoader(dataset(24 * 1000), batch_size=12))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_counters_and_metrics_come_home_as_from_one_device() -> None:
+    run = fit(Regression().double(), 2, 2, max_steps=5)
+    alone = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=5, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    alone.fit(Regression().double(), DataLoader(dataset(), batch_size=24))
+    assert (run.global_step, run.current_epoch) == (alone.global_step, alone.current_epoch)
+    assert run.state == alone.state
+    torch.testing.assert_close(run.callback_metrics["train_loss"], alone.callback_metrics["train_loss"])
+
+
+def test_a_checkpoint_resumes_on_one_device_with_its_optimizer_state(tmp_path: Path) -> None:
+    model = Regression().double()
+    data = dataset(24 * 5)
+    fault = Fault("kill", 0, 1, step=4, at="optimizer")  # the leader, right before it would write
+    run = fit(
+        model,
+        2,
+        2,
+        [fault],
+        data=data,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+        max_epochs=1,
+        max_steps=-1,
+    )
+    path = run.checkpoint_callback.best_model_path
+    assert difference(torch.load(path, weights_only=True)["state_dict"], model.state_dict()) == 0
+    alone = Regression().double()
+    single = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    single.fit(alone, DataLoader(data, batch_size=24), ckpt_path=path)
+    twice = torch.utils.data.TensorDataset(*(torch.cat([t, t]) for t in data.tensors))
+    assert difference(alone.state_dict(), plain_loop(Regression().double(), twice)) < 1e-10
