@@ -6,8 +6,10 @@ file descriptors of the sender: those die with it.
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
+import struct
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,9 +23,19 @@ class MessageConnection:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
-        with socket.socket(fileno=socket.dup(connection.fileno())) as sock:
+        with socket.socket(fileno=os.dup(connection.fileno())) as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bounds each read and write, so that a peer that stops in the middle of a message cannot block this process.
+
+        A read or write that takes longer raises OSError; the connection is unusable then.
+        """
+        value = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
 
     def fileno(self) -> int:
         return self._connection.fileno()

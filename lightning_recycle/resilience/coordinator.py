@@ -129,6 +129,7 @@ class Coordinator:
         self._last_step_time: float | None = None
         self._regroup_deadline: float | None = None
         self._graces: dict[int, float] = {}
+        self._unreachable: list[int] = []
         self._done = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
@@ -219,16 +220,15 @@ class Coordinator:
         try:
             message = connection.receive()
         except (EOFError, OSError):
-            connection.close()
             if rank is None:
                 self._strangers.remove(connection)
+                connection.close()
             else:
-                del self._connections[rank]
-                cause = self._describe_exit(rank) or "it closed its connection to the coordinator"
-                self._handle(Lost(rank, cause))
+                self._evict(rank, self._describe_exit(rank) or "its connection to the coordinator broke")
             return
         if isinstance(message, Hello):
             self._strangers.remove(connection)
+            connection.set_timeout(self.options.heartbeat_timeout)
             self._connections[message.rank] = connection
             self._handle(Joined(message.rank))
         elif rank is None:
@@ -302,6 +302,12 @@ class Coordinator:
     # ------------------------------------------------------------------ commands
 
     def _handle(self, event: membership.Event) -> None:
+        self._apply(event)
+        while self._unreachable:
+            rank = self._unreachable.pop()
+            self._evict(rank, self._describe_exit(rank) or "it took no message")
+
+    def _apply(self, event: membership.Event) -> None:
         self._state, commands = membership.transition(self._state, event)
         for command in commands:
             if isinstance(command, Send):
@@ -328,8 +334,8 @@ class Coordinator:
                 continue
             try:
                 connection.send(message)
-            except OSError:
-                log.debug("Worker %d is gone; its exit will be seen", rank)
+            except OSError:  # gone, or stopped with a full buffer: a message cut short cannot be completed later
+                self._unreachable.append(rank)
 
     def _schedule(self) -> Schedule:
         failed = frozenset(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -213,3 +216,16 @@ def test_fault_injection_without_the_strategy_is_refused() -> None:
     )
     with pytest.raises(ConfigurationError, match="strategy='recycle'"):
         single.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from support import Regression, fit\n"
+        "fit(Regression().double(), 2, 2)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "WorkerStartError: The script that calls trainer.fit()" in done.stderr  # in the workers
+    assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
