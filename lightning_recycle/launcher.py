@@ -247,8 +247,8 @@ def _error_of(outcome: Any, grid: Grid, history: list[Any]) -> BaseException:
         causes = "; ".join(f"worker {grid.worker(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind == "step" for event in history) and not any(event.kind == "resumed" for event in history):
             return WorkerStartError(
-                f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above; a"
-                " script without `if __name__ == '__main__':` is a common reason."
+                f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above;"
+                " a script without `if __name__ == '__main__':` is a common reason."
             )
         return StageLostError(
             f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"

@@ -22,6 +22,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -264,6 +265,7 @@ class ReCycleStrategy(ParallelStrategy):
             stage,
             GradientBuffers(list(module.parameters()), self.root_device, num_extras=int(is_last)),
             self._split,
+            needs_norm=trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", module),
         )
         self.executor.on_generation = lambda: self._on_generation(trainer)
         PipelineEpochLoop.install(trainer)

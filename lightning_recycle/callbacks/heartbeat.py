@@ -35,11 +35,13 @@ class HeartbeatCallback(pl.Callback):
             )
         self.interval = interval
         self.timeout = timeout
+        self._logged = 0
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        live = getattr(trainer.strategy, "live_workers", None)
-        if live is not None:
-            pl_module.log("recycle/live_workers", float(len(live)), prog_bar=True)
+        live = len(getattr(trainer.strategy, "live_workers", ()))
+        if live and (batch_idx == 0 or live != self._logged):  # Lightning repeats the last value in between
+            pl_module.log("recycle/live_workers", float(live), prog_bar=True)
+            self._logged = live

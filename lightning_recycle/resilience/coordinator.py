@@ -11,12 +11,14 @@ import contextlib
 import logging
 import os
 import queue
+import selectors
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, Listener
 from typing import Any, Protocol
 
 from lightning_recycle.planning.grid import Grid
@@ -118,7 +120,7 @@ class Coordinator:
         self._wake_reader, self._wake_writer = os.pipe()
         self._state = membership.initial_state(grid)
         self._connections: dict[int, MessageConnection] = {}
-        self._strangers: list[MessageConnection] = []
+        self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._last_heard: dict[int, float] = {}
         self._activities: dict[int, Any] = {}
@@ -167,8 +169,10 @@ class Coordinator:
         with contextlib.suppress(OSError):  # the acceptor may be blocked in accept: a connection wakes it
             self._listener._listener._socket.shutdown(2)  # type: ignore[attr-defined]
         self._listener.close()
-        for connection in [*self._connections.values(), *self._strangers]:
-            connection.close()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, MessageConnection):
+                key.fileobj.close()
+        self._selector.close()
         for fd in (self._wake_reader, self._wake_writer):
             os.close(fd)
 
@@ -189,25 +193,18 @@ class Coordinator:
 
     def _serve(self) -> None:
         try:
+            self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
+            for rank, process in self._processes.items():
+                self._selector.register(process.sentinel, selectors.EVENT_READ, partial(self._on_exit, rank))
             last_tick = time.monotonic()
             while not self._closing:
-                sources: list[Any] = [self._wake_reader, *self._strangers, *self._connections.values()]
-                sentinels = {p.sentinel: rank for rank, p in self._processes.items() if rank in self._state.live}
-                ready = wait([*sources, *sentinels], timeout=_TICK)
+                for key, _ in self._selector.select(_TICK):
+                    if self._selector.get_map().get(key.fileobj) is not None:  # not closed by an earlier one
+                        key.data()
                 now = time.monotonic()
                 if now - last_tick > 10 * _TICK:  # this process itself was stopped: nobody's silence counts
                     self._last_heard = dict.fromkeys(self._last_heard, now)
                 last_tick = now
-                for source in ready:
-                    if source == self._wake_reader:
-                        os.read(self._wake_reader, 4096)
-                    elif isinstance(source, MessageConnection):
-                        self._read(source)
-                for source in ready:
-                    if isinstance(source, int) and source in sentinels:
-                        self._on_exit(sentinels[source])
-                while not self._accepted.empty():
-                    self._strangers.append(self._accepted.get())
                 self._on_tick(now)
         except Exception as error:
             log.exception("The coordinator failed")
@@ -215,57 +212,75 @@ class Coordinator:
 
     # ------------------------------------------------------------------ inputs
 
-    def _read(self, connection: MessageConnection) -> None:
-        rank = next((r for r, c in self._connections.items() if c is connection), None)
+    def _on_wake(self) -> None:
+        os.read(self._wake_reader, 4096)
+        while not self._accepted.empty():
+            stranger = self._accepted.get()
+            stranger.set_timeout(self.options.heartbeat_timeout)
+            self._selector.register(stranger, selectors.EVENT_READ, partial(self._on_stranger, stranger))
+
+    def _on_stranger(self, connection: MessageConnection) -> None:
+        """The first message of a connection: it must be a worker's hello."""
+        self._selector.unregister(connection)
         try:
-            message = connection.receive()
+            hello = connection.receive()
         except (EOFError, OSError):
-            if rank is None:
-                self._strangers.remove(connection)
-                connection.close()
-            else:
-                self._evict(rank, self._describe_exit(rank) or "its connection to the coordinator broke")
+            connection.close()
             return
-        if isinstance(message, Hello):
-            self._strangers.remove(connection)
-            connection.set_timeout(self.options.heartbeat_timeout)
-            self._connections[message.rank] = connection
-            self._handle(Joined(message.rank))
-        elif rank is None:
-            log.warning("Ignored %s from a connection that did not say hello", type(message).__name__)
-        elif isinstance(message, Heartbeat):
-            self._last_heard[rank] = time.monotonic()
-            self._activities[rank] = message.activity
-        elif isinstance(message, Connected):
-            self._on_connected(message)
-        elif isinstance(message, FaultInjected):
-            self._injected[rank] = message
-        else:
-            if isinstance(message, Report):
+        if not isinstance(hello, Hello) or hello.rank not in self._state.live or hello.rank in self._connections:
+            log.warning("Refused a connection that began with %r", hello)
+            connection.close()
+            return
+        self._connections[hello.rank] = connection
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._on_readable, hello.rank))
+        self._handle(Joined(hello.rank))
+
+    def _on_readable(self, rank: int) -> None:
+        try:
+            message = self._connections[rank].receive()
+        except (EOFError, OSError):
+            self._evict(rank, self._describe_exit(rank) or "its connection to the coordinator broke")
+            return
+        self._on_message(rank, message)
+
+    def _on_message(self, rank: int, message: Any) -> None:
+        match message:
+            case Heartbeat():
+                self._last_heard[rank] = time.monotonic()
+                self._activities[rank] = message.activity
+                return
+            case Connected():
+                self._on_connected(message)
+                return
+            case FaultInjected():
+                self._injected[rank] = message
+                return
+            case Report():
                 self._have_reported.add(rank)
-            if isinstance(message, (Broken, Crash)):
-                log.info("Worker %s: %s", self.grid.worker(rank), message)
-            self._handle(message)
+            case Broken() | Crash():
+                log.debug("Worker %s: %s", self.grid.worker(rank), message)
+        self._handle(message)
 
     def _on_exit(self, rank: int) -> None:
         cause = self._describe_exit(rank)
         if cause is None:
             return
-        connection = self._connections.pop(rank, None)
+        self._selector.unregister(self._processes[rank].sentinel)
+        connection = self._connections.get(rank)
         if connection is not None:
-            self._drain(connection)
-            connection.close()
+            # What it said before it died; its last words may be the exception that ended it.
+            with contextlib.suppress(EOFError, OSError), selectors.DefaultSelector() as unread:
+                unread.register(connection, selectors.EVENT_READ)
+                while unread.select(0):
+                    self._on_message(rank, connection.receive())
+        self._disconnect(rank)
         self._handle(Lost(rank, cause))
 
-    def _drain(self, connection: MessageConnection) -> None:
-        """Takes what a process said before it died; its last words may be the exception that ended it."""
-        with contextlib.suppress(EOFError, OSError):
-            while wait([connection.fileno()], timeout=0):
-                message = connection.receive()
-                if isinstance(message, FaultInjected):
-                    self._injected[message.rank] = message
-                elif not isinstance(message, (Heartbeat, Connected, Hello)):
-                    self._handle(message)
+    def _disconnect(self, rank: int) -> None:
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            self._selector.unregister(connection)
+            connection.close()
 
     def _describe_exit(self, rank: int) -> str | None:
         process = self._processes.get(rank)
@@ -294,9 +309,7 @@ class Coordinator:
         """Declares a worker dead and makes it so: an evicted worker must not come back and write."""
         if rank in self._processes:
             self._processes[rank].kill()
-        connection = self._connections.pop(rank, None)
-        if connection is not None:
-            connection.close()
+        self._disconnect(rank)
         self._handle(Lost(rank, cause))
 
     # ------------------------------------------------------------------ commands

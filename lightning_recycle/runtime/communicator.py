@@ -9,9 +9,13 @@ Private torch API used here: ``ProcessGroupGloo`` and its ``_Options``. Gloo's o
 ``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets that the groups opened. All connections
 of a generation are made through one store client whose socket is shut down too, so connecting is interruptible as well.
 
-A value travels as one message if it is small, else as a header and one message per tensor. Gloo accepts a message
-shorter than the posted buffer (measured), so the receive of header and small value is posted ahead without knowing the
-shape, and shapes may change from micro-batch to micro-batch.
+Activations and gradients have a group each. Gloo would keep them apart by tag, but its event loop spins while the
+main thread holds the lock of a connection on which data arrives (measured: half of its processor time).
+
+A value travels as one message with a header, packed, if it fits into the receiver's posted buffer; else the header
+announces one message per tensor. Gloo accepts a message shorter than the buffer (measured), so receives are posted
+ahead without knowing the shape and shapes may change from micro-batch to micro-batch. Both sides size the buffer of a
+tag by its last message in the generation, so with steady shapes every value is one message.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import torch
@@ -33,12 +38,13 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["CommunicationError", "Communicator", "Incoming"]
+__all__ = ["Channel", "CommunicationError", "Communicator", "Incoming"]
 
 Value = Tensor | tuple[Tensor | None, ...]
 """What flows between stages: a tensor, or a tuple of tensors; in gradients an item may be None."""
 
-_INLINE_BYTES = 64 * 1024
+_SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
+_PACKED_BYTES = 4 * 1024 * 1024  # above, copying into one message costs more than a second message
 _ALIGNMENT = 64
 _MAX_TENSORS = 31
 _DTYPES: tuple[torch.dtype, ...] = (
@@ -50,6 +56,13 @@ _NONE = -1
 _HEADER_BYTES = 8 * 512
 
 
+class Channel(Enum):
+    """What flows between stages: activations one way, gradients the other."""
+
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+
+
 class CommunicationError(ReCycleError):
     """A message could not be exchanged: a peer is gone, or the generation was aborted."""
 
@@ -58,6 +71,7 @@ class CommunicationError(ReCycleError):
 class Incoming:
     """A receive that is posted."""
 
+    channel: Channel
     source: int
     tag: int
     buffer: Tensor
@@ -89,12 +103,13 @@ class Communicator:
         self._sockets: dict[int, int] = {}
         self._before: dict[int, int] | None = None
         self._store: TCPStore | None = None
-        self._messages: Any = None
+        self._groups: dict[Channel, Any] = {}
         self._stage: Any = None
         self._group_rank: dict[int, int] = {}
         self._stage_rank: dict[int, int] = {}
         self._sending: list[tuple[Any, Tensor]] = []
-        self._pool: list[Tensor] = []
+        self._buffers: dict[tuple[Channel, int, int], Tensor] = {}
+        self._capacities: dict[tuple[Channel, int, int], int] = {}
 
     # ------------------------------------------------------------------ life cycle
 
@@ -115,7 +130,8 @@ class Communicator:
             )
             self._check()  # from here on an abort finds the sockets
             prefix = f"generation{generation}"
-            self._messages = self._connect(f"{prefix}/messages", self._group_rank)
+            for channel in Channel:
+                self._groups[channel] = self._connect(f"{prefix}/{channel.value}", self._group_rank)
             self._stage = self._connect(f"{prefix}/stage{min(self._stage_rank)}", self._stage_rank)
         except RuntimeError as error:
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
@@ -154,8 +170,10 @@ class Communicator:
             self._shutdown_sockets()
             self._sockets = {}
         self._sending.clear()
-        self._pool.clear()
-        self._messages = self._stage = self._store = None
+        self._buffers.clear()
+        self._capacities.clear()
+        self._groups.clear()
+        self._stage = self._store = None
 
     def _shutdown_sockets(self) -> None:
         still_open = _open_sockets()
@@ -167,15 +185,23 @@ class Communicator:
 
     # ------------------------------------------------------------------ values between stages
 
-    def post_receive(self, source: int, tag: int) -> Incoming:
-        """Posts the receive of a value from rank ``source``; several may be open, told apart by ``tag``."""
-        buffer = self._pool.pop() if self._pool else torch.empty(_INLINE_BYTES, dtype=torch.uint8)
+    def post_receive(self, channel: Channel, source: int, tag: int) -> Incoming:
+        """Posts the receive of a value from rank ``source``; several may be open, told apart by ``tag``.
+
+        The buffer of (channel, source, tag) is used again: what was received into it must not be needed any more.
+        """
+        key = (channel, source, tag)
+        capacity = self._capacities.get(key, _SMALL_BYTES)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.nbytes != capacity:
+            buffer = self._buffers[key] = torch.empty(capacity, dtype=torch.uint8)
+        group = self._groups[channel]
         with self._translated():
-            work = self._messages.recv([buffer], self._group_rank[source], tag * (_MAX_TENSORS + 1))
-        return Incoming(source, tag, buffer, work)
+            work = group.recv([buffer], self._group_rank[source], tag * (_MAX_TENSORS + 1))
+        return Incoming(channel, source, tag, buffer, work)
 
     def receive(self, incoming: Incoming) -> Value:
-        """Waits for a posted value. Small values share memory with the posted buffer: see :meth:`recycle`."""
+        """Waits for a posted value. It may share memory with the posted buffer: see :meth:`post_receive`."""
         with self._translated():
             incoming.work.wait()
             header = incoming.buffer[:_HEADER_BYTES].view(torch.int64).tolist()
@@ -198,10 +224,12 @@ class Communicator:
                 else:
                     tensor = torch.empty(shape, dtype=dtype)
                     tag = incoming.tag * (_MAX_TENSORS + 1) + 1 + part
-                    pending.append(self._messages.recv([tensor], self._group_rank[incoming.source], tag))
+                    group = self._groups[incoming.channel]
+                    pending.append(group.recv([tensor], self._group_rank[incoming.source], tag))
                 tensors.append(tensor)
             for work in pending:
                 work.wait()
+        self._learn((incoming.channel, incoming.source, incoming.tag), tensors)
         if self._device.type != "cpu":
             tensors = [None if t is None else t.to(self._device) for t in tensors]
         if is_tuple:
@@ -209,11 +237,11 @@ class Communicator:
         assert tensors[0] is not None
         return tensors[0]
 
-    def recycle(self, incoming: Incoming) -> None:
-        """Gives the buffer of a received value back; the value must not be used afterwards."""
-        self._pool.append(incoming.buffer)
+    def _learn(self, key: tuple[Channel, int, int], tensors: Sequence[Tensor | None]) -> None:
+        """Sizes the next buffer for ``key``; sender and receiver see the same tensors and so agree."""
+        self._capacities[key] = min(max(_message_bytes(tensors), _SMALL_BYTES), _PACKED_BYTES)
 
-    def send(self, value: Value, destination: int, tag: int) -> None:
+    def send(self, channel: Channel, value: Value, destination: int, tag: int) -> None:
         """Starts to send ``value`` to rank ``destination``; its tensors must not change before :meth:`flush`."""
         tensors = list(value) if isinstance(value, tuple) else [value]
         if len(tensors) > _MAX_TENSORS:
@@ -222,22 +250,23 @@ class Communicator:
             )
         staged = [None if t is None else t.detach().contiguous().cpu() for t in tensors]
         header = [int(isinstance(value, tuple)), len(staged), 0]
-        total = 0
         for tensor in staged:
             if tensor is None:
                 header += [_NONE, 0]
             else:
                 header += [_DTYPE_CODES[tensor.dtype], tensor.dim(), *tensor.shape]
-                total += _aligned(tensor.nbytes)
         if len(header) * 8 > _HEADER_BYTES:
             raise ReCycleError(
                 f"The shapes of the {len(tensors)} tensors between two stages do not fit into a message header."
             )
-        inline = _HEADER_BYTES + total <= _INLINE_BYTES
+        key = (channel, destination, tag)
+        total = _message_bytes(staged)
+        inline = total <= self._capacities.get(key, _SMALL_BYTES)
+        self._learn(key, staged)
         header[2] = int(inline)
-        message = torch.empty(_HEADER_BYTES + (total if inline else 0), dtype=torch.uint8)
+        message = torch.empty(total if inline else _HEADER_BYTES, dtype=torch.uint8)
         message[: len(header) * 8].view(torch.int64).copy_(torch.tensor(header, dtype=torch.int64))
-        base, group_rank = tag * (_MAX_TENSORS + 1), self._group_rank[destination]
+        base, group, group_rank = tag * (_MAX_TENSORS + 1), self._groups[channel], self._group_rank[destination]
         outgoing = [(base, message)]
         offset = _HEADER_BYTES
         for part, tensor in enumerate(staged):
@@ -251,7 +280,7 @@ class Communicator:
                 outgoing.append((base + 1 + part, tensor))
         with self._translated():
             for message_tag, tensor in outgoing:
-                self._sending.append((self._messages.send([tensor], group_rank, message_tag), tensor))
+                self._sending.append((group.send([tensor], group_rank, message_tag), tensor))
 
     def flush(self) -> None:
         """Waits until everything sent has left."""
@@ -298,6 +327,11 @@ class Communicator:
             yield
         except RuntimeError as error:
             raise CommunicationError(f"Generation {self._generation}: {error}") from error
+
+
+def _message_bytes(tensors: Sequence[Tensor | None]) -> int:
+    """Size of the tensors packed behind a header."""
+    return _HEADER_BYTES + sum(_aligned(tensor.nbytes) for tensor in tensors if tensor is not None)
 
 
 def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -51,10 +51,17 @@ class _Addressed(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
+    def __getitems__(self, addresses: Sequence[tuple[int, int]]) -> list[Any]:
+        """The samples at (epoch, index) ``addresses``; the generators of this process stay as they were."""
+        with seeded_everything() as reseed:
+            samples = []
+            for epoch, index in addresses:
+                reseed(derive_seed(self.seed, epoch, index))
+                samples.append(self.dataset[index])
+            return samples
+
     def __getitem__(self, address: tuple[int, int]) -> Any:
-        epoch, index = address
-        with seeded_everything(derive_seed(self.seed, epoch, index)):
-            return self.dataset[index]
+        return self.__getitems__([address])[0]
 
 
 class _WorkerInit:
@@ -146,7 +153,7 @@ class MicrobatchLoader:
         if key not in self._fetched:
             own = self._prefetch and microbatch.pipeline == self._pipeline and self._dataloader.num_workers > 0
             if not own or not self._take_prefetched(key):
-                self._fetched[key] = self._collate([self._addressed[a] for a in self.addresses(*key)])
+                self._fetched[key] = self._collate(self._addressed.__getitems__(self.addresses(*key)))
         return self._fetched[key]
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
@@ -170,7 +177,8 @@ class MicrobatchLoader:
             sampler = self._dataloader.sampler
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            with seeded_everything(derive_seed(self._seed, epoch)):
+            with seeded_everything() as reseed:
+                reseed(derive_seed(self._seed, epoch))
                 if isinstance(sampler, SequentialSampler):
                     order: Sequence[int] = range(len(sampler))
                 elif (

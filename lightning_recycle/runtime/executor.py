@@ -12,6 +12,7 @@ step again if it was not committed. Nothing of that shows outside :meth:`run_ste
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience.client import ControlClient, Interrupted
 from lightning_recycle.resilience.messages import Activity, Broken, Connected, FaultInjected, Report, Resume
 from lightning_recycle.resilience.recovery import Action, WorkerStatus
-from lightning_recycle.runtime.communicator import CommunicationError, Communicator, Incoming
+from lightning_recycle.runtime.communicator import Channel, CommunicationError, Communicator, Incoming
 from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle, global_index
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.stage import Stage
@@ -44,7 +45,7 @@ class CommitPayload:
     """What a stage tells all others when it is REDUCED.
 
     Args:
-        squared_norm: of its reduced gradient.
+        squared_norm: of its reduced gradient; NaN if nobody wants it.
         loss: mean over the global batch; on the last stage only.
         operation_seconds: this worker's mean time of each kind of operation, without waiting, by name.
     """
@@ -56,7 +57,7 @@ class CommitPayload:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every worker knows when a step is committed: the mean loss and the norm of the whole gradient."""
+    """What every worker knows when a step is committed: the mean loss and, if wanted, the norm of all gradients."""
 
     loss: float
     gradient_norm: float
@@ -89,6 +90,7 @@ class Executor:
         stage: the layers.
         gradients: their gradients; the last stage has one extra, the sum of the losses.
         split: turns a collated micro-batch into (input, target) on the device.
+        needs_norm: whether the norm of the gradient is wanted with each step.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Executor:
         stage: Stage,
         gradients: GradientBuffers,
         split: Callable[[Any], tuple[Any, Any]],
+        needs_norm: bool = False,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -112,6 +115,7 @@ class Executor:
         self._stage = stage
         self._gradients = gradients
         self._split = split
+        self._needs_norm = needs_norm
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
         self._payload: CommitPayload | None = None
@@ -179,7 +183,9 @@ class Executor:
         for op in program:
             source = self._input_source(op)
             if source is not None:
-                self._incoming[op] = self._communicator.post_receive(self.grid.rank(source), self._tag(op))
+                self._incoming[op] = self._communicator.post_receive(
+                    _channel(op), self.grid.rank(source), self._index(op)
+                )
 
     def _input_source(self, op: Op) -> Worker | None:
         """The worker whose output ``op`` needs, if it is another one."""
@@ -207,7 +213,7 @@ class Executor:
                 self._gradients.extras[0] += loss.to(self._gradients.extras.dtype)
         if not self._is_last:
             destination = self.schedule.route(op.stage + 1, microbatch)
-            self._communicator.send(output, self.grid.rank(destination), self._tag(op))
+            self._communicator.send(_channel(op), output, self.grid.rank(destination), index)
 
     def _backward(self, op: Op) -> None:
         assert self.schedule is not None
@@ -219,7 +225,7 @@ class Executor:
                 input_grads = self._stage.backward_input(self._index(op), grads)
         if input_grads is not None:
             destination = self.schedule.route(op.stage - 1, _microbatch(op))
-            self._communicator.send(input_grads, self.grid.rank(destination), self._tag(op))
+            self._communicator.send(_channel(op), input_grads, self.grid.rank(destination), self._index(op))
 
     def _reduce(self, op: Op) -> None:
         self._gradients.check()
@@ -227,11 +233,10 @@ class Executor:
             for buffer in self._gradients.buffers:
                 self._communicator.all_reduce(buffer)
         self._communicator.flush()
-        for incoming in self._incoming.values():
-            self._communicator.recycle(incoming)
         self._incoming = {}
         loss = float(self._gradients.extras[0]) / self.grid.global_microbatches if self._is_last else None
-        self._payload = CommitPayload(self._gradients.squared_norm(), loss, dict(self._timings.seconds))
+        squared_norm = self._gradients.squared_norm() if self._needs_norm else math.nan
+        self._payload = CommitPayload(squared_norm, loss, dict(self._timings.seconds))
         self._reduced = True
 
     def _commit(self) -> None:
@@ -319,9 +324,6 @@ class Executor:
     def _index(self, op: Op) -> int:
         return global_index(self.grid, _microbatch(op))
 
-    def _tag(self, op: Op) -> int:
-        return 2 * self._index(op) + (op.kind is not OpKind.FORWARD)
-
     def _timed(self, op: Op) -> _Stopwatch:
         return _Stopwatch(self._timings, op.kind, self._gradients.extras)
 
@@ -338,6 +340,10 @@ class _Stopwatch:
             torch.cuda.current_stream().synchronize()
         if exception_type is None:
             self._timings.add(self._kind, time.perf_counter() - self._started)
+
+
+def _channel(op: Op) -> Channel:
+    return Channel.ACTIVATIONS if op.kind is OpKind.FORWARD else Channel.GRADIENTS
 
 
 def _microbatch(op: Op) -> Microbatch:

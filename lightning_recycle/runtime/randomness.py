@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -41,14 +41,17 @@ def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
 
 
 @contextmanager
-def seeded_everything(seed: int) -> Iterator[None]:
-    """Seeds the generators of Python, NumPy and torch (CPU) for a block and restores them afterwards."""
+def seeded_everything() -> Iterator[Callable[[int], None]]:
+    """Lends the generators of Python, NumPy and torch (CPU) for re-seeding and restores their state afterwards."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
+
+    def reseed(seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)
+
     try:
-        yield
+        yield reseed
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
