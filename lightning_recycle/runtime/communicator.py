@@ -24,6 +24,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ _DTYPES: tuple[torch.dtype, ...] = (
 )  # fmt: skip
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NONE = -1
-_HEADER_BYTES = 8 * 512
+_HEADER = struct.Struct("=128q")
+_HEADER_BYTES = _HEADER.size
 
 
 class Channel(Enum):
@@ -96,7 +98,9 @@ class Communicator:
         self._store_address = store_address
         self._timeout = timedelta(seconds=timeout)
         self._device = device
-        self._gloo_device = ProcessGroupGloo.create_device(hostname=host)
+        # An event loop each: messages between stages must not wait behind a reduction.
+        self._message_device = ProcessGroupGloo.create_device(hostname=host)
+        self._stage_device = ProcessGroupGloo.create_device(hostname=host)
         self._lock = threading.Lock()
         self._aborted_generation = -1
         self._generation = -1
@@ -131,8 +135,10 @@ class Communicator:
             self._check()  # from here on an abort finds the sockets
             prefix = f"generation{generation}"
             for channel in Channel:
-                self._groups[channel] = self._connect(f"{prefix}/{channel.value}", self._group_rank)
-            self._stage = self._connect(f"{prefix}/stage{min(self._stage_rank)}", self._stage_rank)
+                self._groups[channel] = self._connect(
+                    f"{prefix}/{channel.value}", self._group_rank, self._message_device
+                )
+            self._stage = self._connect(f"{prefix}/stage{min(self._stage_rank)}", self._stage_rank, self._stage_device)
         except RuntimeError as error:
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         finally:
@@ -141,11 +147,11 @@ class Communicator:
                 self._before = None
         self._check()
 
-    def _connect(self, prefix: str, ranks: Mapping[int, int]) -> Any:
+    def _connect(self, prefix: str, ranks: Mapping[int, int], device: Any) -> Any:
         if len(ranks) == 1:
             return None
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [self._gloo_device]
+        options._devices = [device]
         options._threads = 1
         options._timeout = self._timeout
         assert self._store is not None
@@ -204,7 +210,7 @@ class Communicator:
         """Waits for a posted value. It may share memory with the posted buffer: see :meth:`post_receive`."""
         with self._translated():
             incoming.work.wait()
-            header = incoming.buffer[:_HEADER_BYTES].view(torch.int64).tolist()
+            header = _HEADER.unpack_from(incoming.buffer.numpy())  # type: ignore[arg-type]
             is_tuple, count, inline = bool(header[0]), header[1], bool(header[2])
             cursor, offset = 3, _HEADER_BYTES
             tensors: list[Tensor | None] = []
@@ -265,7 +271,7 @@ class Communicator:
         self._learn(key, staged)
         header[2] = int(inline)
         message = torch.empty(total if inline else _HEADER_BYTES, dtype=torch.uint8)
-        message[: len(header) * 8].view(torch.int64).copy_(torch.tensor(header, dtype=torch.int64))
+        struct.pack_into(f"={len(header)}q", message.numpy(), 0, *header)  # type: ignore[arg-type]
         base, group, group_rank = tag * (_MAX_TENSORS + 1), self._groups[channel], self._group_rank[destination]
         outgoing = [(base, message)]
         offset = _HEADER_BYTES
