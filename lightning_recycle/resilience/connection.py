@@ -40,9 +40,16 @@ class MessageConnection:
     def fileno(self) -> int:
         return self._connection.fileno()
 
+    @staticmethod
+    def encode(message: Any) -> bytes:
+        return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
     def send(self, message: Any) -> None:
         """Raises OSError when the other side is gone."""
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self.send_encoded(self.encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Sends what :meth:`encode` made, for a message to many; raises as :meth:`send`."""
         with self._send_lock:
             self._connection.send_bytes(data)
 

@@ -341,12 +341,14 @@ class Coordinator:
             self._connected = set()
         elif isinstance(message, Regroup):
             self._regroup_deadline = time.monotonic() + self.options.report_timeout
-        for rank in command.ranks:
+        data = MessageConnection.encode(message)
+        # Stage 0 first: a step begins there, and with many workers on few cores the last to hear is late.
+        for rank in sorted(command.ranks, key=lambda rank: (self.grid.worker(rank).stage, rank)):
             connection = self._connections.get(rank)
             if connection is None:
                 continue
             try:
-                connection.send(message)
+                connection.send_encoded(data)
             except OSError:  # gone, or stopped with a full buffer: a message cut short cannot be completed later
                 self._unreachable.append(rank)
 
