@@ -120,8 +120,7 @@ class SupervisorLauncher(_Launcher):
         assert trainer is not None
         strategy = self._strategy
         grid, heartbeat = self._prepare(trainer, args)
-        # The commit waits for all stages, so plans are made without the staggered optimizer.
-        technique = Technique(decoupled=strategy.decoupled, staggered=False)
+        technique = Technique(decoupled=strategy.decoupled, staggered=strategy.staggered)
         planner = RunPlanner(grid, strategy.planner, technique, strategy.in_flight_limit)
         options = CoordinatorOptions(heartbeat_timeout=heartbeat.timeout)
         coordinator = Coordinator(grid, planner, options, host=_HOST)

@@ -69,8 +69,9 @@ class ReCycleStrategy(ParallelStrategy):
         num_microbatches: M. By default 2 * S (or the largest divisor of the batch size below, where that is known).
         planner: name of the planner, or an object with ``plan(problem)``.
         decoupled: split the backward, so that weight gradients fill idle slots.
-        staggered: step the optimizer stage by stage. In this version every stage still waits for all others before it
-            steps; the flag is kept for the plans to come.
+        staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
+            while others end this one. Costs a copy of the stage's parameters and of its gradients. With clipping by
+            norm every stage waits for all others all the same.
         in_flight_limit: the most micro-batches that a worker may hold between F and W; by default 2 * S - 1 without a
             failure and no limit with one.
         seed: of all randomness; by default the one given to ``seed_everything``, else 0.
@@ -249,6 +250,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
         is_last = worker.stage == grid.stages - 1
+        parameters = list(module.parameters())
         stage = Stage(
             [module.layers[i] for i in owned],
             owned.start,
@@ -263,8 +265,10 @@ class ReCycleStrategy(ParallelStrategy):
             context.client,
             Communicator(context.rank, context.store_address, context.host, self.root_device),
             stage,
-            GradientBuffers(list(module.parameters()), self.root_device, num_extras=int(is_last)),
+            parameters,
+            GradientBuffers(parameters, self.root_device),
             self._split,
+            staggered=self.staggered,
             needs_norm=trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", module),
         )
         self.executor.on_generation = lambda: self._on_generation(trainer)
@@ -422,6 +426,11 @@ class ReCycleStrategy(ParallelStrategy):
             delivered = self._gather(RESULT, part)
             if {self.grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(self.grid.stages)):
                 return
+
+    @override
+    def on_train_end(self) -> None:
+        """Waits until every stage has applied the last step; from then on no step can be redone."""
+        self.barrier("end of training")
 
     @override
     def teardown(self) -> None:

@@ -30,6 +30,7 @@ from lightning_recycle.resilience.messages import (
     Regroup,
     Report,
     Resume,
+    StepLoss,
     Stop,
 )
 
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 EXIT_STOPPED = 75  # told to leave; BSD's EX_TEMPFAIL
 EXIT_LOST_COORDINATOR = 69  # BSD's EX_UNAVAILABLE
+
+_LOSS_TIMEOUT = 300.0  # seconds; it is sent before the gradients that lead to a step
 
 _T = TypeVar("_T")
 
@@ -68,6 +71,7 @@ class ControlClient:
         self._resume: Resume | None = None
         self._committed: Committed | None = None
         self._answers: dict[int, Mapping[int, Any]] = {}
+        self._losses: dict[int, float] = {}
         self._next_collective = 0
         self._leaving = False
         self.send(Hello(rank, os.getpid()))
@@ -130,6 +134,17 @@ class ControlClient:
 
         return self._wait(committed, "the commit", interruptible=True)
 
+    def await_loss(self, step: int) -> float:
+        """Waits for the mean loss of ``step``.
+
+        Raises:
+            Interrupted: when a generation was announced before it came.
+            ControlPlaneError: if it does not come although every micro-batch was computed.
+        """
+        loss = self._wait(lambda: self._losses.get(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
+        self._losses = {known: value for known, value in self._losses.items() if known >= step}
+        return loss
+
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
         """Takes part in the next control collective; returns the payloads of the live workers by rank.
 
@@ -186,6 +201,8 @@ class ControlClient:
                         self._announced = message
                     case Resume():
                         self._resume = message
+                    case StepLoss():
+                        self._losses[message.step] = message.loss
                     case Committed():
                         self._committed = message
                     case Answer():

@@ -36,6 +36,7 @@ from lightning_recycle.resilience.membership import (
     StartGrace,
 )
 from lightning_recycle.resilience.messages import (
+    Applied,
     Broken,
     Connected,
     Crash,
@@ -128,6 +129,7 @@ class Coordinator:
         self._have_reported: set[int] = set()  # ever; before its first report a worker sets up, which may take long
         self._injected: dict[int, FaultInjected] = {}
         self._failure_time: float | None = None
+        self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
         self._last_step_time: float | None = None
         self._regroup_deadline: float | None = None
         self._graces: dict[int, float] = {}
@@ -257,6 +259,9 @@ class Coordinator:
                 return
             case Report():
                 self._have_reported.add(rank)
+            case Applied():
+                if rank == membership.stage_leads(self.grid, self._state.roster).get(self.grid.worker(rank).stage):
+                    self.operation_seconds[self.grid.worker(rank).stage] = dict(message.operation_seconds)
             case Broken() | Crash():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
         self._handle(message)
@@ -404,21 +409,22 @@ class Coordinator:
                 self.grid.num_workers,
             )
         elif record.kind == "step":
-            payloads = details.pop("payloads", {})
-            for stage, payload in payloads.items():
-                self.operation_seconds[stage] = dict(payload.operation_seconds)
             seconds = now - self._last_step_time if self._last_step_time is not None else None
             self._last_step_time = now
             self._steps_in_generation += 1
             if self._steps_in_generation == _STEPS_BEFORE_PLANNING_AHEAD:
                 self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
         elif record.kind == "resumed":
+            if not self._last_step_time:
+                self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
             if self._failure_time is not None:
                 seconds = now - self._failure_time
+                self._recovering = True
             else:
                 self._last_step_time = now
         self._append(Event(record.kind, now, self._state.generation, record.step, worker, seconds, details))
-        if record.kind == "step" and self._failure_time is not None:
+        if record.kind == "step" and self._recovering and self._failure_time is not None:
+            self._recovering = False
             recovered = now - self._failure_time
             self._append(Event("recovered", now, self._state.generation, record.step, None, recovered))
             self._failure_time = None

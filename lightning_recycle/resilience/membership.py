@@ -4,29 +4,35 @@
 no socket and no process; the coordinator is the shell that feeds it and obeys.
 
 A *generation* begins when all workers have joined and whenever the roster changes: all live workers are told to stop
-(Regroup), report what they hold (Report), and go on together from one committed version (Resume). Within a generation a
-step is committed once every live worker is REDUCED in it. Control collectives are numbered by the workers' own
-program order, outlive generations, and complete when every live worker has arrived.
+(Regroup), report what they hold (Report), and go on together from one committed version (Resume). A step counts as
+committed once every live worker has applied it. Where stages must agree before they step (see Commit), they are
+answered once every live worker is REDUCED. The losses of a step are collected by micro-batch, whoever computed them and
+however often. Control collectives are numbered by the workers' own program order, outlive generations, and complete
+when every live worker has arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.resilience.messages import (
     Answer,
+    Applied,
     Arrive,
     Broken,
     Commit,
     Committed,
     Crash,
+    Losses,
     Regroup,
     Report,
     Resume,
+    StepLoss,
 )
 from lightning_recycle.resilience.recovery import decide
 
@@ -83,7 +89,7 @@ class GraceElapsed:
     generation: int
 
 
-Event: TypeAlias = Joined | Lost | GraceElapsed | Report | Broken | Commit | Arrive | Crash
+Event: TypeAlias = Joined | Lost | GraceElapsed | Report | Broken | Losses | Applied | Commit | Arrive | Crash
 
 
 # ---------------------------------------------------------------------- commands
@@ -163,9 +169,13 @@ class MembershipState:
         regrouping: whether the generation still waits for reports.
         reports: of the current generation, by rank.
         commits: of the current generation and the current step, by rank.
+        answered: step and payloads, by stage, of the newest commit that was answered.
+        applied: the newest step that each worker has applied, by rank; -1 before the first.
+        losses: of the steps that are not complete: step -> global micro-batch -> loss.
+        summed: steps whose loss is known.
         collectives: open control collectives: number -> rank -> contribution.
         causes: why workers were lost, by rank.
-        version: the newest committed version.
+        version: steps that every live worker has applied.
         disturbances: regroups in a row without a loss or a commit.
         outcome: how the run ended, once it has.
     """
@@ -177,6 +187,10 @@ class MembershipState:
     regrouping: bool = False
     reports: Mapping[int, Report] = field(default_factory=dict)
     commits: Mapping[int, Commit] = field(default_factory=dict)
+    answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
+    applied: Mapping[int, int] = field(default_factory=dict)
+    losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    summed: int = 0
     collectives: Mapping[int, Mapping[int, Arrive]] = field(default_factory=dict)
     causes: Mapping[int, str] = field(default_factory=dict)
     version: int = 0
@@ -231,6 +245,10 @@ def transition(state: MembershipState, event: Event) -> tuple[MembershipState, t
             return state, ((StartGrace(event.generation, event.reason),) if current else ())
         case Report():
             return _report(state, event)
+        case Losses():
+            return _losses(state, event)
+        case Applied():
+            return _applied(state, event)
         case Commit():
             return _commit(state, event)
         case Arrive():
@@ -270,6 +288,8 @@ def _lose(state: MembershipState, event: Lost) -> tuple[MembershipState, tuple[C
         return state, (*commands, *stop)
     state, begin = _begin_generation(state) if state.generation >= 0 else _begin_if_complete(state)
     commands.extend(begin)
+    state, steps = _advance(state)
+    commands.extend(steps)
     for number in sorted(state.collectives):
         state, answer = _answer_if_complete(state, number)
         commands.extend(answer)
@@ -307,35 +327,56 @@ def _report(state: MembershipState, event: Report) -> tuple[MembershipState, tup
     for _, report in sorted(state.reports.items()):
         if report.status.version == decision.version - 1 and report.status.reduced:
             commits.setdefault(report.status.stage, report.commit)
-    rolled_forward = decision.version > state.version
-    state = replace(state, regrouping=False, version=decision.version)
-    commands: list[Command] = [
+    if state.answered[0] == decision.version - 1:
+        commits.update(state.answered[1])
+    state = replace(state, regrouping=False)
+    return state, (
         Send(state.roster, Resume(state.generation, state.roster, decision, None, commits)),
-        Record("resumed", state.version, None, {"roster": state.roster, "version": decision.version}),
-    ]
-    if rolled_forward:
-        commands.append(Record("step", state.version - 1, None, {"rolled_forward": True}))
-    return state, tuple(commands)
+        Record("resumed", decision.version, None, {"roster": state.roster, "ahead": tuple(sorted(decision.ahead))}),
+    )
+
+
+def _losses(state: MembershipState, event: Losses) -> tuple[MembershipState, tuple[Command, ...]]:
+    if event.step < state.summed:
+        return state, ()  # a redone step, computed again
+    known = {**event.losses, **state.losses.get(event.step, {})}
+    state = replace(state, losses={**state.losses, event.step: known})
+    if len(known) < state.grid.global_microbatches:
+        return state, ()
+    loss = sum(known[index] for index in sorted(known)) / len(known)
+    losses = {step: value for step, value in state.losses.items() if step > event.step}
+    state = replace(state, losses=losses, summed=event.step + 1)
+    return state, (Send(state.roster, StepLoss(event.step, loss)),)
+
+
+def _applied(state: MembershipState, event: Applied) -> tuple[MembershipState, tuple[Command, ...]]:
+    applied = {**state.applied, event.rank: event.step}
+    return _advance(replace(state, applied=applied))
+
+
+def _advance(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
+    """Counts the steps that every live worker has applied."""
+    version = min(state.applied.get(rank, -1) for rank in state.live) + 1
+    if version <= state.version:
+        return state, ()
+    records = tuple(Record("step", step) for step in range(state.version, version))
+    return replace(state, version=version, disturbances=0), records
 
 
 def _commit(state: MembershipState, event: Commit) -> tuple[MembershipState, tuple[Command, ...]]:
     if event.generation != state.generation or state.regrouping:
         return state, ()
-    if event.step != state.version:
-        return _stop(
-            state, Failed(f"Worker {event.rank} asked to commit step {event.step} while step {state.version} is next.")
-        )
     state = replace(state, commits={**state.commits, event.rank: event})
     if state.commits.keys() != state.live:
         return state, ()
+    steps = {commit.step for commit in state.commits.values()}
+    if len(steps) > 1:
+        return _stop(state, Failed(f"The workers asked to commit different steps: {sorted(steps)}."))
     payloads: dict[int, Any] = {}
     for rank, commit in sorted(state.commits.items()):
         payloads.setdefault(state.grid.worker(rank).stage, commit.payload)
-    state = replace(state, commits={}, version=event.step + 1, disturbances=0)
-    return state, (
-        Send(state.roster, Committed(state.generation, event.step, payloads)),
-        Record("step", event.step, None, {"payloads": payloads}),
-    )
+    state = replace(state, commits={}, answered=(event.step, payloads))
+    return state, (Send(state.roster, Committed(state.generation, event.step, payloads)),)
 
 
 def _arrive(state: MembershipState, event: Arrive) -> tuple[MembershipState, tuple[Command, ...]]:

@@ -11,6 +11,7 @@ from lightning_recycle.resilience.recovery import Decision, WorkerStatus
 __all__ = [
     "Activity",
     "Answer",
+    "Applied",
     "Arrive",
     "Broken",
     "Commit",
@@ -21,9 +22,11 @@ __all__ = [
     "FaultInjected",
     "Heartbeat",
     "Hello",
+    "Losses",
     "Regroup",
     "Report",
     "Resume",
+    "StepLoss",
     "Stop",
 ]
 
@@ -62,7 +65,7 @@ class Heartbeat:
 class Report:
     """A survivor stopped for ``generation`` and says what it holds.
 
-    ``commit`` is what it would bring to the commit of its step if it is REDUCED.
+    ``commit`` is what it would bring to the commit of its step if it is REDUCED and commits are asked for.
     """
 
     rank: int
@@ -81,8 +84,29 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
+class Losses:
+    """Losses of micro-batches of ``step``, by their global index; sent before any gradient of the last of them."""
+
+    rank: int
+    step: int
+    losses: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The worker has applied ``step``. ``operation_seconds``: its mean time by kind of operation, without waiting."""
+
+    rank: int
+    step: int
+    operation_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
-    """The worker is REDUCED in ``step`` and asks to apply it. ``payload`` reaches everybody with the answer."""
+    """The worker is REDUCED in ``step`` and waits for all others to be; ``payload`` reaches everybody with the answer.
+
+    Only where a stage must know something of the others before it steps, or the optimizer is not staggered.
+    """
 
     rank: int
     generation: int
@@ -152,7 +176,7 @@ class Resume:
     decision: Decision
     schedule: Any
     commits: Mapping[int, Any]
-    """What the stages brought to the commit that is rolled forward, by stage; empty if none is."""
+    """What the stages brought to the commit of step ``decision.version - 1``, by stage, as far as known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +186,14 @@ class Committed:
     generation: int
     step: int
     payloads: Mapping[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches."""
+
+    step: int
+    loss: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,27 @@
-"""The recovery decision: from what survivors hold to what each of them does. A pure function.
+"""The recovery decision: from what survivors hold to where they go on. A pure function.
 
-Within step t a worker is RUNNING, then REDUCED (it holds its stage's complete reduced gradient), then APPLIED (its
-parameters are of version t+1, which makes it RUNNING in step t+1). The highest version that a stage can reach is the
-highest among its workers, plus one if a worker there of that version is REDUCED. The committed version v is the
-minimum over the stages: below it nothing is redone, above it nothing is kept.
+Within step t a worker is RUNNING, then REDUCED (it holds its stage's complete reduced gradient), then APPLIED: its
+parameters are of version t+1, and it is RUNNING in step t+1. With the staggered optimizer stages apply at their own
+time, but step t+1 cannot be REDUCED anywhere before every stage has applied t, so they differ by at most one version.
 
-Who calls: the coordinator, once all survivors of a generation have reported. Who obeys: the executor.
+A stage can reach the highest version among its workers, plus one if a worker of that version is REDUCED. The committed
+version v is the minimum over the stages: step v runs again. A stage that can reach v+1 is *ahead*: its part of step v
+is done. It computes the forward and the input gradients of step v for the others, with its parameters of version v,
+but neither reduces nor steps again, so its optimizer and Lightning's hooks see every step once, and nothing that was
+reduced is ever dropped.
+
+A worker that lacks a gradient which a peer holds adopts it. A worker keeps the gradient of a step until it begins the
+step after the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["Action", "Decision", "WorkerStatus", "decide"]
+__all__ = ["Adoption", "Decision", "WorkerStatus", "decide"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,75 +39,58 @@ class WorkerStatus:
     reduced: bool
 
 
-class Action(Enum):
-    """What a worker does before it goes on at the committed version."""
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """In ``stage``, whoever lacks the reduced gradient of ``step`` gets it from rank ``donor``; all of it take part."""
 
-    KEEP = "keep"
-    """Its parameters are of the committed version; a gradient of the step to come, partial or reduced, is dropped."""
-    APPLY = "apply"
-    """It steps its optimizer with the reduced gradient that it holds."""
-    ADOPT = "adopt"
-    """It receives the reduced gradient from a peer, then steps its optimizer."""
+    stage: int
+    step: int
+    donor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all survivors do.
+    """Where all survivors go on.
 
     Args:
-        version: the committed version v; training goes on with step v.
-        actions: by rank.
-        donors: for each stage with an ADOPT, the rank whose gradient its workers receive.
+        version: the committed version v; whoever is below applies what it holds or adopts, then step v runs.
+        ahead: the stages whose part of step v is done.
+        adoptions: in the order in which a stage carries them out.
     """
 
     version: int
-    actions: Mapping[int, Action]
-    donors: Mapping[int, int]
+    ahead: frozenset[int]
+    adoptions: tuple[Adoption, ...]
 
 
 def decide(statuses: Mapping[int, WorkerStatus]) -> Decision:
-    """Computes the committed version and every survivor's action.
-
-    Args:
-        statuses: by rank; at least one worker of every stage.
+    """Computes the decision from the statuses of all survivors, by rank; every stage has at least one.
 
     Raises:
-        ReCycleError: if a stage is ahead of the committed version. With one commit point for all stages that cannot
-            happen; were it to, going on would train on a mixture of versions.
+        ReCycleError: for statuses that the commit protocol cannot produce. Going on would train on a mixture.
     """
-    stages = {status.stage for status in statuses.values()}
-
-    def reachable(stage: int) -> int:
-        return max(s.version + s.reduced for s in statuses.values() if s.stage == stage)
-
-    version = min(reachable(stage) for stage in stages)
-    actions: dict[int, Action] = {}
-    donors: dict[int, int] = {}
+    by_stage: dict[int, dict[int, WorkerStatus]] = {}
     for rank, status in sorted(statuses.items()):
-        if status.version == version:
-            actions[rank] = Action.KEEP
-        elif status.version == version - 1 and status.reduced:
-            actions[rank] = Action.APPLY
-        elif status.version == version - 1:
-            donor = next(
-                (
-                    r
-                    for r, s in sorted(statuses.items())
-                    if s.stage == status.stage and s.version == version - 1 and s.reduced
-                ),
-                None,
-            )
-            if donor is None:
-                raise ReCycleError(
-                    f"No recovery: worker {rank} is at version {status.version} and nobody in stage {status.stage}"
-                    " holds"
-                    f" the reduced gradient that leads to version {version}."
-                )
-            actions[rank] = Action.ADOPT
-            donors[status.stage] = donor
-        else:
+        by_stage.setdefault(status.stage, {})[rank] = status
+    reachable = {stage: max(s.version + s.reduced for s in workers.values()) for stage, workers in by_stage.items()}
+    version = min(reachable.values())
+    adoptions: list[Adoption] = []
+    for stage, workers in sorted(by_stage.items()):
+        if reachable[stage] > version + 1 or any(s.version < version - 1 for s in workers.values()):
             raise ReCycleError(
-                f"No recovery: worker {rank} of stage {status.stage} has applied {status.version} steps while the whole"
-                f" can only agree on {version}: the commit point was violated."
+                f"No recovery: stage {stage} spans versions {sorted({s.version for s in workers.values()})} while the"
+                f" whole can only agree on {version}: the commit protocol was violated."
             )
-    return Decision(version, actions, donors)
+        for step in (version - 1, version) if reachable[stage] > version else (version - 1,):
+            has = {r for r, s in workers.items() if s.version == step + 1 or (s.version == step and s.reduced)}
+            past = {r for r, s in workers.items() if s.version > step + 1}
+            if len(has) + len(past) == len(workers):
+                continue
+            if not has:
+                raise ReCycleError(
+                    f"No recovery: nobody in stage {stage} holds the reduced gradient of step {step}, which workers"
+                    f" {sorted(workers.keys() - has - past)} lack."
+                )
+            adoptions.append(Adoption(stage, step, min(has)))
+    ahead = frozenset(stage for stage, best in reachable.items() if best > version)
+    return Decision(version, ahead, tuple(adoptions))

@@ -56,15 +56,18 @@ class RunPlanner:
         self._technique = technique
         self._in_flight_limit = in_flight_limit
         self._ahead: dict[frozenset[Worker], Schedule] = {}
-        self._thread: threading.Thread | None = None
         self._plan_seconds = 0.0
-        self._stopped = False
+        self._changed = threading.Condition()
+        self._request: tuple[list[frozenset[Worker]], OperationSeconds] | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._plan_requests, name="recycle-plan-ahead", daemon=True)
+        self._thread.start()
 
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """The schedule for ``failed``: the one made ahead, or a new one."""
-        ready = self._ahead.get(failed)
-        if ready is not None:
-            return ready
+        return self._ahead.get(failed) or self._make(failed, seconds)
+
+    def _make(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         limit = self._in_flight_limit
         if limit is None and not failed:
             limit = 2 * self._grid.stages - 1
@@ -85,34 +88,42 @@ class RunPlanner:
         return retime(schedule, costs_from(seconds, self._grid.stages)) if seconds else schedule
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds) -> None:
-        """Begins to plan for every failure that may come next on top of ``failed``."""
-        if self._thread is not None and self._thread.is_alive():
-            return
+        """Begins to plan for every failure that may come next on top of ``failed``; replaces an earlier request."""
         survivors = [worker for worker in self._grid.workers() if worker not in failed]
         candidates = [
-            failed | {worker}
-            for worker in survivors
-            if any(peer not in failed for peer in self._grid.peers(worker)) and failed | {worker} not in self._ahead
+            failed | {worker} for worker in survivors if any(peer not in failed for peer in self._grid.peers(worker))
         ]
         affordable = int(_AHEAD_BUDGET / max(self._plan_seconds, 1e-3))
         if len(candidates) > affordable:
             log.info("Planning ahead for %d of %d possible failures.", affordable, len(candidates))
-        costs = {stage: dict(by_name) for stage, by_name in seconds.items()}
+        with self._changed:
+            self._request = (candidates[:affordable], {stage: dict(by_name) for stage, by_name in seconds.items()})
+            self._changed.notify()
 
-        def make() -> None:
-            for candidate in candidates[:affordable]:
-                if self._stopped:
+    def _plan_requests(self) -> None:
+        """The planning thread: works on the newest request."""
+        while True:
+            with self._changed:
+                while self._request is None and not self._closed:
+                    self._changed.wait()
+                if self._closed:
                     return
+                request = self._request
+            assert request is not None
+            for candidate in request[0]:
+                if self._request is not request or self._closed:
+                    break
                 try:
-                    self._ahead[candidate] = self.plan(candidate, costs)
+                    self._ahead[candidate] = self._make(candidate, request[1])
                 except ReCycleError as error:
                     log.warning("No plan could be made ahead for the failure of %s: %s", sorted(candidate), error)
-
-        self._thread = threading.Thread(target=make, name="recycle-plan-ahead", daemon=True)
-        self._thread.start()
+            else:
+                with self._changed:
+                    if self._request is request:
+                        self._request = None
 
     def close(self) -> None:
-        """Stops planning ahead."""
-        self._stopped = True
-        if self._thread is not None:
-            self._thread.join(timeout=10.0)
+        """Stops planning ahead; a plan that is being made is not waited for."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()

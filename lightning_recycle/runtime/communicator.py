@@ -97,7 +97,7 @@ class Communicator:
         self._rank = rank
         self._store_address = store_address
         self._timeout = timedelta(seconds=timeout)
-        self._device = device
+        self.device = device
         # An event loop each: messages between stages must not wait behind a reduction.
         self._message_device = ProcessGroupGloo.create_device(hostname=host)
         self._stage_device = ProcessGroupGloo.create_device(hostname=host)
@@ -236,8 +236,8 @@ class Communicator:
             for work in pending:
                 work.wait()
         self._learn((incoming.channel, incoming.source, incoming.tag), tensors)
-        if self._device.type != "cpu":
-            tensors = [None if t is None else t.to(self._device) for t in tensors]
+        if self.device.type != "cpu":
+            tensors = [None if t is None else t.to(self.device) for t in tensors]
         if is_tuple:
             return tuple(tensors)
         assert tensors[0] is not None

@@ -117,7 +117,9 @@ class MicrobatchLoader:
         self._orders: dict[int, Sequence[int]] = {}
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
-        self._prefetching_from: tuple[int, int] | None = None
+        self._prefetched_to: tuple[int, int, Microbatch] | None = None
+        self._current: tuple[int, int] | None = None
+        self._previous: tuple[int, int] | None = None
         num_samples = len(dataloader.sampler)
         self._num_steps = num_samples // (self.batch_size * grid.pipelines)
         if self._num_steps == 0:
@@ -143,9 +145,11 @@ class MicrobatchLoader:
     # ------------------------------------------------------------------ what the executor sees
 
     def begin_step(self, handle: StepHandle) -> None:
-        """Forgets the data of earlier steps."""
+        """Forgets the data of steps before the previous one, which may still be redone for other stages."""
         current = (handle.epoch, handle.index)
-        self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
+        if current != self._current:
+            self._previous, self._current = self._current, current
+        self._fetched = {k: v for k, v in self._fetched.items() if k[:2] >= current or k[:2] == self._previous}
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         """Returns the collated micro-batch; asking again, as a redone step does, gives the same."""
@@ -196,13 +200,16 @@ class MicrobatchLoader:
         return self._dataloader.collate_fn(samples)
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
-        """Moves what is prefetched up to ``key`` into the cache; False if ``key`` lies behind or ended."""
+        """Moves what is prefetched up to ``key`` into the cache; False if ``key`` lies behind what was."""
         epoch, step, _ = key
-        if self._prefetching_from is None or self._prefetching_from[0] != epoch or step < self._prefetching_from[1]:
+        if self._prefetched_to is None or self._prefetched_to[0] < epoch:
             self._start_prefetching(epoch, step)
         assert self._prefetcher is not None
+        if self._prefetched_to is not None and key <= self._prefetched_to:
+            return False
         for found, data in self._prefetcher:
             self._fetched[found] = data
+            self._prefetched_to = found
             if found == key:
                 return True
         return False
@@ -221,7 +228,7 @@ class MicrobatchLoader:
             multiprocessing_context=user.multiprocessing_context,
             prefetch_factor=user.prefetch_factor,
         )
-        self._prefetching_from = (epoch, first_step)
+        self._prefetched_to = None
         self._prefetcher = zip(keys, loader, strict=False)
 
 

@@ -1,12 +1,15 @@
 """The executor: runs a worker's part of the schedule, and of the recovery when one is announced.
 
-The schedule is data. :meth:`Executor.run_step` walks through this worker's program; receives are posted at the start
-of the step and sends leave as soon as their value exists, so communication follows from the program and needs no
-operations of its own. A step ends with the commit: nobody applies a step before every stage holds its reduced gradient.
+The schedule is data. :meth:`Executor.run_step` walks through this worker's program; receives are posted at the start of
+the step and sends leave as soon as their value exists, so communication follows from the program and needs no
+operations of its own. A stage steps its optimizer when its own gradient is reduced and goes on to the next step; a copy
+of the parameters of the version before (the shadow) stays until the next STEP. Where the stages must know something of
+each other before they step (the norm of the whole gradient), or staggering is off, a commit through the coordinator
+comes first.
 
 When a generation is announced, whatever the executor is doing ends with :class:`Interrupted` or
-:class:`CommunicationError`; it then reports what it holds, connects anew, does what the decision says, and runs the
-step again if it was not committed. Nothing of that shows outside :meth:`run_step`.
+:class:`CommunicationError`. It then reports what it holds, connects anew, brings itself to the committed version, and
+runs its step again, or serves others that do, if its own part is done. Nothing of that shows outside :meth:`run_step`.
 """
 
 from __future__ import annotations
@@ -14,22 +17,32 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience.client import ControlClient, Interrupted
-from lightning_recycle.resilience.messages import Activity, Broken, Connected, FaultInjected, Report, Resume
-from lightning_recycle.resilience.recovery import Action, WorkerStatus
+from lightning_recycle.resilience.messages import (
+    Activity,
+    Applied,
+    Broken,
+    Connected,
+    FaultInjected,
+    Losses,
+    Report,
+    Resume,
+)
+from lightning_recycle.resilience.recovery import WorkerStatus
 from lightning_recycle.runtime.communicator import Channel, CommunicationError, Communicator, Incoming
 from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle, global_index
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
 
 __all__ = ["CommitPayload", "Executor", "StepResult"]
@@ -42,25 +55,27 @@ _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordina
 
 @dataclass(frozen=True)
 class CommitPayload:
-    """What a stage tells all others when it is REDUCED.
-
-    Args:
-        squared_norm: of its reduced gradient; NaN if nobody wants it.
-        loss: mean over the global batch; on the last stage only.
-        operation_seconds: this worker's mean time of each kind of operation, without waiting, by name.
-    """
+    """What a stage tells the others before they step: the squared norm of its gradient (NaN if nobody wants it)."""
 
     squared_norm: float
-    loss: float | None
-    operation_seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every worker knows when a step is committed: the mean loss and, if wanted, the norm of all gradients."""
+    """What every worker knows when it steps: the mean loss and, if wanted, the norm of all gradients (else NaN)."""
 
     loss: float
     gradient_norm: float
+
+
+@dataclass
+class _Step:
+    """A step as Lightning asked for it: where its data is and how it is applied."""
+
+    loader: MicrobatchLoader
+    handle: StepHandle
+    apply: Callable[[StepResult], None]
+    result: StepResult | None = None
 
 
 @dataclass
@@ -88,9 +103,11 @@ class Executor:
         client: connection to the coordinator.
         communicator: connection to the other workers.
         stage: the layers.
-        gradients: their gradients; the last stage has one extra, the sum of the losses.
+        parameters: theirs.
+        gradients: theirs.
         split: turns a collated micro-batch into (input, target) on the device.
-        needs_norm: whether the norm of the gradient is wanted with each step.
+        needs_norm: whether the norm of all gradients is wanted with each step.
+        staggered: whether a stage may step before the others hold their gradients.
     """
 
     def __init__(
@@ -100,9 +117,11 @@ class Executor:
         client: ControlClient,
         communicator: Communicator,
         stage: Stage,
+        parameters: Sequence[nn.Parameter],
         gradients: GradientBuffers,
         split: Callable[[Any], tuple[Any, Any]],
         needs_norm: bool = False,
+        staggered: bool = True,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -116,68 +135,80 @@ class Executor:
         self._gradients = gradients
         self._split = split
         self._needs_norm = needs_norm
+        self._commits = needs_norm or not staggered
+        self._shadow = None if self._commits else Shadow(parameters)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
         self._payload: CommitPayload | None = None
-        self._result: StepResult | None = None
+        self._steps: dict[int, _Step] = {}
         self._timings = _Timings()
         self._incoming: dict[Op, Incoming] = {}
-        self._handle = StepHandle(0, 0)
-        self._loader: MicrobatchLoader | None = None
-        self._apply: Callable[[StepResult], None] | None = None
+        self._losses: dict[int, float] = {}
         client.on_interrupt = self._on_interrupt
         client.regroup = self.regroup
 
     # ------------------------------------------------------------------ a step
 
     def run_step(self, loader: MicrobatchLoader, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
-        """Runs step :attr:`version` until it is committed and applied.
+        """Runs step :attr:`version` until this worker has applied it.
 
         Args:
             loader: where the micro-batches of the step come from.
             handle: the step's data.
-            apply: steps the optimizer; called exactly once, with what the commit tells.
+            apply: steps the optimizer; called exactly once.
         """
-        self._loader, self._handle, self._apply = loader, handle, apply
+        number = self.version
+        step = _Step(loader, handle, apply)
+        self._steps = {number: step, **{n: s for n, s in self._steps.items() if n == number - 1}}
         loader.begin_step(handle)
-        target = self.version + 1
-        while self.version < target:
+        while self.version == number:
             try:
                 if self._client.interrupted:
-                    self.regroup()
-                else:
-                    self._run_program()
+                    raise Interrupted
+                self._run_program(number)
             except Interrupted:
-                continue
+                self.regroup()
             except CommunicationError as error:
                 self._await_verdict(error)
-        assert self._result is not None
-        return self._result
+                self.regroup()
+        assert step.result is not None
+        return step.result
 
-    def _run_program(self) -> None:
+    def _run_program(self, step: int) -> None:
+        """Runs the program for ``step``; only for the benefit of other stages if this one is done with it."""
         assert self.schedule is not None
+        done = step < self.version or self._reduced
         program = self.schedule.program(self.worker)
-        self._gradients.begin()
+        if done:
+            program = tuple(op for op in program if op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
+        self._stage.clear()
+        self._losses = {}
+        self._gradients.begin(step + 1 if done else step)  # what is done must not change: the other set is scratch
         self._post_receives(program)
+        forwards_left = sum(op.kind is OpKind.FORWARD for op in program)
         for op in program:
             if self._client.interrupted:
                 raise Interrupted
-            self._client.activity = Activity(self.version, str(op), "", time.monotonic())
+            self._client.activity = Activity(step, str(op), "", time.monotonic())
             for hook in self.before_operation:
-                hook(self.version, op)
+                hook(step, op)
             if op.kind is OpKind.FORWARD:
-                self._forward(op)
+                self._forward(step, op)
+                forwards_left -= 1
+                if self._is_last and not forwards_left:
+                    self._client.send(Losses(self._client.rank, step, self._losses))
             elif op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(op)
             elif op.kind is OpKind.BACKWARD_WEIGHT:
                 with self._timed(op):
                     self._stage.backward_weight(self._index(op))
             elif op.kind is OpKind.REDUCE:
-                self._reduce(op)
-            elif op.kind is OpKind.STEP:
-                self._commit()
+                self._reduce(step, op)
+            elif op.kind is OpKind.STEP and step == self.version:
+                self._commit_and_apply()
+        self._communicator.flush()
 
-    def _post_receives(self, program: tuple[Op, ...]) -> None:
+    def _post_receives(self, program: Sequence[Op]) -> None:
         """Posts every receive of the step, in the order in which the program needs them."""
         self._incoming = {}
         for op in program:
@@ -196,21 +227,20 @@ class Executor:
             return self.schedule.route(op.stage + 1, _microbatch(op))
         return None
 
-    def _forward(self, op: Op) -> None:
+    def _forward(self, step: int, op: Op) -> None:
         assert self.schedule is not None
         microbatch, index = _microbatch(op), self._index(op)
         decoupled = self.schedule.problem.technique.decoupled
         inputs = target = None
         if op.stage == 0 or self._is_last:
-            assert self._loader is not None
-            inputs, target = self._split(self._loader.fetch(self._handle, microbatch))
+            data = self._steps[step]
+            inputs, target = self._split(data.loader.fetch(data.handle, microbatch))
         if op.stage > 0:
             inputs = self._receive(op)
         with self._timed(op):
-            output = self._stage.forward(self.version, index, inputs, decoupled=decoupled)
+            output = self._stage.forward(step, index, inputs, decoupled=decoupled)
             if self._is_last:
-                loss = self._stage.loss(index, output, target, self.grid.global_microbatches)
-                self._gradients.extras[0] += loss.to(self._gradients.extras.dtype)
+                self._losses[index] = float(self._stage.loss(index, output, target, self.grid.global_microbatches))
         if not self._is_last:
             destination = self.schedule.route(op.stage + 1, microbatch)
             self._communicator.send(_channel(op), output, self.grid.rank(destination), index)
@@ -227,35 +257,38 @@ class Executor:
             destination = self.schedule.route(op.stage - 1, _microbatch(op))
             self._communicator.send(_channel(op), input_grads, self.grid.rank(destination), self._index(op))
 
-    def _reduce(self, op: Op) -> None:
-        self._gradients.check()
+    def _reduce(self, step: int, op: Op) -> None:
+        self._gradients.check(step)
         with self._timed(op):
-            for buffer in self._gradients.buffers:
+            for buffer in self._gradients.of_step(step):
                 self._communicator.all_reduce(buffer)
-        self._communicator.flush()
-        self._incoming = {}
-        loss = float(self._gradients.extras[0]) / self.grid.global_microbatches if self._is_last else None
-        squared_norm = self._gradients.squared_norm() if self._needs_norm else math.nan
-        self._payload = CommitPayload(squared_norm, loss, dict(self._timings.seconds))
+        squared_norm = self._gradients.squared_norm(step) if self._needs_norm else math.nan
+        self._payload = CommitPayload(squared_norm)
         self._reduced = True
 
-    def _commit(self) -> None:
-        committed = self._client.commit(self.version, self._payload)
-        self._step(committed.payloads)
+    def _commit_and_apply(self) -> None:
+        payloads: Mapping[int, CommitPayload] = {}
+        if self._commits:
+            payloads = self._client.commit(self.version, self._payload).payloads
+        self._apply(payloads)
 
-    def _step(self, payloads: Any) -> None:
-        """Applies the step that all stages have agreed on; ``payloads`` by stage."""
-        losses = [payload.loss for payload in payloads.values() if payload.loss is not None]
-        norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5
-        self._result = StepResult(losses[0], norm)
-        self._gradients.attach()
-        assert self._apply is not None
+    def _apply(self, payloads: Mapping[int, CommitPayload]) -> None:
+        """Steps the optimizer with the reduced gradient of step :attr:`version`; ``payloads`` by stage."""
+        number = self.version
+        step = self._steps[number]
+        norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
+        result = StepResult(self._client.await_loss(number), norm)
+        self._gradients.attach(number)
         started = time.perf_counter()
-        self._apply(self._result)
+        if self._shadow is not None:
+            self._shadow.update()
+        step.apply(result)
         self._timings.add(OpKind.STEP, time.perf_counter() - started)
+        step.result = result
         self.version += 1
         self._reduced = False
         self._payload = None
+        self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds)))
 
     # ------------------------------------------------------------------ a failure
 
@@ -264,41 +297,52 @@ class Executor:
         self._client.send(fault)
 
     def regroup(self) -> None:
-        """Takes part in the announced generation, and in any that follows before it is complete."""
-        self._stage.clear()
-        self._incoming = {}
+        """Takes part in the announced generation, and in any that follows before this worker has done its part."""
         while True:
+            self._stage.clear()
+            self._incoming = {}
             announced = self._client.enter_generation()
             status = WorkerStatus(self.worker.stage, self.version, self._reduced)
-            report = Report(self._client.rank, announced.generation, status, self._payload if self._reduced else None)
+            report = Report(self._client.rank, announced.generation, status, self._payload)
             try:
                 resume = self._client.report(report)
                 stage_roster = [r for r in resume.roster if self.grid.worker(r).stage == self.worker.stage]
                 self._communicator.configure(resume.generation, resume.roster, stage_roster)
-                self._settle(resume)
+                self.schedule = resume.schedule
+                self._client.send(Connected(self._client.rank, resume.generation))
+                self.on_generation()
+                self._catch_up(resume)
+                if self.version > resume.decision.version:
+                    self._serve(resume.decision.version)
             except Interrupted:
                 continue
             except CommunicationError as error:
                 self._await_verdict(error)
                 continue
-            self._client.send(Connected(self._client.rank, resume.generation))
-            self.on_generation()
             return
 
-    def _settle(self, resume: Resume) -> None:
-        """Brings this worker to the committed version."""
-        self.schedule = resume.schedule
-        action = resume.decision.actions[self._client.rank]
-        donor = resume.decision.donors.get(self.worker.stage)
-        if donor is not None:
-            for buffer in self._gradients.buffers:
-                self._communicator.broadcast(buffer, donor)
-        if action is Action.ADOPT:
-            self._payload, self._reduced = resume.commits[self.worker.stage], True
-        if action in (Action.APPLY, Action.ADOPT):
-            self._step(resume.commits)
-        self._reduced = False
-        self._payload = None
+    def _catch_up(self, resume: Resume) -> None:
+        """Applies what the committed version requires and adopts the gradients that this worker lacks."""
+        version = resume.decision.version
+        adoptions = [a for a in resume.decision.adoptions if a.stage == self.worker.stage]
+        for adoption in adoptions:
+            if adoption.step == version and self.version < version:
+                self._apply(resume.commits)
+            for buffer in self._gradients.of_step(adoption.step):
+                self._communicator.broadcast(buffer, adoption.donor)
+            if self.version == adoption.step and not self._reduced:
+                norm = self._gradients.squared_norm(adoption.step) if self._needs_norm else math.nan
+                self._payload, self._reduced = CommitPayload(norm), True
+        if adoptions:  # nobody may go on and overwrite what it gave before all others have it
+            self._communicator.all_reduce(torch.zeros(1))
+        if self.version < version:
+            self._apply(resume.commits)
+
+    def _serve(self, step: int) -> None:
+        """Computes this worker's part of a step that it has applied, with the parameters of then, for who redoes it."""
+        assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
+        with self._shadow.in_place():
+            self._run_program(step)
 
     def _await_verdict(self, error: CommunicationError) -> None:
         """Tells the coordinator that communication broke and waits until it says what holds now."""
@@ -325,12 +369,12 @@ class Executor:
         return global_index(self.grid, _microbatch(op))
 
     def _timed(self, op: Op) -> _Stopwatch:
-        return _Stopwatch(self._timings, op.kind, self._gradients.extras)
+        return _Stopwatch(self._timings, op.kind, self._communicator.device)
 
 
 class _Stopwatch:
-    def __init__(self, timings: _Timings, kind: OpKind, probe: Tensor) -> None:
-        self._timings, self._kind, self._cuda = timings, kind, probe.is_cuda
+    def __init__(self, timings: _Timings, kind: OpKind, device: torch.device) -> None:
+        self._timings, self._kind, self._cuda = timings, kind, device.type == "cuda"
 
     def __enter__(self) -> None:
         self._started = time.perf_counter()

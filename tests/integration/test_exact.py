@@ -32,24 +32,27 @@ def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -
     assert run.global_step == 10
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("technique", [{"staggered": True}, {"staggered": False}, {"decoupled": False}])
 @pytest.mark.parametrize(("grid", "worker", "step", "at"), SAMPLE)
 def test_weights_equal_after_a_kill(
-    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, decoupled: bool
+    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, bool]
 ) -> None:
-    check_kill(grid, worker, step, at, decoupled)
+    check_kill(grid, worker, step, at, technique)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("technique", [{"staggered": True}, {"staggered": False}])
 @pytest.mark.parametrize(("grid", "worker", "step", "at"), ALL_KILLS)
-def test_weights_equal_after_every_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str) -> None:
-    check_kill(grid, worker, step, at, decoupled=True)
+def test_weights_equal_after_every_kill(
+    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, bool]
+) -> None:
+    check_kill(grid, worker, step, at, technique)
 
 
-def check_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, decoupled: bool) -> None:
+def check_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, bool]) -> None:
     model = Regression().double()
     expected = plain_loop(model, dataset())
-    run = fit(model, *grid, [Fault("kill", *worker, step=step, at=at)], strategy={"decoupled": decoupled})
+    run = fit(model, *grid, [Fault("kill", *worker, step=step, at=at)], strategy=dict(technique))
     assert difference(model.state_dict(), expected) < TOLERANCE
     assert failures(run) == [worker]
     assert committed_steps(run) == list(range(10))
