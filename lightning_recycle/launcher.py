@@ -1,6 +1,6 @@
 """The launching process: a supervisor, not a rank.
 
-It starts the workers, hosts the coordinator and the store that Gloo meets at, waits, and takes the results. When a
+It starts the workers, hosts the coordinator, waits, and takes the results. When a
 worker dies nothing happens here but a line in the log; when the run cannot go on, or an exception of the user's ends
 it, the remaining workers are stopped and the reason is raised.
 
@@ -36,7 +36,6 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -79,7 +78,6 @@ class _WorkerStart:
     grid: Grid
     address: tuple[str, int]
     authkey: bytes
-    store_address: tuple[str, int]
     heartbeat_interval: float
     payload_path: str
     supervisor_pid: int
@@ -124,7 +122,6 @@ class SupervisorLauncher(_Launcher):
         planner = RunPlanner(grid, strategy.planner, technique, strategy.in_flight_limit)
         options = CoordinatorOptions(heartbeat_timeout=heartbeat.timeout)
         coordinator = Coordinator(grid, planner, options, host=_HOST)
-        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         context = _process_context()
         try:
             with _payload_file(
@@ -132,7 +129,7 @@ class SupervisorLauncher(_Launcher):
             ) as path:
                 for rank in range(grid.num_workers):
                     start = _WorkerStart(
-                        rank, grid, coordinator.address, coordinator.authkey, (_HOST, store.port), heartbeat.interval,
+                        rank, grid, coordinator.address, coordinator.authkey, heartbeat.interval,
                         path, os.getpid(),
                     )  # fmt: skip
                     self._workers[rank] = _LocalWorker(context, start)
@@ -377,7 +374,7 @@ def _worker_main(start: _WorkerStart) -> None:
         from lightning_recycle.strategy import WorkerContext
 
         strategy = trainer.strategy
-        strategy.enter_worker(WorkerContext(start.rank, start.grid, client, start.store_address, _HOST))
+        strategy.enter_worker(WorkerContext(start.rank, start.grid, client, _HOST))
         function(*args, **kwargs)
         strategy.deliver_result(lambda: _extras(trainer))
         client.leave()

@@ -54,7 +54,6 @@ class WorkerContext:
     rank: int
     grid: Grid
     client: ControlClient
-    store_address: tuple[str, int]
     host: str
 
 
@@ -263,7 +262,7 @@ class ReCycleStrategy(ParallelStrategy):
             worker,
             grid,
             context.client,
-            Communicator(context.rank, context.store_address, context.host, self.root_device),
+            Communicator(context.rank, context.host, self.root_device, context.client),
             stage,
             parameters,
             GradientBuffers(parameters, self.root_device),

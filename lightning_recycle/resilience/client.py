@@ -27,6 +27,7 @@ from lightning_recycle.resilience.messages import (
     Committed,
     Heartbeat,
     Hello,
+    Publish,
     Regroup,
     Report,
     Resume,
@@ -54,7 +55,8 @@ class ControlClient:
     """The connection of worker ``rank`` to the coordinator at ``address``.
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
-    thread when a generation is announced; ``regroup`` from the main thread while it waits in :meth:`arrive`.
+    thread when a generation is announced, with the number of the one that is over; ``regroup`` from the main thread
+    while it waits in :meth:`arrive`.
     """
 
     def __init__(self, rank: int, address: tuple[str, int], authkey: bytes, heartbeat_interval: float) -> None:
@@ -62,7 +64,7 @@ class ControlClient:
         self.generation = -1
         self.roster: tuple[int, ...] = ()
         self.activity = Activity(0, "start", "", time.monotonic())
-        self.on_interrupt: Callable[[], None] | None = None
+        self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
         self._heartbeat_interval = heartbeat_interval
         self._connection = MessageConnection(Client(address, authkey=authkey))
@@ -72,6 +74,7 @@ class ControlClient:
         self._committed: Committed | None = None
         self._answers: dict[int, Mapping[int, Any]] = {}
         self._losses: dict[int, float] = {}
+        self._published: dict[str, bytes] = {}
         self._next_collective = 0
         self._leaving = False
         self.send(Hello(rank, os.getpid()))
@@ -96,6 +99,7 @@ class ControlClient:
         with self._changed:
             assert self._announced is not None
             self.generation, self.roster = self._announced.generation, self._announced.roster
+            self._published.clear()
             return self._announced
 
     def await_announcement(self, timeout: float) -> None:
@@ -144,6 +148,20 @@ class ControlClient:
         loss = self._wait(lambda: self._losses.get(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
         self._losses = {known: value for known, value in self._losses.items() if known >= step}
         return loss
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Makes ``value`` known to all workers of the generation."""
+        self.send(Publish(self.rank, self.generation, key, value))
+        with self._changed:
+            self._published[key] = value
+
+    def lookup(self, key: str) -> bytes:
+        """Waits for what a worker of the generation published.
+
+        Raises:
+            Interrupted: when a newer generation was announced before it came.
+        """
+        return self._wait(lambda: self._published.get(key), f"{key} of a peer", interruptible=True)
 
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
         """Takes part in the next control collective; returns the payloads of the live workers by rank.
@@ -205,11 +223,14 @@ class ControlClient:
                         self._losses[message.step] = message.loss
                     case Committed():
                         self._committed = message
+                    case Publish():
+                        if message.generation == self.generation:
+                            self._published[message.key] = message.value
                     case Answer():
                         self._answers[message.number] = message.payloads
                 self._changed.notify_all()
             if isinstance(message, Regroup) and self.on_interrupt is not None:
-                self.on_interrupt()
+                self.on_interrupt(message.generation - 1)
 
     def _beat(self) -> None:
         while not self._leaving:

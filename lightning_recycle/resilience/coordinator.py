@@ -44,6 +44,7 @@ from lightning_recycle.resilience.messages import (
     FaultInjected,
     Heartbeat,
     Hello,
+    Publish,
     Regroup,
     Report,
     Resume,
@@ -254,6 +255,11 @@ class Coordinator:
             case Connected():
                 self._on_connected(message)
                 return
+            case Publish():
+                if message.generation == self._state.generation:
+                    self._send(Send(tuple(r for r in self._state.roster if r != rank), message))
+                    self._evict_unreachable()
+                return
             case FaultInjected():
                 self._injected[rank] = message
                 return
@@ -321,6 +327,9 @@ class Coordinator:
 
     def _handle(self, event: membership.Event) -> None:
         self._apply(event)
+        self._evict_unreachable()
+
+    def _evict_unreachable(self) -> None:
         while self._unreachable:
             rank = self._unreachable.pop()
             self._evict(rank, self._describe_exit(rank) or "it took no message")

@@ -23,6 +23,7 @@ __all__ = [
     "Heartbeat",
     "Hello",
     "Losses",
+    "Publish",
     "Regroup",
     "Report",
     "Resume",
@@ -144,6 +145,16 @@ class Connected:
 
     rank: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """What a worker wants all others of ``generation`` to know, so that they can connect; passed on as it is."""
+
+    rank: int
+    generation: int
+    key: str
+    value: bytes
 
 
 @dataclass(frozen=True, slots=True)

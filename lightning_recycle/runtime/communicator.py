@@ -6,8 +6,10 @@ default process
 group: all groups are raw objects under a store prefix of their generation.
 
 Private torch API used here: ``ProcessGroupGloo`` and its ``_Options``. Gloo's own ``abort`` does nothing and a blocked
-``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets that the groups opened. All connections
-of a generation are made through one store client whose socket is shut down too, so connecting is interruptible as well.
+``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets that the groups opened.
+
+The workers find each other by a :class:`Rendezvous`, in the place of a ``TCPStore``: waiting there can be interrupted,
+and a client of a TCPStore asks the name server for the name of its peer, which took 5 s where there is none.
 
 Activations and gradients have a group each. Gloo would keep them apart by tag, but its event loop spins while the
 main thread holds the lock of a connection on which data arrives (measured: half of its processor time).
@@ -30,11 +32,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp
 
 from lightning_recycle.errors import ReCycleError
@@ -56,6 +58,33 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NONE = -1
 _HEADER = struct.Struct("=128q")
 _HEADER_BYTES = _HEADER.size
+
+
+class Rendezvous(Protocol):
+    """How the workers of a generation find each other: a place to publish addresses and to wait for those of others."""
+
+    def publish(self, key: str, value: bytes) -> None: ...
+
+    def lookup(self, key: str) -> bytes:
+        """Waits for ``key``; raises to interrupt the connecting."""
+
+
+class _Store(Store):
+    """A :class:`Rendezvous` as the store that Gloo asks for."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        super().__init__()
+        self._rendezvous = rendezvous
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._rendezvous.publish(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._rendezvous.lookup(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._rendezvous.lookup(key)
 
 
 class Channel(Enum):
@@ -85,19 +114,19 @@ class Communicator:
 
     Args:
         rank: of this worker in the grid.
-        store_address: host and port of the supervisor's TCPStore.
         host: the address that Gloo binds to.
         device: where received tensors are put; tensors on other devices than the CPU are staged through it.
+        rendezvous: where workers find each other.
         timeout: bound of any single operation, in seconds.
     """
 
     def __init__(
-        self, rank: int, store_address: tuple[str, int], host: str, device: torch.device, timeout: float = 1800.0
+        self, rank: int, host: str, device: torch.device, rendezvous: Rendezvous, timeout: float = 1800.0
     ) -> None:
         self._rank = rank
-        self._store_address = store_address
         self._timeout = timedelta(seconds=timeout)
         self.device = device
+        self._store = _Store(rendezvous)
         # An event loop each: messages between stages must not wait behind a reduction.
         self._message_device = ProcessGroupGloo.create_device(hostname=host)
         self._stage_device = ProcessGroupGloo.create_device(hostname=host)
@@ -106,7 +135,6 @@ class Communicator:
         self._generation = -1
         self._sockets: dict[int, int] = {}
         self._before: dict[int, int] | None = None
-        self._store: TCPStore | None = None
         self._groups: dict[Channel, Any] = {}
         self._stage: Any = None
         self._group_rank: dict[int, int] = {}
@@ -129,10 +157,6 @@ class Communicator:
         self._stage_rank = {rank: i for i, rank in enumerate(sorted(stage_roster))}
         self._before = _open_sockets()
         try:
-            self._store = TCPStore(
-                *self._store_address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-            )
-            self._check()  # from here on an abort finds the sockets
             prefix = f"generation{generation}"
             for channel in Channel:
                 self._groups[channel] = self._connect(
@@ -154,7 +178,6 @@ class Communicator:
         options._devices = [device]
         options._threads = 1
         options._timeout = self._timeout
-        assert self._store is not None
         return ProcessGroupGloo(PrefixStore(prefix, self._store), ranks[self._rank], len(ranks), options)
 
     def _opened(self) -> dict[int, int]:
@@ -179,7 +202,7 @@ class Communicator:
         self._buffers.clear()
         self._capacities.clear()
         self._groups.clear()
-        self._stage = self._store = None
+        self._stage = None
 
     def _shutdown_sockets(self) -> None:
         still_open = _open_sockets()
@@ -260,6 +283,11 @@ class Communicator:
             if tensor is None:
                 header += [_NONE, 0]
             else:
+                if tensor.dtype not in _DTYPE_CODES:
+                    raise ReCycleError(
+                        f"A layer passes a tensor of {tensor.dtype} to the next stage; convert it in the layer to one"
+                        f" of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}."
+                    )
                 header += [_DTYPE_CODES[tensor.dtype], tensor.dim(), *tensor.shape]
         if len(header) * 8 > _HEADER_BYTES:
             raise ReCycleError(

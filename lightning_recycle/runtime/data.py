@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
@@ -51,17 +53,30 @@ class _Addressed(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
-    def __getitems__(self, addresses: Sequence[tuple[int, int]]) -> list[Any]:
-        """The samples at (epoch, index) ``addresses``; the generators of this process stay as they were."""
+    def __getitems__(self, addresses: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], Any]]:
+        """The samples at (epoch, index) ``addresses``, with these; this process's generators stay as they were."""
         with seeded_everything() as reseed:
             samples = []
             for epoch, index in addresses:
                 reseed(derive_seed(self.seed, epoch, index))
-                samples.append(self.dataset[index])
+                samples.append(((epoch, index), self.dataset[index]))
             return samples
 
-    def __getitem__(self, address: tuple[int, int]) -> Any:
+    def __getitem__(self, address: tuple[int, int]) -> tuple[tuple[int, int], Any]:
         return self.__getitems__([address])[0]
+
+
+class _Collate:
+    """The user's collate function, with randomness that depends on the samples and the epoch only."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.collate, self.seed = collate, seed
+
+    def __call__(self, addressed: list[tuple[tuple[int, int], Any]]) -> Any:
+        epoch = addressed[0][0][0]
+        with seeded_everything() as reseed:
+            reseed(derive_seed(self.seed, epoch, *(index for (_, index), _ in addressed)))
+            return self.collate([sample for _, sample in addressed])
 
 
 class _WorkerInit:
@@ -113,6 +128,7 @@ class MicrobatchLoader:
         self._seed = seed
         self._prefetch = prefetch
         self._addressed = _Addressed(self.dataset, seed)
+        self._collate = _Collate(dataloader.collate_fn, seed)
         self._epoch = 0
         self._orders: dict[int, Sequence[int]] = {}
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
@@ -152,13 +168,16 @@ class MicrobatchLoader:
         self._fetched = {k: v for k, v in self._fetched.items() if k[:2] >= current or k[:2] == self._previous}
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        """Returns the collated micro-batch; asking again, as a redone step does, gives the same."""
+        """Returns the collated micro-batch; asking again, as a redone step does, gives the same.
+
+        What is returned is the caller's: layers may change it in place.
+        """
         key = (handle.epoch, handle.index, microbatch)
         if key not in self._fetched:
             own = self._prefetch and microbatch.pipeline == self._pipeline and self._dataloader.num_workers > 0
             if not own or not self._take_prefetched(key):
                 self._fetched[key] = self._collate(self._addressed.__getitems__(self.addresses(*key)))
-        return self._fetched[key]
+        return tree_map_only(Tensor, Tensor.clone, self._fetched[key])
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
         """The samples of a micro-batch, as (epoch, dataset index)."""
@@ -196,9 +215,6 @@ class MicrobatchLoader:
             self._orders = {epoch: order}
         return self._orders[epoch]
 
-    def _collate(self, samples: list[Any]) -> Any:
-        return self._dataloader.collate_fn(samples)
-
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
         """Moves what is prefetched up to ``key`` into the cache; False if ``key`` lies behind what was."""
         epoch, step, _ = key
@@ -222,7 +238,7 @@ class MicrobatchLoader:
             self._addressed,
             batch_sampler=_Batches(self, keys),
             num_workers=user.num_workers,
-            collate_fn=user.collate_fn,
+            collate_fn=self._collate,
             timeout=user.timeout,
             worker_init_fn=_WorkerInit(user.worker_init_fn),
             multiprocessing_context=user.multiprocessing_context,

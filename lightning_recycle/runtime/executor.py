@@ -144,7 +144,7 @@ class Executor:
         self._timings = _Timings()
         self._incoming: dict[Op, Incoming] = {}
         self._losses: dict[int, float] = {}
-        client.on_interrupt = self._on_interrupt
+        client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
 
     # ------------------------------------------------------------------ a step
@@ -350,10 +350,6 @@ class Executor:
             log.debug("Worker %s: %s", self.worker, error)
             self._client.send(Broken(self._client.rank, self._client.generation, str(error)))
             self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
-
-    def _on_interrupt(self) -> None:
-        """Receiver thread: ends whatever the main thread exchanges with others in a generation that is over."""
-        self._communicator.abort(self._client.generation)
 
     # ------------------------------------------------------------------ small things
 

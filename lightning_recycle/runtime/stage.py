@@ -102,7 +102,9 @@ class Stage:
         held = _InFlight([None] * len(inputs))
         if self._first_layer > 0:
             inputs = tuple(
-                _Enter.apply(self._anchor, t, held.input_grads, i) if t is not None and t.is_floating_point() else t
+                _Enter.apply(self._anchor, t, held.input_grads, i)
+                if t is not None and (t.is_floating_point() or t.is_complex())
+                else t
                 for i, t in enumerate(inputs)
             )
         with self._forward_context(), intercept_linear() if decoupled else nullcontext():
