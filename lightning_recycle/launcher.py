@@ -24,7 +24,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -51,7 +53,9 @@ from lightning_recycle.errors import (
 )
 from lightning_recycle.module import PipelineModule, stage_layers
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
+from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.resilience import membership
 from lightning_recycle.resilience.client import EXIT_STOPPED, ControlClient
 from lightning_recycle.resilience.coordinator import Coordinator, CoordinatorOptions
@@ -81,6 +85,7 @@ class _WorkerStart:
     heartbeat_interval: float
     payload_path: str
     supervisor_pid: int
+    profiles: bool
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,19 @@ class SupervisorLauncher(_Launcher):
         strategy = self._strategy
         grid, heartbeat = self._prepare(trainer, args)
         technique = Technique(decoupled=strategy.decoupled, staggered=strategy.staggered)
-        planner = RunPlanner(grid, strategy.planner, technique, strategy.in_flight_limit)
+        profile_path, profile = self._find_profile(trainer, grid)
+        planner = RunPlanner(
+            grid,
+            strategy.planner,
+            technique,
+            strategy.in_flight_limit,
+            costs=None if profile is None else profile.costs(),
+            library=_library(strategy.plan_library, strategy.planner),
+        )
+        planner.prepare()
+        measures = profile_path is not None and profile is None
         options = CoordinatorOptions(heartbeat_timeout=heartbeat.timeout)
-        coordinator = Coordinator(grid, planner, options, host=_HOST)
+        coordinator = Coordinator(grid, planner, options, host=_HOST, on_profile=partial(_write_profile, profile_path))
         context = _process_context()
         try:
             with _payload_file(
@@ -130,7 +145,7 @@ class SupervisorLauncher(_Launcher):
                 for rank in range(grid.num_workers):
                     start = _WorkerStart(
                         rank, grid, coordinator.address, coordinator.authkey, heartbeat.interval,
-                        path, os.getpid(),
+                        path, os.getpid(), measures,
                     )  # fmt: skip
                     self._workers[rank] = _LocalWorker(context, start)
                 coordinator.start(self._workers)
@@ -195,6 +210,24 @@ class SupervisorLauncher(_Launcher):
             )
         return grid, heartbeat
 
+    def _find_profile(self, trainer: pl.Trainer, grid: Grid) -> tuple[Path | None, Profile | None]:
+        """Where the profile is to be, and what is there already."""
+        wanted = self._strategy.profile
+        if wanted is None:
+            return None, None
+        if wanted == "auto":
+            return Path(trainer.default_root_dir) / "profile.json", None
+        path = Path(wanted)
+        if not path.exists():
+            return path, None
+        profile = load_profile(path)
+        if len(profile.stages) != grid.stages:
+            raise ConfigurationError(
+                f"The profile {path} has {len(profile.stages)} stages, the grid {grid.stages}: use"
+                f" pipeline_parallel_size={len(profile.stages)}, or another path to measure again."
+            )
+        return path, profile
+
     # ------------------------------------------------------------------ after
 
     def _end_workers(self, patience: float) -> None:
@@ -232,6 +265,17 @@ class SupervisorLauncher(_Launcher):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_workers": {}}
+
+
+def _library(library: Any, planner: Any) -> PlanLibrary | None:
+    return library if library is None or isinstance(library, PlanLibrary) else PlanLibrary(library, planner)
+
+
+def _write_profile(path: Path | None, profile: Profile) -> None:
+    assert path is not None, "only runs with a place for it measure a profile"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_profile(path, profile)
+    log.info("The measured profile is in %s.", path)
 
 
 def _finished(coordinator: Coordinator) -> bool:
@@ -374,7 +418,7 @@ def _worker_main(start: _WorkerStart) -> None:
         from lightning_recycle.strategy import WorkerContext
 
         strategy = trainer.strategy
-        strategy.enter_worker(WorkerContext(start.rank, start.grid, client, _HOST))
+        strategy.enter_worker(WorkerContext(start.rank, start.grid, client, _HOST, start.profiles))
         function(*args, **kwargs)
         strategy.deliver_result(lambda: _extras(trainer))
         client.leave()

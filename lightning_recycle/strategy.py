@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
 from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 
 __all__ = ["ReCycleStrategy", "WorkerContext"]
@@ -55,6 +57,7 @@ class WorkerContext:
     grid: Grid
     client: ControlClient
     host: str
+    profiles: bool
 
 
 class ReCycleStrategy(ParallelStrategy):
@@ -67,6 +70,10 @@ class ReCycleStrategy(ParallelStrategy):
         pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1.
         num_microbatches: M. By default 2 * S (or the largest divisor of the batch size below, where that is known).
         planner: name of the planner, or an object with ``plan(problem)``.
+        plan_library: a directory (or :class:`~lightning_recycle.planning.library.PlanLibrary`) where plans are looked
+            for before they are made, and stored. Use it with a ``profile``: plans are found by their costs.
+        profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
+            ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
         decoupled: split the backward, so that weight gradients fill idle slots.
         staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
             while others end this one. Costs a copy of the stage's parameters and of its gradients. With clipping by
@@ -92,6 +99,8 @@ class ReCycleStrategy(ParallelStrategy):
         pipeline_parallel_size: int | None = None,
         num_microbatches: int | None = None,
         planner: Any = "heuristic",
+        plan_library: Any = None,
+        profile: str | os.PathLike[str] | None = None,
         decoupled: bool = True,
         staggered: bool = True,
         in_flight_limit: int | None = None,
@@ -112,6 +121,8 @@ class ReCycleStrategy(ParallelStrategy):
         self.pipeline_parallel_size = pipeline_parallel_size
         self.num_microbatches = num_microbatches
         self.planner = planner
+        self.plan_library = plan_library
+        self.profile = profile
         self.decoupled = decoupled
         self.staggered = staggered
         self.in_flight_limit = in_flight_limit
@@ -268,6 +279,7 @@ class ReCycleStrategy(ParallelStrategy):
             GradientBuffers(parameters, self.root_device),
             self._split,
             staggered=self.staggered,
+            profiler=StageProfiler(parameters) if context.profiles else None,
             needs_norm=trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", module),
         )
         self.executor.on_generation = lambda: self._on_generation(trainer)
@@ -439,7 +451,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, "executor": None, "_context": None, "_loader": None, "_launcher": None}
+        return {**state, "executor": None, "_context": None, "_loader": None, "_launcher": None, "plan_library": None}
 
 
 # ---------------------------------------------------------------------- checks

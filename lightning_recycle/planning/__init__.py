@@ -7,12 +7,27 @@
 """
 
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
+from lightning_recycle.planning.costs import Costs, communication_seconds
+from lightning_recycle.planning.exact import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.heuristic import HeuristicPlanner, heuristic
+from lightning_recycle.planning.library import PlanLibrary, normalized_problem
+from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.normalization import (
+    Move,
+    distribution_of,
+    moves,
+    normalize,
+    normalized_failures,
+    roles,
+)
 from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
-from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner
-from lightning_recycle.planning.problem import Costs, Problem, Technique
+from lightning_recycle.planning.planfile import load_plan, save_plan
+from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner, solve
+from lightning_recycle.planning.problem import Problem, Technique
+from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
+from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.schedule import PLAN_SCHEMA, Schedule
 from lightning_recycle.planning.timing import retime
@@ -21,27 +36,46 @@ from lightning_recycle.planning.validation import InvalidScheduleError, validate
 __all__ = [
     "PLAN_SCHEMA",
     "Costs",
+    "ExactPlanner",
     "Grid",
     "HeuristicPlanner",
     "InvalidScheduleError",
+    "Memory",
     "Microbatch",
+    "Move",
     "Op",
     "OpKind",
+    "PlanLibrary",
+    "PlanResult",
     "Planner",
     "Problem",
+    "Profile",
     "Schedule",
     "ScheduledOp",
+    "StageProfile",
     "Technique",
     "Worker",
     "available_planners",
+    "communication_seconds",
+    "distribution_of",
     "get_planner",
     "heuristic",
+    "load_plan",
+    "load_profile",
     "lower_bound",
     "makespan_lower_bound",
+    "moves",
+    "normalize",
+    "normalized_failures",
+    "normalized_problem",
     "one_f_one_b",
     "plan",
     "register_planner",
     "reroute",
     "retime",
+    "roles",
+    "save_plan",
+    "save_profile",
+    "solve",
     "validate",
 ]

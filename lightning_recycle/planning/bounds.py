@@ -1,9 +1,16 @@
 """Analytic lower bounds of period and makespan: what no schedule can beat.
 
-Concept: consider one stage alone. Its busiest worker must do its share of the micro-batches (*load*), cannot begin
-before the first micro-batch has come through the earlier stages (*head*), has nothing but forwards to do until the
-first gradient comes back from the later stages (*round trip*), and after its last work the iteration needs at least a
-*tail*.
+Concept: consider one worker of one stage with its share of the micro-batches.
+
+- *Load*: it must run F, B and W of all of them, one at a time.
+- *Round trip*: until its first gradient comes back from the later stages it can only run forwards, as many as fit into
+  memory; with a fused backward it can, after its last forward, only run the backwards of what it still holds.
+- *Memory*: with c micro-batches held at most, the (k + c)-th forward waits for the release of the k-th, which comes a
+  round trip after its forward; and all but c weight gradients come before the last forward.
+- *Head and tail*: from the begin of an earlier stage until the first forward arrives here, and from the last B here
+  until the earlier stage has stepped. What happens in between does not fit into that stage's period either.
+
+The share is the one that suits the stage's workers best: an even split, or in proportion to their speeds.
 
 Contract: valid for every schedule that the validator accepts, whatever the routing; exact in many cases (without
 memory limit it is tight for the decoupled running example), never above the optimum.
@@ -13,60 +20,129 @@ Must not know: any scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from heapq import heapify, heapreplace
+
 from lightning_recycle.planning.problem import Problem
 
-__all__ = ["lower_bound", "makespan_lower_bound"]
+__all__ = ["lower_bound", "makespan_lower_bound", "stage_lower_bounds"]
 
 
 def lower_bound(problem: Problem) -> float:
     """A lower bound of the period, in the unit of the costs."""
-    if not problem.technique.staggered:
-        return makespan_lower_bound(problem)
-    costs = problem.costs
-    return max(
-        _span(problem, stage) + costs.reduce[stage] + costs.optimizer[stage] for stage in range(problem.grid.stages)
-    )
+    return max(stage_lower_bounds(problem))
 
 
 def makespan_lower_bound(problem: Problem) -> float:
     """A lower bound of the makespan of one iteration, in the unit of the costs."""
-    costs, comm = problem.costs, problem.costs.communication
-    best = 0.0
-    for stage in range(problem.grid.stages):
-        head = sum(costs.forward[:stage]) + stage * comm
-        span = _span(problem, stage)
-        to_first_stage = sum(costs.backward_input[:stage]) + stage * comm
-        if problem.technique.decoupled:
-            # The last operation may be a W, but the last B comes with all F and B done, and stage 0 still needs its W.
-            deferrable = _share(problem, stage) * costs.backward_weight[stage]
-            to_end = span - deferrable + to_first_stage + (costs.backward_weight[0] if stage else deferrable)
-        else:
-            to_end = span + to_first_stage + sum(costs.backward_weight[:stage])
-        best = max(
-            best,
-            head + to_end + costs.reduce[0] + costs.optimizer[0],
-            head + span + costs.reduce[stage] + costs.optimizer[stage],
-        )
-    return best
+    bounds = _Bounds(problem)
+    return max(bounds.makespan(stage) for stage in range(problem.grid.stages))
 
 
-def _share(problem: Problem, stage: int) -> int:
-    """Micro-batches of the busiest worker of ``stage``, at best."""
-    return -(-problem.grid.global_microbatches // len(problem.live_workers(stage)))
+def stage_lower_bounds(problem: Problem) -> tuple[float, ...]:
+    """For each stage, the lower bound of the period that its own work enforces, whatever fails in other stages."""
+    bounds = _Bounds(problem)
+    of_stage = bounds.period if problem.technique.staggered else bounds.makespan
+    return tuple(of_stage(stage) for stage in range(problem.grid.stages))
 
 
-def _span(problem: Problem, stage: int) -> float:
-    """At least from the first F to the last W or BW of the busiest worker of ``stage``."""
-    costs, share = problem.costs, _share(problem, stage)
-    forward, backward, weight = costs.forward[stage], costs.backward_input[stage], costs.backward_weight[stage]
-    later = range(stage + 1, problem.grid.stages)
-    round_trip = sum(costs.forward[s] + costs.backward_input[s] for s in later) + 2 * len(later) * costs.communication
-    if not problem.technique.decoupled:
-        round_trip += sum(costs.backward_weight[s] for s in later)
-    window = share if problem.in_flight_limit is None else min(share, problem.in_flight_limit[stage])
-    # Until the first gradient returns a worker can only run forwards, no more than fit into memory.
-    idle = max(0.0, round_trip - (window - 1) * forward)
-    load = share * (forward + backward + weight)
-    # Each micro-batch is held at least for its own work and the round trip; at most `window` are held at once.
-    held = share * (forward + round_trip + backward + weight) / window
-    return max(load + idle, held)
+class _Bounds:
+    def __init__(self, problem: Problem) -> None:
+        costs, comm = problem.costs, problem.costs.communication
+        self.problem = problem
+        self.stages = problem.grid.stages
+        self.fused = not problem.technique.decoupled
+        slow = dict(problem.worker_factors)
+        self.factors = [[slow.get(worker, 1.0) for worker in problem.live_workers(s)] for s in range(self.stages)]
+        fastest = [min(factors) for factors in self.factors]
+        # Distances between stages, for a micro-batch that never waits and always meets the fastest worker.
+        self.forward_to, self.backward_to = [0.0], [0.0]  # from stage 0 to s, and back
+        for stage in range(self.stages):
+            backward = costs.backward_input[stage] + (costs.backward_weight[stage] if self.fused else 0.0)
+            self.forward_to.append(self.forward_to[-1] + costs.forward[stage] * fastest[stage] + comm)
+            self.backward_to.append(self.backward_to[-1] + backward * fastest[stage] + comm)
+        # After its last B a stage with decoupled backward still has that micro-batch's W to do.
+        self.closing = [
+            (0.0 if self.fused else costs.backward_weight[s] * fastest[s])
+            + costs.reduce[s]
+            + costs.optimizer[s] * max(self.factors[s])
+            for s in range(self.stages)
+        ]
+        self.inner = [self._least(partial(self._inner, s), s) for s in range(self.stages)]
+        self.own = [
+            self._least(partial(self._span, s), s) + costs.reduce[s] + costs.optimizer[s] * max(self.factors[s])
+            for s in range(self.stages)
+        ]
+
+    def period(self, stage: int) -> float:
+        """What the work of ``stage`` costs its own period, or that of a stage before it."""
+        return max(self.own[stage], *(self._detour(before, stage) for before in range(stage)), 0.0)
+
+    def makespan(self, stage: int) -> float:
+        """As the period, plus the way to the stage that waits."""
+        detours = (self.forward_to[before] + self._detour(before, stage) for before in range(stage))
+        return max(self.forward_to[stage] + self.own[stage], *detours, 0.0)
+
+    def _detour(self, stage: int, later: int) -> float:
+        """From the first F at ``stage`` through all F and B of a worker of stage ``later`` to the STEP of ``stage``."""
+        way = self.forward_to[later] - self.forward_to[stage] + self.backward_to[later] - self.backward_to[stage]
+        return way + self.inner[later] + self.closing[stage]
+
+    def _round_trip(self, stage: int) -> float:
+        """From the end of an F until its gradient can be here."""
+        forward = self.forward_to[self.stages] - self.forward_to[stage + 1]
+        backward = self.backward_to[self.stages] - self.backward_to[stage + 1]
+        return forward + backward
+
+    def _work(self, stage: int, factor: float) -> tuple[float, float, float]:
+        costs = self.problem.costs
+        forward, backward, weight = costs.forward[stage], costs.backward_input[stage], costs.backward_weight[stage]
+        return forward * factor, backward * factor, weight * factor
+
+    def _wait(self, stage: int, count: int, factor: float) -> tuple[float, float]:
+        """Idle time at least, and the time from the first F to the last, for ``count`` micro-batches."""
+        forward, backward, weight = self._work(stage, factor)
+        round_trip = self._round_trip(stage)
+        limit = self.problem.in_flight_limit
+        window = count if limit is None else min(count, limit[stage])
+        first = max(0.0, round_trip - (window - 1) * forward)
+        last = max(0.0, round_trip - (window - 1) * (backward + weight))
+        # Disjoint unless all forwards come before the first backward, for which there must be memory.
+        idle = first + last if window < count else max(first, last)
+        rounds, rest = divmod(count - 1, window)
+        return idle, rounds * (forward + round_trip + backward + weight) + rest * forward
+
+    def _span(self, stage: int, count: int, factor: float) -> float:
+        """From the first F to the last W or BW of a worker with ``count`` micro-batches."""
+        if not count:
+            return 0.0
+        forward, backward, weight = self._work(stage, factor)
+        idle, to_last = self._wait(stage, count, factor)
+        chain = to_last + forward + self._round_trip(stage) + backward + weight
+        return max(count * (forward + backward + weight) + idle, chain)
+
+    def _inner(self, stage: int, count: int, factor: float) -> float:
+        """From the first F to the last B or BW of a worker with ``count`` micro-batches."""
+        if not count or self.fused:
+            return self._span(stage, count, factor)
+        forward, backward, weight = self._work(stage, factor)
+        limit = self.problem.in_flight_limit
+        early = 0 if limit is None else max(0, count - limit[stage])  # W that come before the last F
+        idle, to_last = self._wait(stage, count, factor)
+        chain = to_last + forward + self._round_trip(stage) + backward
+        return max(count * (forward + backward) + early * weight + idle, chain)
+
+    def _least(self, time: Callable[[int, float], float], stage: int) -> float:
+        """The smallest possible maximum of ``time(count, factor)`` over the stage's workers."""
+        factors, total = self.factors[stage], self.problem.grid.global_microbatches
+        if min(factors) == max(factors):
+            return time(-(-total // len(factors)), factors[0])
+        # Each micro-batch to whom it hurts least: optimal, because times only grow with the count.
+        queue = [(time(1, factor), 1, factor) for factor in factors]
+        heapify(queue)
+        worst = 0.0
+        for _ in range(total):
+            worst, count, factor = queue[0]
+            heapreplace(queue, (time(count + 1, factor), count + 1, factor))
+        return worst

@@ -1,15 +1,10 @@
 """The list-scheduling heuristic: a good plan for any failures, at once.
 
-Concept: play the iteration forward in time. Whenever a worker is free it takes, of what is ready, a backward first
-(other workers wait for it), then a forward (if memory allows), then a weight gradient, which thereby sinks into
-bubbles. Older micro-batches go first. A rule has three knobs: per stage a soft number of micro-batches in flight
-from which weight gradients go before forwards, and a hard one at which no forward starts; and the order of the
-micro-batches. Several settings are played, then random ones until the lower bound is met or the effort is spent,
-and the best result is kept.
+Concept: play the iteration forward in time under a rule of priorities (see ``list_scheduling``), search for the rule
+with the best result (see ``rule_search``). Pipelines that are all alike, as without failures, are planned once and
+copied.
 
-Contract: deterministic; respects the in-flight limit; never deadlocks: the last stage can always finish what it has
-begun, hence always takes new micro-batches sooner or later, hence so does the stage before it, and so on. O(n log
-n) for n operations.
+Contract: deterministic; respects the in-flight limit; the plain rule alone with ``effort=0``.
 
 Must not know: the validator (which is written from the definition, independently), exact solvers.
 
@@ -19,37 +14,24 @@ Source: ReCycle (arXiv 2405.14009), sections 3 and 4, for the three techniques.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from random import Random
+from dataclasses import dataclass, replace
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.bounds import makespan_lower_bound
+from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.routing import reroute
+from lightning_recycle.planning.rule_search import Solution, search
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, Timing, assemble, best_timing
+from lightning_recycle.planning.timing import Codes, assemble, best_timing
+from lightning_recycle.planning.zero_bubble import zero_bubble
 
 __all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "heuristic"]
 
-DEFAULT_EFFORT = 100_000
-"""Operations to play in search of a better schedule: about 0.1 s. Grids with more of them get the plain rule only."""
-
-_MOST_RESTARTS = 1_000
-_SEED = 24_051_4009
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """How to choose among what is ready."""
-
-    soft: tuple[int, ...]
-    """Per stage: with this many micro-batches in flight, W goes before F."""
-    hard: tuple[int, ...]
-    """Per stage: with this many micro-batches in flight, no F starts."""
-    ages: tuple[int, ...]
-    """Per micro-batch, numbered d * M + m: lower goes first."""
+DEFAULT_EFFORT = 800_000
+"""Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more of
+them get a few rules only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,144 +52,56 @@ class HeuristicPlanner:
 
 
 def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
-    """A schedule for ``problem``: 1F1B without failures and decoupling, else the best of several list schedules.
+    """A schedule for ``problem``: 1F1B where it applies (no failure, slow worker or decoupling), else a list schedule.
 
-    Best means the smallest period (with the staggered optimizer, else makespan), then the smallest makespan, then the
-    fewest micro-batches in flight.
+    Of those found it is the one with the smallest period (with the staggered optimizer, else makespan), then the
+    smallest makespan, then the fewest micro-batches in flight.
 
     Args:
         problem: what to plan.
-        effort: number of operations to play in total; the plain rule is played in any case.
+        effort: number of operations to play in total; 0 for the plain rule alone, "backward, then forward, then weight
+            gradient, oldest first", with which the techniques of the paper can be compared.
     """
-    if not problem.failed and not problem.technique.decoupled:
+    if not problem.failed and not problem.worker_factors and not problem.technique.decoupled:
         return one_f_one_b(problem)
-    codes = Codes(problem, reroute(problem.grid, problem.failed), fused=not problem.technique.decoupled)
-    bound = lower_bound(problem) * (1 + 1e-9)
-    operations = problem.grid.global_microbatches * problem.grid.stages * (3 if problem.technique.decoupled else 2)
-    plays = max(1, effort // operations)
-    best: tuple[tuple[float, float, int], list[int], Timing] | None = None
-    for play, (rule, is_restart) in enumerate(_rules(problem)):
-        if play >= plays or (is_restart and best is not None and best[0][0] <= bound):
-            break
-        sequence, held = _play(codes, rule)
-        timing = best_timing(codes, sequence)
-        goal = timing.period if problem.technique.staggered else timing.makespan
-        # Rounding must not decide between equally good schedules.
-        score = (round(goal, 9), round(timing.makespan, 9), held)
-        if best is None or score < best[0]:
-            best = score, sequence, timing
-    assert best is not None  # at least one play
-    return assemble(codes, best[1], best[2])
-
-
-def _rules(problem: Problem) -> Iterator[tuple[_Rule, bool]]:
-    """The rules to try, the plain one first, and whether they are the random ones."""
+    codes = _codes(problem)
+    if problem.failed or problem.worker_factors:
+        solution = _best(codes, effort)
+        return assemble(codes, solution.sequence, solution.timing)
+    # All pipelines are alike: plan one.
     grid = problem.grid
-    stages = range(grid.stages)
-    limit = problem.in_flight_limit or (grid.global_microbatches,) * grid.stages
-    oldest_first = tuple(microbatch.index for microbatch in grid.all_microbatches())
-    yield _Rule(limit, limit, oldest_first), False
-    for factor in (1, 2):
-        for extra in (0, 1):
-            target = tuple(min(limit[s], factor * (grid.stages - s) + extra) for s in stages)
-            yield _Rule(target, limit, oldest_first), False
-            yield _Rule(limit, target, oldest_first), False
-            yield _Rule(target, target, oldest_first), False
-    if not problem.technique.decoupled and problem.in_flight_limit is None:
-        return  # "adaptive pipelining alone" stays the plain rule that the other techniques are compared with
-    # Random.random() gives the same numbers in every Python version; its other methods need not.
-    draw = Random(_SEED).random
-    for restart in range(_MOST_RESTARTS):
-        hard = limit if restart % 3 == 0 else tuple((n + 1) // 2 + int(draw() * (n // 2 + 1)) for n in limit)
-        soft = tuple(1 + int(draw() * n) for n in hard)
-        spread = 4.0 if restart % 2 else 1.5  # how many places a micro-batch may move
-        drawn = [age + draw() * spread for age in oldest_first]
-        ages = [0] * len(drawn)
-        for age, number in enumerate(sorted(range(len(drawn)), key=drawn.__getitem__)):
-            ages[number] = age
-        yield _Rule(soft, hard, tuple(ages)), True
-
-
-def _play(codes: Codes, rule: _Rule) -> tuple[list[int], int]:
-    """One list schedule: its operations in order of start, and the sum of the workers' peaks of micro-batches held."""
-    grid, comm = codes.problem.grid, codes.problem.costs.communication
-    n, stages, last = codes.n, codes.stages, codes.stages - 1
-    ranks, durations, fused = codes.ranks, codes.durations, codes.fused
-    workers = grid.num_workers
-    # What is ready on each worker, as n * age + micro-batch, so that older micro-batches go first.
-    tickets = [age * n + number for number, age in enumerate(rule.ages)]
-    forwards: list[list[int]] = [[] for _ in range(workers)]
-    backwards: list[list[int]] = [[] for _ in range(workers)]
-    weights: list[list[int]] = [[] for _ in range(workers)]
-    busy = [False] * workers
-    in_flight, peak = [0] * workers, [0] * workers
-    soft = [rule.soft[rank % stages] for rank in range(workers)]
-    hard = [rule.hard[rank % stages] for rank in range(workers)]
-    # Events: an operation ends (its code), or its result arrives at the next stage (code + size).
-    size = codes.size
-    events: list[tuple[float, int]] = []
-    positive = [d for d in durations if d > 0.0]
-    together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are one moment
+    solution = _best(_codes(replace(problem, grid=Grid(1, grid.stages, grid.microbatches))), effort)
     sequence: list[int] = []
-    record = sequence.append
-    awake: set[int] = set()
-    for number in range(n):
-        rank = ranks[FORWARD][number]
-        heappush(forwards[rank], tickets[number])
-        awake.add(rank)
-    now = 0.0
-    while True:
-        for rank in awake:
-            if busy[rank]:
-                continue
-            stage = rank % stages
-            if backwards[rank]:
-                number = heappop(backwards[rank]) % n
-                kind = BACKWARD
-            elif forwards[rank] and in_flight[rank] < (soft[rank] if weights[rank] else hard[rank]):
-                number = heappop(forwards[rank]) % n
-                kind = FORWARD
-                in_flight[rank] += 1
-                if in_flight[rank] > peak[rank]:
-                    peak[rank] = in_flight[rank]
-            elif weights[rank]:
-                number = heappop(weights[rank]) % n
-                kind = WEIGHT
-            else:
-                continue
-            key = kind * stages + stage
-            code = key * n + number
-            busy[rank] = True
-            record(code)
-            heappush(events, (now + durations[key], code))
-        awake.clear()
-        if not events:
-            return sequence, sum(peak)
-        now = events[0][0]
-        while events and events[0][0] <= now + together:
-            now, event = heappop(events)
-            arrival, code = divmod(event, size)
-            key, number = divmod(code, n)
-            kind, stage = divmod(key, stages)
-            if not arrival:
-                rank = ranks[key][number]
-                busy[rank] = False
-                awake.add(rank)
-                if kind == BACKWARD and not fused:
-                    heappush(weights[rank], tickets[number])
-                elif kind != FORWARD:
-                    in_flight[rank] -= 1
-                elif stage == last:
-                    heappush(backwards[rank], tickets[number])
-                if kind == WEIGHT or stage == (last if kind == FORWARD else 0):
-                    continue
-                if comm > 0.0:
-                    heappush(events, (now + comm, event + size))
-                    continue
-            if kind == FORWARD:
-                rank = ranks[stage + 1][number]
-                heappush(forwards[rank], tickets[number])
-            else:
-                rank = ranks[stage - 1][number]
-                heappush(backwards[rank], tickets[number])
-            awake.add(rank)
+    for code in solution.sequence:
+        key, number = divmod(code, grid.microbatches)
+        sequence += range(key * codes.n + number, (key + 1) * codes.n, grid.microbatches)
+    return assemble(codes, sequence, best_timing(codes, sequence))
+
+
+def _best(codes: Codes, effort: int) -> Solution:
+    problem = codes.problem
+    alike = not problem.failed and not problem.worker_factors
+    solution = search(codes, effort, _zero_bubble_starts(codes) if alike and not codes.fused else ())
+    if problem.technique.staggered and effort and solution.score[0] > makespan_lower_bound(problem) * (1 + 1e-9):
+        # The search without the staggered optimizer might have been luckier; its order is as good with it.
+        barrier = replace(problem, technique=replace(problem.technique, staggered=False))
+        again = _best(_codes(barrier), effort)
+        timing = best_timing(codes, again.sequence)
+        if round(timing.period, 9) < solution.score[0]:
+            return replace(again, timing=timing)
+    return solution
+
+
+def _codes(problem: Problem) -> Codes:
+    routes = reroute(problem.grid, problem.failed, dict(problem.worker_factors))
+    return Codes(problem, routes, fused=not problem.technique.decoupled)
+
+
+def _zero_bubble_starts(codes: Codes) -> Iterator[list[int]]:
+    """ZB-H1 and relatives with a longer warm-up, as memory allows."""
+    stages, microbatches = codes.stages, codes.problem.grid.microbatches
+    limit = codes.problem.in_flight_limit or (microbatches,) * stages
+    for slope, less in ((1.0, 0), (2.0, 1), (1.5, 0), (2.0, 0), (2.5, 0)):
+        warmup = [max(1, int(slope * (stages - stage)) - less) for stage in range(stages)]
+        yield zero_bubble(codes, warmup, limit)
+        yield zero_bubble(codes, warmup, [min(w, n) for w, n in zip(warmup, limit, strict=True)])

@@ -1,7 +1,7 @@
 """Planners by name, and the one call that everybody uses: ``plan(problem)``.
 
-Concept: a planner turns a problem into a schedule. There is one by default, "heuristic"; others register under their
-names.
+Concept: a planner turns a problem into a schedule. "heuristic" is the default; "cbc", "highs", "gurobi" and "cpsat" ask
+a solver for more; others register under their names.
 
 Contract: :func:`plan` never returns a schedule that the validator rejects.
 
@@ -10,16 +10,20 @@ Must not know: what is inside a planner.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.exact import BACKENDS, ExactPlanner
 from lightning_recycle.planning.heuristic import HeuristicPlanner
 from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.result import PlanResult, proven
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.validation import validate
 
-__all__ = ["Planner", "available_planners", "get_planner", "plan", "register_planner"]
+__all__ = ["Planner", "available_planners", "get_planner", "plan", "register_planner", "solve"]
 
 
 @runtime_checkable
@@ -35,7 +39,10 @@ class Planner(Protocol):
         ...
 
 
-_REGISTRY: dict[str, Callable[[], Planner]] = {"heuristic": HeuristicPlanner}
+_REGISTRY: dict[str, Callable[[], Planner]] = {
+    "heuristic": HeuristicPlanner,
+    **{backend: partial(ExactPlanner, backend) for backend in BACKENDS},
+}
 
 
 def register_planner(name: str, factory: Callable[[], Planner]) -> None:
@@ -81,3 +88,22 @@ def plan(problem: Problem, planner: str | Planner = "heuristic") -> Schedule:
     schedule = get_planner(planner).plan(problem)
     validate(schedule)
     return schedule
+
+
+def solve(problem: Problem, planner: str | Planner = "heuristic") -> PlanResult:
+    """As :func:`plan`, with what is known about the schedule: bound, status, time and warnings.
+
+    Raises:
+        ConfigurationError: when the planner is unknown.
+        PlanningError: when there is no schedule, or the planner returned a wrong one.
+    """
+    chosen = get_planner(planner)
+    started = time.monotonic()
+    if isinstance(chosen, ExactPlanner):
+        result = chosen.solve(problem)
+    else:
+        name = "heuristic" if isinstance(chosen, HeuristicPlanner) else type(chosen).__name__
+        schedule = chosen.plan(problem)
+        result = proven(schedule, name, seconds=time.monotonic() - started)
+    validate(result.schedule)
+    return result

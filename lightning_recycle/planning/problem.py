@@ -1,7 +1,7 @@
 """The planning problem: what a planner is asked.
 
-Concept: a grid, what each operation costs, which workers are dead, how much memory there is, and which of ReCycle's
-techniques may be used. Two equal problems have the same plan.
+Concept: a grid, what each operation costs, which workers are dead or slow, how much memory there is, and which of
+ReCycle's techniques may be used. Two equal problems have the same plan.
 
 Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy.
 
@@ -13,89 +13,15 @@ Units: costs are in seconds, or in any unit used consistently ("slots"); memory 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import OpKind
 
 __all__ = ["Costs", "Problem", "Technique"]
-
-_PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Durations per stage, and the time for a message between neighbouring stages.
-
-    Args:
-        forward: F of one micro-batch, one value per stage.
-        backward_input: B of one micro-batch, one value per stage.
-        backward_weight: W of one micro-batch, one value per stage.
-        reduce: REDUCE of the stage's gradients, one value per stage.
-        optimizer: STEP, one value per stage.
-        communication: from the end of an operation until its result is at the next or previous stage.
-
-    Raises:
-        ConfigurationError: when a value is negative, not finite or missing.
-    """
-
-    forward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    reduce: tuple[float, ...]
-    optimizer: tuple[float, ...]
-    communication: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in _PER_STAGE:
-            values = getattr(self, name)
-            if not isinstance(values, Iterable) or isinstance(values, str):
-                raise ConfigurationError(f"Costs({name}={values!r}): give one number per stage, e.g. [1.0, 1.0].")
-            object.__setattr__(self, name, tuple(_cost(name, value) for value in values))
-        object.__setattr__(self, "communication", _cost("communication", self.communication))
-        lengths = {name: len(getattr(self, name)) for name in _PER_STAGE}
-        if len(set(lengths.values())) > 1 or self.stages == 0:
-            raise ConfigurationError(f"Costs have different numbers of stages, {lengths}: give one per stage each.")
-
-    @classmethod
-    def uniform(
-        cls,
-        stages: int,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        reduce: float = 0.0,
-        optimizer: float = 0.0,
-        communication: float = 0.0,
-    ) -> Costs:
-        """The same costs for every one of ``stages`` stages."""
-        return cls(
-            forward=(forward,) * stages,
-            backward_input=(backward_input,) * stages,
-            backward_weight=(backward_weight,) * stages,
-            reduce=(reduce,) * stages,
-            optimizer=(optimizer,) * stages,
-            communication=communication,
-        )
-
-    @property
-    def stages(self) -> int:
-        """Number of stages that have costs."""
-        return len(self.forward)
-
-    def of(self, kind: OpKind, stage: int) -> float:
-        """Duration of an operation of ``kind`` at ``stage``."""
-        if kind is OpKind.FORWARD:
-            return self.forward[stage]
-        if kind is OpKind.BACKWARD_INPUT:
-            return self.backward_input[stage]
-        if kind is OpKind.BACKWARD_WEIGHT:
-            return self.backward_weight[stage]
-        if kind is OpKind.BACKWARD:
-            return self.backward_input[stage] + self.backward_weight[stage]
-        return self.reduce[stage] if kind is OpKind.REDUCE else self.optimizer[stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +48,9 @@ class Problem:
         technique: which techniques may be used.
         in_flight_limit: most micro-batches that a worker of each stage may hold at once (from the start of F to the
             end of W or BW), one value per stage; None for no limit.
+        worker_factors: how many times as long as the stage's costs F, B, W and STEP take on a worker, e.g. 2.0 for one
+            of half the speed; 1 for workers that are not named. REDUCE is the stage's. A mapping or pairs; kept as
+            sorted pairs, without those of 1.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -133,6 +62,7 @@ class Problem:
     failed: frozenset[Worker] = frozenset()
     technique: Technique = field(default_factory=Technique)
     in_flight_limit: tuple[int, ...] | None = None
+    worker_factors: tuple[tuple[Worker, float], ...] = ()
 
     def __post_init__(self) -> None:
         grid = self.grid
@@ -162,6 +92,17 @@ class Problem:
                     f"in_flight_limit={limits!r}: give {grid.stages} integers of at least 1, one per stage, or None."
                 )
 
+        object.__setattr__(self, "worker_factors", _factors(grid, self.worker_factors))
+
+    def factor(self, worker: Worker) -> float:
+        """How many times as long as its stage's costs the operations of ``worker`` take."""
+        return next((factor for slow, factor in self.worker_factors if slow == worker), 1.0)
+
+    def duration(self, kind: OpKind, worker: Worker) -> float:
+        """Duration of an operation of ``kind`` on ``worker``, in the unit of the costs."""
+        cost = self.costs.of(kind, worker.stage)
+        return cost if kind is OpKind.REDUCE else cost * self.factor(worker)
+
     def live_workers(self, stage: int | None = None) -> tuple[Worker, ...]:
         """The workers that have not failed: all in rank order, or those of one stage by pipeline."""
         if stage is None:
@@ -170,7 +111,16 @@ class Problem:
         return tuple(worker for worker in peers if worker not in self.failed)
 
 
-def _cost(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigurationError(f"Costs({name}): {value!r} is no duration; give a finite number of at least 0.")
-    return float(value)
+def _factors(
+    grid: Grid, given: Mapping[Worker, float] | tuple[tuple[Worker, float], ...]
+) -> tuple[tuple[Worker, float], ...]:
+    factors = dict(given)
+    for worker, factor in factors.items():
+        if worker not in grid:
+            raise ConfigurationError(
+                f"worker_factors names {worker}, outside the grid {grid}: its pipeline must be in "
+                f"0..{grid.pipelines - 1} and its stage in 0..{grid.stages - 1}."
+            )
+        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor < math.inf:
+            raise ConfigurationError(f"worker_factors[{worker}]={factor!r}: give a finite number above 0, e.g. 2.0.")
+    return tuple(sorted((worker, float(factor)) for worker, factor in factors.items() if factor != 1))

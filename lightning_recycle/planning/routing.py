@@ -1,19 +1,26 @@
 """Re-routing: which live worker executes each micro-batch at each stage.
 
 Concept: at a stage where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer
-adopts it. Orphans are dealt like cards, in the order in which they will arrive, so that the load of two live peers
-differs by at most one micro-batch and each peer's adopted work is spread over the iteration.
+adopts it. How many each peer adopts makes the busiest of them as early as possible: an even split, or in proportion to
+the speeds where they differ, in which case a slow worker also gives some of its own away. Which ones is a matter of
+time and memory: adopted micro-batches are dealt like cards, in the order in which they will arrive, so that each
+peer's extra work, and the extra memory it takes, is spread over the iteration. (The in-flight limit is the same
+for all workers of a stage, so it never makes one peer a better choice than another.)
 
-Contract: a pure function of grid and failures: every worker computes the same answer without talking.
+Contract: a pure function of grid, failures and speeds: every worker computes the same answer without talking. No
+assignment has a smaller largest (micro-batches x factor); with equal speeds loads differ by at most one and
+nothing but orphans moves.
 
-Must not know: costs, time, memory (a memory- and speed-aware variant belongs to the full planner).
+Must not know: costs, time.
 
-Source: ReCycle (arXiv 2405.14009), section 3, adaptive pipelining.
+Source: ReCycle (arXiv 2405.14009), section 3, adaptive pipelining. Unequal speeds: min-max assignment of identical
+jobs to uniform machines, which the greedy "next job where it ends first" solves exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from heapq import heapify, heapreplace
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
@@ -21,25 +28,77 @@ from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 __all__ = ["reroute", "reroute_stage"]
 
 
-def reroute(grid: Grid, failed: Collection[Worker]) -> tuple[dict[Microbatch, Worker], ...]:
+def reroute(
+    grid: Grid, failed: Collection[Worker], factors: Mapping[Worker, float] | None = None
+) -> tuple[dict[Microbatch, Worker], ...]:
     """For each stage, the live worker that executes each of the D * M micro-batches there.
+
+    Args:
+        grid: the grid.
+        failed: dead workers.
+        factors: how many times as long a worker takes for its operations; 1 for workers that are not named.
 
     Raises:
         PlanningError: when a stage has no live worker.
     """
-    return tuple(reroute_stage(grid, stage, failed) for stage in range(grid.stages))
+    microbatches = tuple(grid.all_microbatches())
+    return tuple(_reroute(grid, stage, failed, factors or {}, microbatches) for stage in range(grid.stages))
 
 
-def reroute_stage(grid: Grid, stage: int, failed: Collection[Worker]) -> dict[Microbatch, Worker]:
+def reroute_stage(
+    grid: Grid, stage: int, failed: Collection[Worker], factors: Mapping[Worker, float] | None = None
+) -> dict[Microbatch, Worker]:
     """:func:`reroute` for one stage."""
-    live = [d for d in range(grid.pipelines) if Worker(d, stage) not in failed]
+    return _reroute(grid, stage, failed, factors or {}, tuple(grid.all_microbatches()))
+
+
+def _reroute(
+    grid: Grid,
+    stage: int,
+    failed: Collection[Worker],
+    factors: Mapping[Worker, float],
+    microbatches: tuple[Microbatch, ...],
+) -> dict[Microbatch, Worker]:
+    workers = [Worker(d, stage) for d in range(grid.pipelines)]
+    live = [d for d, worker in enumerate(workers) if worker not in failed]
     if not live:
         raise PlanningError(f"stage {stage} has no live worker to route micro-batches to.")
-    alive = set(live)
-    route = {microbatch: Worker(microbatch.pipeline, stage) for microbatch in grid.all_microbatches()}
-    orphans = [
-        Microbatch(d, m) for m in range(grid.microbatches) for d in range(grid.pipelines) if d not in alive
-    ]  # by index first: the order in which they arrive
-    for turn, microbatch in enumerate(orphans):
-        route[microbatch] = Worker(live[turn % len(live)], stage)
+    route = {microbatch: workers[microbatch.pipeline] for microbatch in microbatches}
+    shares = _shares(grid, {d: factors.get(workers[d], 1.0) for d in live})
+    keeps = {d: min(grid.microbatches, shares[d]) for d in live}
+    leaving = {d: grid.microbatches - keeps.get(d, 0) for d in range(grid.pipelines)}
+    homeless = [  # by index first: the order in which they arrive
+        microbatches[d * grid.microbatches + m]
+        for m in range(grid.microbatches)
+        for d, count in leaving.items()
+        if count and (m + 1) * count // grid.microbatches > m * count // grid.microbatches  # spread evenly
+    ]
+    quotas = {d: shares[d] - keeps[d] for d in live}
+    if max(quotas.values()) - min(quotas.values()) <= 1 and list(quotas.values()) == sorted(quotas.values())[::-1]:
+        for turn, microbatch in enumerate(homeless):  # what the rule below comes to, in a hundredth of the time
+            route[microbatch] = workers[live[turn % len(live)]]
+        return route
+    given = dict.fromkeys(live, 0)
+    for turn, microbatch in enumerate(homeless, start=1):
+        # Whoever is furthest behind its part of those dealt so far, in whole numbers.
+        peer = max(live, key=lambda d: (quotas[d] * turn - given[d] * len(homeless), -d))
+        given[peer] += 1
+        route[microbatch] = workers[peer]
     return route
+
+
+def _shares(grid: Grid, factors: Mapping[int, float]) -> dict[int, int]:
+    """How many micro-batches each pipeline's worker gets, so that the largest share x factor is smallest."""
+    total = grid.global_microbatches
+    even, rest = divmod(total, len(factors))
+    if len(set(factors.values())) == 1:
+        return {d: even + (turn < rest) for turn, d in enumerate(factors)}
+    shares = dict.fromkeys(factors, 0)
+    # When each would end one more; of equal ones first who runs its own, which then need not move.
+    queue = [(factor, False, d) for d, factor in factors.items()]
+    heapify(queue)
+    for _ in range(total):
+        d = queue[0][2]
+        shares[d] += 1
+        heapreplace(queue, (factors[d] * (shares[d] + 1), shares[d] >= grid.microbatches, d))
+    return shares

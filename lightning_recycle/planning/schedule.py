@@ -99,6 +99,8 @@ class Schedule:
             lower_bound: proven bound of the period; by default the analytic one.
         """
         problem, costs = self.problem, self.problem.costs
+        # Beyond the documented schema, and only where there are slow workers, so that all other plans are the same.
+        factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
         bound = analytic_lower_bound(problem) if lower_bound is None else lower_bound
         if status is None:
             status = "optimal" if self.period <= bound * (1 + 1e-9) else "feasible"
@@ -142,6 +144,7 @@ class Schedule:
                 }
                 for worker in self.live_workers
             ],
+            **({"worker_factors": factors} if factors else {}),
         }
 
     @classmethod
@@ -165,6 +168,7 @@ class Schedule:
                 failed=frozenset(Worker(*position) for position in plan["failed"]),
                 technique=Technique(**plan["technique"]),
                 in_flight_limit=None if limit is None else tuple(limit),
+                worker_factors=tuple((Worker(d, s), factor) for d, s, factor in plan.get("worker_factors", ())),
             )
             workers = {
                 Worker(entry["pipeline"], entry["stage"]): tuple(

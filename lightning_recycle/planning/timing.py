@@ -55,6 +55,17 @@ class Codes:
         if fused:
             backward = tuple(b + w for b, w in zip(backward, costs.backward_weight, strict=True))
         self.durations: list[float] = [*costs.forward, *backward, *costs.backward_weight]
+        factors = {grid.rank(worker): factor for worker, factor in problem.worker_factors}
+        self.times: list[list[float]] = [
+            [duration * factors.get(rank, 1.0) for rank in ranks] if factors else [duration] * self.n
+            for duration, ranks in zip(self.durations, self.ranks, strict=True)
+        ]
+        """By key and micro-batch: the duration on the worker that executes it."""
+        slowest = [
+            max(factors.get(grid.rank(worker), 1.0) for worker in problem.live_workers(s)) for s in range(self.stages)
+        ]
+        self.closing: list[float] = [r + o * f for r, o, f in zip(costs.reduce, costs.optimizer, slowest, strict=True)]
+        """Per stage, from the last gradient until the last worker has stepped."""
         # Where the input comes from, as an offset of the code; 0: from the same worker.
         last = self.stages - 1
         self.input_offset: list[int] = [
@@ -129,7 +140,7 @@ def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]
 def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> Timing:
     """The earliest times when stage s may begin at ``begin[s]``."""
     n, comm = codes.n, codes.problem.costs.communication
-    ranks, durations, offsets = codes.ranks, codes.durations, codes.input_offset
+    ranks, times, offsets = codes.ranks, codes.times, codes.input_offset
     stages = codes.stages
     workers = codes.problem.grid.num_workers
     free = [begin[rank % stages] for rank in range(workers)]
@@ -149,21 +160,26 @@ def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> T
         if first[rank] < 0.0:
             first[rank] = start
         starts[code] = start
-        ends[code] = free[rank] = start + durations[key]
+        ends[code] = free[rank] = start + times[key][microbatch]
         sources[code] = source
     stage_begin, stage_end, stage_source = [], [], []
-    costs = codes.problem.costs
     for stage in range(stages):
         live = [rank for rank in range(stage, workers, stages) if first[rank] >= 0.0]
         slowest = max(live, key=lambda rank: (free[rank], -rank))
         stage_begin.append(min(first[rank] for rank in live))
-        stage_end.append(free[slowest] + costs.reduce[stage] + costs.optimizer[stage])
+        stage_end.append(free[slowest] + codes.closing[stage])
         stage_source.append(free_source[slowest])
     return Timing(starts, stage_begin, stage_end, stage_source)
 
 
-def best_timing(codes: Codes, sequence: Sequence[int]) -> Timing:
-    """The earliest times; with the staggered optimizer those of the smallest period, with some operations delayed."""
+def best_timing(codes: Codes, sequence: Sequence[int], hopeless: float | None = None) -> Timing:
+    """The earliest times; with the staggered optimizer those of the smallest period, with some operations delayed.
+
+    Args:
+        codes: the problem.
+        sequence: all operations in an order that respects their dependencies.
+        hopeless: the exact period matters only if it is at most this; None if it does in any case.
+    """
     stages = codes.stages
     timing = earliest(codes, sequence, [0.0] * stages)
     if not codes.problem.technique.staggered:
@@ -177,6 +193,8 @@ def best_timing(codes: Codes, sequence: Sequence[int]) -> Timing:
             best = latest
         weights = [latest.stage_end[s] - begin[latest.source[s]] for s in range(stages)]
         period = max(period, _largest_cycle_mean(latest.source, weights))
+        if hopeless is not None and period > hopeless:
+            break
         tolerance = 1e-12 * max(1.0, latest.makespan)
         delayed = [max(b, end - period) for b, end in zip(begin, latest.stage_end, strict=True)]
         if all(new <= old + tolerance for new, old in zip(delayed, begin, strict=True)):
@@ -200,15 +218,15 @@ def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
         kind, stage = divmod(key, stages)
         start = timing.starts[code] - origin
         op = Op(kinds[kind], stage, codes.microbatches[number])
-        lists[codes.ranks[key][number]].append(ScheduledOp(op, start, start + codes.durations[key]))
+        lists[codes.ranks[key][number]].append(ScheduledOp(op, start, start + codes.times[key][number]))
     for stage in range(stages):
         live = [grid.rank(worker) for worker in problem.live_workers(stage)]
-        reduce_start = max(lists[rank][-1].end for rank in live if lists[rank])
+        reduce_start = max((lists[rank][-1].end for rank in live if lists[rank]), default=0.0)
         step_start = reduce_start + costs.reduce[stage]
         reduce = ScheduledOp(Op(OpKind.REDUCE, stage), reduce_start, step_start)
-        step = ScheduledOp(Op(OpKind.STEP, stage), step_start, step_start + costs.optimizer[stage])
         for rank in live:
-            lists[rank] += (reduce, step)
+            step_end = step_start + problem.duration(OpKind.STEP, grid.worker(rank))
+            lists[rank] += (reduce, ScheduledOp(Op(OpKind.STEP, stage), step_start, step_end))
     workers = {grid.worker(rank): tuple(ops) for rank, ops in lists.items()}
     schedule = Schedule(problem, workers, staggered_period(workers))
     if not problem.technique.staggered:

@@ -9,7 +9,7 @@ Contract: linear in the number of operations. Accepts exactly the schedules that
 2. *Once*: at every stage every micro-batch has one F and either one B and one W or one BW, all on the same live worker
    of that stage; every worker has one REDUCE and one STEP, in this order, at its end. Without decoupling there is only
    BW.
-3. *Duration*: an operation takes what the costs say, and no time is before 0.
+3. *Duration*: an operation takes what the costs say, times the worker's factor, and no time is before 0.
 4. *Overlap*: a worker runs one operation at a time, also across consecutive iterations.
 5. *Dependency*: F after F of the stage before plus communication; B (BW) after own F, and after B (BW) of the next
    stage plus communication; W after own B; REDUCE after every W (BW) of the stage on all its workers; STEP after every
@@ -111,13 +111,14 @@ def _workers(schedule: Schedule, tolerance: float) -> Iterator[str]:
 def _once(schedule: Schedule, placed: _Placed) -> Iterator[str]:
     """Rule 2; fills ``placed``."""
     grid, decoupled = schedule.grid, schedule.problem.technique.decoupled
-    n, per_pipeline = grid.global_microbatches, grid.microbatches
+    n, per_pipeline, pipelines, stages = grid.global_microbatches, grid.microbatches, grid.pipelines, grid.stages
+    first_of = {kind: number * stages * n for number, kind in enumerate(_KINDS)}
     for worker, ops in schedule.workers.items():
         collectives = []
         for position, scheduled in enumerate(ops):
             op = scheduled.op
             kind, microbatch = op.kind, op.microbatch
-            if op.stage != worker.stage or not 0 <= op.stage < grid.stages:
+            if op.stage != worker.stage or not 0 <= op.stage < stages:
                 yield f"once: {worker} runs {op}, an operation of another stage"
             elif kind is OpKind.REDUCE or kind is OpKind.STEP:
                 collectives.append(kind)
@@ -125,13 +126,13 @@ def _once(schedule: Schedule, placed: _Placed) -> Iterator[str]:
                     yield f"once: {op} on {worker} names a micro-batch"
             elif microbatch is None:
                 yield f"once: {op} on {worker} names no micro-batch"
-            elif not (0 <= microbatch.pipeline < grid.pipelines and 0 <= microbatch.index < per_pipeline):
+            elif not (0 <= microbatch.pipeline < pipelines and 0 <= microbatch.index < per_pipeline):
                 yield f"once: {op} on {worker} names a micro-batch outside the grid"
             elif not decoupled and (kind is _B or kind is _W):
                 yield f"once: {op} on {worker}, but the backward is not decoupled"
             else:
                 number = microbatch.pipeline * per_pipeline + microbatch.index
-                code = (_KINDS.index(kind) * grid.stages + op.stage) * n + number
+                code = first_of[kind] + op.stage * n + number
                 if code in placed:
                     yield f"once: {op} runs on {worker} and on {placed[code][0]}"
                 else:
@@ -140,7 +141,7 @@ def _once(schedule: Schedule, placed: _Placed) -> Iterator[str]:
             yield f"once: {worker} must have one REDUCE and one STEP, in this order, at its end"
     step = grid.stages * n  # from the number of an operation to the same of the next kind
     for forward, microbatch in enumerate(list(grid.all_microbatches()) * grid.stages):
-        found = [forward + k * step for k in range(len(_KINDS)) if forward + k * step in placed]
+        found = [code for code in range(forward, len(_KINDS) * step, step) if code in placed]
         if found != [forward, forward + step, forward + 2 * step] and found != [forward, forward + 3 * step]:
             names = "+".join(_KINDS[code // step] for code in found) or "nothing"
             yield f"once: micro-batch {microbatch} at stage {forward // n} has {names}, not F+B+W or F+BW"
@@ -152,16 +153,24 @@ def _once(schedule: Schedule, placed: _Placed) -> Iterator[str]:
 
 def _times(schedule: Schedule, tolerance: float) -> Iterator[str]:
     costs, period = schedule.problem.costs, schedule.period
+    factors = dict(schedule.problem.worker_factors)
     for worker, ops in schedule.workers.items():
+        expected = {}
+        if 0 <= worker.stage < costs.stages:
+            for kind in OpKind:
+                factor = 1.0 if kind is OpKind.REDUCE else factors.get(worker, 1.0)
+                expected[kind] = costs.of(kind, worker.stage) * factor
         previous: ScheduledOp | None = None
         for scheduled in ops:
             op, start = scheduled.op, scheduled.start
             if not start >= -tolerance:
                 yield f"duration: {op} on {worker} starts at {start:g}, before the iteration"
-            cost = costs.of(op.kind, op.stage) if 0 <= op.stage < costs.stages else scheduled.duration
+            duration = scheduled.end - start
+            # An operation of another stage breaks rule 2; its duration does not matter then.
+            cost = expected[op.kind] if op.stage == worker.stage and expected else duration
             # "not <=" instead of ">": a time that is no number must not pass.
-            if not abs(scheduled.duration - cost) <= tolerance:
-                yield f"duration: {op} on {worker} takes {scheduled.duration:g} instead of {cost:g}"
+            if not abs(duration - cost) <= tolerance:
+                yield f"duration: {op} on {worker} takes {duration:g} instead of {cost:g}"
             if previous is not None and start < previous.end - tolerance:
                 yield f"overlap: {op} on {worker} starts at {start:g}, before {previous.op} ends at {previous.end:g}"
             previous = scheduled
@@ -170,9 +179,9 @@ def _times(schedule: Schedule, tolerance: float) -> Iterator[str]:
             yield f"overlap: {worker} is busy {busy}, longer than the period {period:g}: two iterations overlap"
 
 
-def _needs(schedule: Schedule, placed: _Placed, code: int) -> list[int]:
-    """The operations (by number, present or not) whose results operation ``code`` needs."""
-    stages, n = schedule.grid.stages, schedule.grid.global_microbatches
+def _needs(grid: tuple[int, int], placed: _Placed, code: int) -> list[int]:
+    """The operations (by number, present or not) whose results operation ``code`` needs; ``grid`` is (S, D * M)."""
+    stages, n = grid
     step = stages * n
     kind, at = divmod(code, step)
     stage = at // n
@@ -188,8 +197,9 @@ def _needs(schedule: Schedule, placed: _Placed, code: int) -> list[int]:
 
 def _dependencies(schedule: Schedule, placed: _Placed, tolerance: float) -> Iterator[str]:
     communication = schedule.problem.costs.communication
+    grid = schedule.grid.stages, schedule.grid.global_microbatches
     for code, (worker, scheduled, position) in placed.items():
-        for needed in _needs(schedule, placed, code):
+        for needed in _needs(grid, placed, code):
             source = placed.get(needed)
             if source is None:
                 continue  # rule 2 has reported it
@@ -280,6 +290,7 @@ def _has_instant_operations(schedule: Schedule) -> bool:
 
 def _progress(schedule: Schedule, placed: _Placed) -> Iterator[str]:
     """Run the programs without a clock: each worker goes on until its next operation lacks an input."""
+    grid = schedule.grid.stages, schedule.grid.global_microbatches
     programs: dict[Worker, list[int]] = {worker: [] for worker in schedule.workers}
     for code, (worker, _, _) in placed.items():
         programs[worker].append(code)  # `placed` was filled in the order of the programs
@@ -292,7 +303,7 @@ def _progress(schedule: Schedule, placed: _Placed) -> Iterator[str]:
         program = programs[worker]
         while position[worker] < len(program):
             code = program[position[worker]]
-            missing = next((needed for needed in _needs(schedule, placed, code) if needed not in done), None)
+            missing = next((needed for needed in _needs(grid, placed, code) if needed not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(worker)
                 break

@@ -14,7 +14,7 @@ import queue
 import selectors
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import AuthenticationError
@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any, Protocol
 
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience import membership
 from lightning_recycle.resilience.connection import MessageConnection
@@ -44,6 +45,7 @@ from lightning_recycle.resilience.messages import (
     FaultInjected,
     Heartbeat,
     Hello,
+    Profiled,
     Publish,
     Regroup,
     Report,
@@ -97,6 +99,7 @@ class Coordinator:
         planner: makes the schedules.
         options: time bounds.
         host: the interface to listen on.
+        on_profile: called, in the coordinator's thread, with the profile of the model once all stages have measured.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -108,6 +111,7 @@ class Coordinator:
         planner: RunPlanner,
         options: CoordinatorOptions | None = None,
         host: str = "127.0.0.1",
+        on_profile: Callable[[Profile], None] = lambda _: None,
     ) -> None:
         self.grid = grid
         self.options = options or CoordinatorOptions()
@@ -116,6 +120,8 @@ class Coordinator:
         self.schedules: list[Schedule] = []
         self.operation_seconds: dict[int, dict[str, float]] = {}
         self._planner = planner
+        self._on_profile = on_profile
+        self._profiled: dict[int, Profiled] = {}
         self._steps_in_generation = 0
         self._listener = Listener((host, 0), backlog=max(16, grid.num_workers), authkey=self.authkey)
         self._accepted: queue.SimpleQueue[MessageConnection] = queue.SimpleQueue()
@@ -255,6 +261,9 @@ class Coordinator:
             case Connected():
                 self._on_connected(message)
                 return
+            case Profiled():
+                self._collect_profile(message)
+                return
             case Publish():
                 if message.generation == self._state.generation:
                     self._send(Send(tuple(r for r in self._state.roster if r != rank), message))
@@ -271,6 +280,21 @@ class Coordinator:
             case Broken() | Crash():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
         self._handle(message)
+
+    def _collect_profile(self, message: Profiled) -> None:
+        self._profiled.setdefault(self.grid.worker(message.rank).stage, message)
+        if len(self._profiled) == self.grid.stages:
+            parts = [self._profiled[stage] for stage in range(self.grid.stages)]
+            links = [part for part in parts if part.bandwidth]
+            self._on_profile(
+                Profile(
+                    stages=tuple(part.stage for part in parts),
+                    latency=max((link.latency for link in links), default=0.0),
+                    bandwidth=min((link.bandwidth for link in links), default=0.0),
+                    steps=min(part.steps for part in parts),
+                )
+            )
+            self._profiled = {}
 
     def _on_exit(self, rank: int) -> None:
         cause = self._describe_exit(rank)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_recycle.planning.profile import StageProfile
 from lightning_recycle.resilience.recovery import Decision, WorkerStatus
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Heartbeat",
     "Hello",
     "Losses",
+    "Profiled",
     "Publish",
     "Regroup",
     "Report",
@@ -100,6 +102,17 @@ class Applied:
     rank: int
     step: int
     operation_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What a worker measured of its stage in ``steps`` steps, and of the link to the next stage (0: there is none)."""
+
+    rank: int
+    stage: StageProfile
+    latency: float
+    bandwidth: float
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)

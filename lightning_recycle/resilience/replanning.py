@@ -1,7 +1,8 @@
-"""Plans for a running training: for whatever set of workers has failed, with the costs measured so far.
+"""Plans for a running training: for whatever set of workers has failed.
 
-The coordinator asks here when a generation begins. Plans for every next single failure are made ahead, in a thread, so
-that a failure costs no planning time.
+The coordinator asks here when a generation begins. The fault-free plan is made before the workers start; plans for
+every next single failure are made ahead, in a thread, by the planner that the user chose; a failure without a plan gets
+the heuristic's, at once. Costs are those of a profile, or, without one, what the run has measured so far.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Technique, Worker, plan, retime
+from lightning_recycle.planning.library import PlanLibrary
 
 __all__ = ["OperationSeconds", "RunPlanner", "costs_from"]
 
@@ -48,13 +51,26 @@ class RunPlanner:
         planner: name of a planner, or a planner.
         technique: what the runtime can do.
         in_flight_limit: per worker; by default 2 * S - 1 without a failure, none with one.
+        costs: of the operations, in seconds; by default measured ones (one slot each before anything is measured).
+        library: where plans are looked for and stored. Its plans are found by their costs, so without ``costs`` plans
+            are made for one slot each.
     """
 
-    def __init__(self, grid: Grid, planner: Any, technique: Technique, in_flight_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        planner: Any,
+        technique: Technique,
+        in_flight_limit: int | None = None,
+        costs: Costs | None = None,
+        library: PlanLibrary | None = None,
+    ) -> None:
         self._grid = grid
         self._planner = planner
         self._technique = technique
         self._in_flight_limit = in_flight_limit
+        self._costs = Costs.uniform(grid.stages) if costs is None and library is not None else costs
+        self._library = library
         self._ahead: dict[frozenset[Worker], Schedule] = {}
         self._plan_seconds = 0.0
         self._changed = threading.Condition()
@@ -63,29 +79,40 @@ class RunPlanner:
         self._thread = threading.Thread(target=self._plan_requests, name="recycle-plan-ahead", daemon=True)
         self._thread.start()
 
-    def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
-        """The schedule for ``failed``: the one made ahead, or a new one."""
-        return self._ahead.get(failed) or self._make(failed, seconds)
+    def prepare(self) -> None:
+        """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
+        self._ahead[frozenset()] = self._make(frozenset(), {}, self._planner)
 
-    def _make(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
+    def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
+        """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
+        return self._ahead.get(failed) or self._make(failed, seconds, "heuristic")
+
+    def _make(self, failed: frozenset[Worker], seconds: OperationSeconds, planner: Any) -> Schedule:
         limit = self._in_flight_limit
         if limit is None and not failed:
             limit = 2 * self._grid.stages - 1
         problem = Problem(
             grid=self._grid,
-            costs=costs_from(seconds, self._grid.stages),
+            costs=self._costs or costs_from(seconds, self._grid.stages),
             failed=failed,
             technique=self._technique,
             in_flight_limit=None if limit is None else (limit,) * self._grid.stages,
         )
+        if self._library is not None and (stored := self._library.get(problem)) is not None:
+            return stored
         started = time.monotonic()
-        schedule = plan(problem, self._planner)
+        schedule = plan(problem, planner)
         self._plan_seconds = time.monotonic() - started
+        if self._library is not None and planner is self._planner:
+            self._library.put(schedule)
         return schedule
 
     def retime(self, schedule: Schedule, seconds: OperationSeconds) -> Schedule:
         """``schedule`` with the times that the measured operations give it."""
-        return retime(schedule, costs_from(seconds, self._grid.stages)) if seconds else schedule
+        if not seconds:
+            return schedule
+        communication = self._costs.communication if self._costs is not None else 0.0
+        return retime(schedule, replace(costs_from(seconds, self._grid.stages), communication=communication))
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds) -> None:
         """Begins to plan for every failure that may come next on top of ``failed``; replaces an earlier request."""
@@ -114,7 +141,7 @@ class RunPlanner:
                 if self._request is not request or self._closed:
                     break
                 try:
-                    self._ahead[candidate] = self._make(candidate, request[1])
+                    self._ahead[candidate] = self._make(candidate, request[1], self._planner)
                 except ReCycleError as error:
                     log.warning("No plan could be made ahead for the failure of %s: %s", sorted(candidate), error)
             else:

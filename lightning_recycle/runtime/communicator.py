@@ -50,6 +50,7 @@ _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
 _PACKED_BYTES = 4 * 1024 * 1024  # above, copying into one message costs more than a second message
 _ALIGNMENT = 64
 _MAX_TENSORS = 31
+_EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -322,6 +323,16 @@ class Communicator:
             for work, _ in self._sending:
                 work.wait()
         self._sending.clear()
+
+    def exchange(self, peer: int, size: int, initiate: bool) -> None:
+        """Sends ``size`` bytes to rank ``peer`` and waits until they came back, or is the one that sends them back."""
+        if initiate:
+            self.send(Channel.ACTIVATIONS, torch.empty(size, dtype=torch.uint8), peer, _EXCHANGE_TAG)
+            self.receive(self.post_receive(Channel.GRADIENTS, peer, _EXCHANGE_TAG))
+        else:
+            value = self.receive(self.post_receive(Channel.ACTIVATIONS, peer, _EXCHANGE_TAG))
+            self.send(Channel.GRADIENTS, value, peer, _EXCHANGE_TAG)
+        self.flush()
 
     # ------------------------------------------------------------------ within a stage
 

@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from lightning_recycle.resilience.messages import (
     Connected,
     FaultInjected,
     Losses,
+    Profiled,
     Report,
     Resume,
 )
@@ -42,6 +44,7 @@ from lightning_recycle.resilience.recovery import WorkerStatus
 from lightning_recycle.runtime.communicator import Channel, CommunicationError, Communicator, Incoming
 from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle, global_index
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
 
@@ -108,6 +111,7 @@ class Executor:
         split: turns a collated micro-batch into (input, target) on the device.
         needs_norm: whether the norm of all gradients is wanted with each step.
         staggered: whether a stage may step before the others hold their gradients.
+        profiler: if the stage is to be profiled.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class Executor:
         split: Callable[[Any], tuple[Any, Any]],
         needs_norm: bool = False,
         staggered: bool = True,
+        profiler: StageProfiler | None = None,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -135,6 +140,7 @@ class Executor:
         self._gradients = gradients
         self._split = split
         self._needs_norm = needs_norm
+        self._profiler = profiler
         self._commits = needs_norm or not staggered
         self._shadow = None if self._commits else Shadow(parameters)
         self._is_last = worker.stage == grid.stages - 1
@@ -237,12 +243,14 @@ class Executor:
             inputs, target = self._split(data.loader.fetch(data.handle, microbatch))
         if op.stage > 0:
             inputs = self._receive(op)
-        with self._timed(op):
+        with self._profiled(step), self._timed(op):
             output = self._stage.forward(step, index, inputs, decoupled=decoupled)
             if self._is_last:
                 self._losses[index] = float(self._stage.loss(index, output, target, self.grid.global_microbatches))
         if not self._is_last:
             destination = self.schedule.route(op.stage + 1, microbatch)
+            if self._profiler is not None:
+                self._profiler.sent(output)
             self._communicator.send(_channel(op), output, self.grid.rank(destination), index)
 
     def _backward(self, op: Op) -> None:
@@ -289,6 +297,8 @@ class Executor:
         self._reduced = False
         self._payload = None
         self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds)))
+        if self._profiler is not None and number == self._profiler.last_step:
+            self._finish_profile(self._profiler)
 
     # ------------------------------------------------------------------ a failure
 
@@ -311,6 +321,8 @@ class Executor:
                 self.schedule = resume.schedule
                 self._client.send(Connected(self._client.rank, resume.generation))
                 self.on_generation()
+                if self._profiler is not None and resume.generation == 0:
+                    self._measure_links(self._profiler)
                 self._catch_up(resume)
                 if self.version > resume.decision.version:
                     self._serve(resume.decision.version)
@@ -350,6 +362,28 @@ class Executor:
             log.debug("Worker %s: %s", self.worker, error)
             self._client.send(Broken(self._client.rank, self._client.generation, str(error)))
             self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
+
+    # ------------------------------------------------------------------ profiling
+
+    def _profiled(self, step: int) -> AbstractContextManager[None]:
+        return self._profiler.forward(step) if self._profiler is not None else nullcontext()
+
+    def _measure_links(self, profiler: StageProfiler) -> None:
+        """Measures the link to the next stage of the pipeline: even stages begin, then odd ones."""
+        rank, stage = self._client.rank, self.worker.stage
+        for parity in (0, 1):
+            if stage % 2 == parity and not self._is_last:
+                profiler.latency, profiler.bandwidth = measure_link(
+                    lambda size: self._communicator.exchange(rank + 1, size, initiate=True)
+                )
+            elif stage % 2 != parity and stage > 0:
+                measure_link(lambda size: self._communicator.exchange(rank - 1, size, initiate=False))
+
+    def _finish_profile(self, profiler: StageProfiler) -> None:
+        measured = profiler.profile(self._timings.seconds)
+        steps = profiler.last_step - profiler.first_step + 1
+        self._client.send(Profiled(self._client.rank, measured, profiler.latency, profiler.bandwidth, steps))
+        self._profiler = None
 
     # ------------------------------------------------------------------ small things
 

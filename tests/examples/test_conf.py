@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
-from hydra.utils import get_class
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_recycle.planning import ExactPlanner
+
 CONF = Path(__file__).parents[2] / "conf"
-OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
+GROUPS = [
+    group for default in OmegaConf.load(CONF / "train_gpt.yaml").defaults if default != "_self_" for group in default
+]
+OPTIONS = sorted(f"{group}={file.stem}" for group in GROUPS for file in (CONF / group).glob("*.yaml"))
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -53,4 +58,5 @@ def test_single_device_has_the_global_batch_of_two_pipelines_and_no_workers_to_l
 
 
 def test_the_planner_reaches_the_strategy() -> None:
-    assert composed("planner.name=other").strategy.planner == "other"
+    config = composed("planner=cbc", "planner.time_limit=5.0")
+    assert instantiate(config.strategy.planner) == ExactPlanner("cbc", time_limit=5.0)

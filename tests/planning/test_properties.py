@@ -42,7 +42,9 @@ def problems(draw: st.DrawFn, *, with_failures: bool = True) -> Problem:
             failed |= {Worker(pipeline, stage) for pipeline in draw(pipelines)}
     limits = st.lists(st.integers(1, 8), min_size=grid.stages, max_size=grid.stages).map(tuple)
     technique = Technique(draw(st.booleans()), draw(st.booleans()))
-    return Problem(grid, costs, frozenset(failed), technique, draw(st.none() | limits))
+    slow = st.dictionaries(st.sampled_from(grid.workers()), st.sampled_from([0.5, 1.0, 1.2, 3.0]), max_size=3)
+    factors = draw(st.just({}) | slow)
+    return Problem(grid, costs, frozenset(failed), technique, draw(st.none() | limits), factors)  # type: ignore[arg-type]
 
 
 @settings(max_examples=200, deadline=None)
@@ -80,7 +82,7 @@ def test_a_plan_survives_json_and_pickle(problem: Problem) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(problems())
-def test_orphans_are_dealt_evenly_and_nothing_else_moves(problem: Problem) -> None:
+def test_orphans_are_dealt_evenly_and_nothing_else_moves_at_equal_speeds(problem: Problem) -> None:
     grid = problem.grid
     for stage, route in enumerate(reroute(grid, problem.failed)):
         assert list(route) == list(grid.all_microbatches())

@@ -1,0 +1,77 @@
+"""What every command has in common: Hydra, and errors that are one line and exit code 2.
+
+Concept: a command's user has made a mistake in the call far more often than the program has one in the code. So every
+error that has a remedy, ours or Hydra's, is shown as one line without a traceback; anything else is a bug and is shown
+in full.
+
+Must not know: what a command does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_recycle.errors import ReCycleError
+
+__all__ = ["bad_input_ends", "run_application"]
+
+_EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
+_SHOW_ALL = "RECYCLE_FULL_ERROR"
+
+
+@contextlib.contextmanager
+def bad_input_ends(name: str) -> Iterator[None]:
+    """Within the block, bad input ends the program: one line that begins with ``name``, exit code 2.
+
+    To be used in the job too: an exception that leaves it makes Hydra print a line of its own.
+    """
+    try:
+        yield
+    except (ReCycleError, HydraException, OmegaConfBaseException) as error:
+        if os.environ.get(_SHOW_ALL) == "1":
+            raise
+        print(f"{name}: {_line(error)}", file=sys.stderr)
+        sys.exit(_EXIT_BAD_INPUT)
+
+
+def run_application(name: str, application: Callable[[], object]) -> None:
+    """Call ``application``, a function decorated with ``hydra.main``; exit with 2 after bad input.
+
+    ``RECYCLE_FULL_ERROR=1`` in the environment shows tracebacks instead.
+
+    Args:
+        name: of the command, to begin the line with.
+        application: what to run.
+    """
+    # Otherwise Hydra prints errors itself, over several lines, and exits with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with bad_input_ends(name):
+            application()
+    except KeyboardInterrupt:
+        sys.exit(_EXIT_INTERRUPTED)
+
+
+def _line(error: BaseException) -> str:
+    cause = error.__cause__
+    if isinstance(error, InstantiationException) and isinstance(cause, ReCycleError):
+        return _flat(str(cause))
+    if isinstance(error, MissingConfigException) and error.options and "/" in (error.missing_cfg_file or ""):
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return f"unknown {group} {option!r}: choose one of {', '.join(sorted(error.options))}."
+    if isinstance(error, MissingMandatoryValue) and getattr(error, "full_key", None):
+        return f"{error.full_key} is missing: give {error.full_key}=..."
+    text = _flat(str(error))
+    if isinstance(cause, OmegaConfBaseException):
+        text += f" ({_flat(str(cause).splitlines()[0])})"
+    return text
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

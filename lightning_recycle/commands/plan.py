@@ -1,0 +1,126 @@
+"""``recycle-plan``: plan an iteration on paper, for any cluster, on a laptop.
+
+    recycle-plan grid.pipelines=3 grid.stages=4 grid.microbatches=6 'failures=[[1,2]]' planner=highs output=plan.json
+    recycle-plan -m planner=heuristic,cbc,highs failures=0,1,2
+    recycle-plan costs=profile costs.path=profile.json memory.in_flight=4 technique.staggered=false
+
+Prints a table, writes the plan and a picture of it. The configuration is ``conf/plan.yaml``, explained in
+docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_recycle.commands.application import bad_input_ends, run_application
+from lightning_recycle.commands.report import Row, comparison, row, single
+from lightning_recycle.commands.settings import problem_from, problems_ahead
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import PlanLibrary, Planner, PlanResult, save_plan, solve
+from lightning_recycle.visualize import save_gantt
+
+__all__ = ["main"]
+
+_NAME = "recycle-plan"
+_LARGEST_PICTURE = 20_000  # operations; beyond, an SVG is tens of megabytes in which nothing can be seen
+
+_sweep: list[Row] = []
+"""One for each job of this process, for the table at the end of a sweep."""
+
+
+def plan_and_show(config: DictConfig) -> float:
+    """Run one job; returns the period, which a sweeper can minimize."""
+    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    problem = problem_from(settings)
+    planner: Planner = instantiate(settings["planner"], _convert_="all")
+    output = _path(settings, "output")
+    picture = _picture(settings, output)
+    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
+    if settings["library"] is None:
+        result = solve(problem, planner)
+    else:
+        library = PlanLibrary(_path(settings, "library") or ".", planner)
+        results = library.compute(problems_ahead(settings), progress=errors.is_terminal)
+        result = results[-1]
+        console.print(comparison([row(each) for each in results], "Plan library"))
+    if result.log:
+        console.print(result.log, markup=False, highlight=False, soft_wrap=True)
+    _sweep.append(row(result))
+    console.print(single(result, _sweep[-1]))
+    if result.warning is not None:
+        errors.print(f"warning: {result.warning}", markup=False)
+    unit = "s" if "path" in settings["costs"] else "slots"
+    _write(console, result, output, picture, automatic=settings["picture"] == "auto", unit=unit)
+    return result.schedule.period
+
+
+def _write(
+    console: Console, result: PlanResult, output: Path | None, picture: Path | None, automatic: bool, unit: str
+) -> None:
+    written = []
+    if output is not None:
+        save_plan(output, result)
+        written.append(str(output))
+    operations = sum(len(ops) for ops in result.schedule.workers.values())
+    if picture is not None and automatic and operations > _LARGEST_PICTURE:
+        written.append(f"no picture of {operations:,} operations (picture=FILE forces it)")
+    elif picture is not None:
+        title = f"{result.schedule.grid}, {len(result.schedule.failed)} failed, {result.backend} ({result.status})"
+        iterations = 2 if result.schedule.problem.technique.staggered else 1
+        try:
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            save_gantt(picture, result.schedule, [title], iterations=iterations, unit=unit)
+        except OSError as error:
+            raise ConfigurationError(f"cannot write the picture to {picture}: {error.strerror or error}.") from error
+        written.append(str(picture))
+    if written:
+        console.print("wrote " + ", ".join(written), soft_wrap=True, highlight=False, markup=False)
+
+
+def _path(settings: dict[str, Any], name: str) -> Path | None:
+    value = settings[name]
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise ConfigurationError(f"{name}={value!r}: give a path, or null.")
+    # Jobs of a sweep would overwrite one another's files; a library is shared.
+    if name != "library" and HydraConfig.get().mode is RunMode.MULTIRUN:
+        return Path(HydraConfig.get().runtime.output_dir) / value
+    return Path(value)
+
+
+def _picture(settings: dict[str, Any], output: Path | None) -> Path | None:
+    if settings["picture"] == "auto":
+        return None if output is None else output.with_suffix(".svg")
+    picture = _path(settings, "picture")
+    if picture is not None and picture.suffix not in (".svg", ".png"):
+        raise ConfigurationError(f"picture={settings['picture']!r}: give a name that ends with .svg or .png, or null.")
+    return picture
+
+
+@hydra.main(version_base=None, config_path="pkg://lightning_recycle.conf", config_name="plan")
+def _application(config: DictConfig) -> float:
+    with bad_input_ends(_NAME):
+        return plan_and_show(config)
+
+
+def main() -> None:
+    """The console script."""
+    _sweep.clear()
+    try:
+        run_application(_NAME, _application)
+    finally:
+        if len(_sweep) > 1:
+            Console().print(comparison(_sweep, "Sweep"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The tables that ``recycle-plan`` prints: how good a plan is, and against what.
+
+Concept: a plan is compared with two fault-free schedules of the same grid, costs and memory. 1F1B is what most systems
+run; zero-bubble (decoupled backward, no more memory than 1F1B, one optimizer step for all stages) is the best they
+could run. A ratio of 1.0 means that the failures cost nothing.
+
+Must not know: Hydra, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from rich.table import Table
+
+from lightning_recycle.planning import PlanResult, Problem, Technique, heuristic, one_f_one_b
+
+__all__ = ["Row", "baselines", "comparison", "row", "single"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan in numbers; times in the unit of the costs."""
+
+    planner: str
+    grid: str
+    failures: int
+    status: str
+    period: float
+    makespan: float
+    lower_bound: float
+    gap: float
+    peaks: tuple[int, ...]
+    """Most micro-batches that a worker of each stage holds."""
+    against_1f1b: float
+    against_zero_bubble: float
+    """Throughput divided by the baseline's."""
+    seconds: float
+
+
+def row(result: PlanResult) -> Row:
+    """The numbers of ``result``."""
+    schedule = result.schedule
+    usual, zero_bubble = baselines(schedule.problem)
+    peaks = [0] * schedule.grid.stages
+    for worker in schedule.live_workers:
+        peaks[worker.stage] = max(peaks[worker.stage], schedule.peak_in_flight(worker))
+    return Row(
+        planner=result.backend,
+        grid=str(schedule.grid),
+        failures=len(schedule.failed),
+        status=result.status,
+        period=schedule.period,
+        makespan=schedule.makespan,
+        lower_bound=result.lower_bound,
+        gap=result.gap,
+        peaks=tuple(peaks),
+        against_1f1b=usual / schedule.period if schedule.period else 1.0,
+        against_zero_bubble=zero_bubble / schedule.period if schedule.period else 1.0,
+        seconds=result.seconds,
+    )
+
+
+def baselines(problem: Problem) -> tuple[float, float]:
+    """Periods of fault-free 1F1B and of the fault-free zero-bubble schedule with at most S micro-batches in flight."""
+    return _baselines(replace(problem, failed=frozenset(), worker_factors=(), technique=Technique()))
+
+
+@lru_cache(maxsize=64)
+def _baselines(problem: Problem) -> tuple[float, float]:
+    usual = replace(problem, technique=Technique(decoupled=False, staggered=False))
+    stages = problem.grid.stages
+    limit = tuple(min(stages, n) for n in problem.in_flight_limit or (stages,) * stages)
+    decoupled = replace(problem, technique=Technique(decoupled=True, staggered=False), in_flight_limit=limit)
+    return one_f_one_b(usual).period, heuristic(decoupled).period
+
+
+def single(result: PlanResult, numbers: Row) -> Table:
+    """One plan, a line for each number."""
+    problem = result.schedule.problem
+    table = Table("", "", show_header=False, title="Plan", title_justify="left")
+    failed = ", ".join(str(worker) for worker in sorted(problem.failed)[:8])
+    more = f" and {len(problem.failed) - 8} more" if len(problem.failed) > 8 else ""
+    switches = [name for name in ("decoupled", "staggered") if getattr(problem.technique, name)]
+    limits = problem.in_flight_limit
+    for name, value in (
+        ("pipelines x stages x micro-batches", numbers.grid),
+        ("failed", f"{len(problem.failed)}: {failed}{more}" if problem.failed else "none"),
+        ("technique", ", ".join(["adaptive", *switches])),
+        ("planner", f"{numbers.planner}, {numbers.seconds:.2f} s"),
+        ("period", f"{numbers.period:g}"),
+        ("makespan", f"{numbers.makespan:g}"),
+        ("lower bound", f"{numbers.lower_bound:g}"),
+        ("gap", f"{_percent(numbers.gap)} ({numbers.status})"),
+        ("peak memory", f"{_short(numbers.peaks)} micro-batches" + (f" of {_short(limits)}" if limits else "")),
+        ("throughput / 1F1B fault-free", f"{numbers.against_1f1b:.3f}"),
+        ("throughput / zero-bubble fault-free", f"{numbers.against_zero_bubble:.3f}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def comparison(rows: Sequence[Row], title: str) -> Table:
+    """Several plans, a line for each."""
+    grids = {each.grid for each in rows}
+    if len(grids) == 1:
+        title += f", {grids.pop()}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in (*(["grid"] if grids else []), "planner"):
+        table.add_column(name, no_wrap=True)
+    for name in ("failed", "period", "span", "bound", "gap", "peak", "/1F1B", "/ZB", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in rows:
+        table.add_row(
+            *([each.grid] if grids else []),
+            each.planner,
+            str(each.failures),
+            f"{each.period:.5g}",
+            f"{each.makespan:.5g}",
+            f"{each.lower_bound:.5g}",
+            _percent(each.gap),
+            str(max(each.peaks)),
+            f"{each.against_1f1b:.3f}",
+            f"{each.against_zero_bubble:.3f}",
+            f"{each.seconds:.2f}",
+        )
+    return table
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f}%" if fraction else "0%"
+
+
+def _short(values: Sequence[int]) -> str:
+    """Numbers by stage; many of them as their range."""
+    if len(set(values)) == 1:
+        return str(values[0])
+    return "/".join(map(str, values)) if len(values) <= 8 else f"{min(values)} to {max(values)}"

@@ -1,0 +1,143 @@
+"""From the configuration of a command to what the planner is asked.
+
+Contract: every mistake raises an error that names the value, and the name under which it was given.
+
+Must not know: what is done with the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import (
+    Costs,
+    Grid,
+    Problem,
+    Profile,
+    Technique,
+    Worker,
+    load_profile,
+    normalized_problem,
+)
+
+__all__ = ["problem_from", "problems_ahead"]
+
+_PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
+
+
+def problem_from(config: Mapping[str, Any]) -> Problem:
+    """The problem of ``conf/plan.yaml``'s settings.
+
+    Raises:
+        ConfigurationError: when a value is impossible.
+        PlanningError: when there can be no plan.
+    """
+    base = _without_failures(config)
+    failures = config["failures"]
+    if isinstance(failures, int) and not isinstance(failures, bool):
+        return normalized_problem(base, failures)
+    return _with(base, _workers(failures))
+
+
+def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
+    """For a plan library: the problems with 0, 1, ... failures up to a number, or none and the given."""
+    base = _without_failures(config)
+    failures = config["failures"]
+    if isinstance(failures, int) and not isinstance(failures, bool):
+        return [normalized_problem(base, count) for count in (*range(failures), failures)]
+    return [base, _with(base, _workers(failures))]
+
+
+def _with(base: Problem, failed: frozenset[Worker]) -> Problem:
+    return Problem(base.grid, base.costs, failed, base.technique, base.in_flight_limit)
+
+
+def _without_failures(config: Mapping[str, Any]) -> Problem:
+    grid = Grid(**{name: config["grid"][name] for name in ("pipelines", "stages", "microbatches")})
+    costs, profile = _costs(config["costs"], grid)
+    technique = Technique(**{name: _switch(config, name) for name in ("decoupled", "staggered")})
+    return Problem(grid, costs, technique=technique, in_flight_limit=_limit(config["memory"], grid, profile))
+
+
+def _costs(settings: Mapping[str, Any], grid: Grid) -> tuple[Costs, Profile | None]:
+    if "path" in settings:
+        path = settings["path"]
+        if not isinstance(path, str) or not path:
+            raise ConfigurationError(f"costs.path={path!r}: give the path of a profile, e.g. costs.path=profile.json.")
+        profile = load_profile(path)
+        if len(profile.stages) != grid.stages:
+            raise ConfigurationError(
+                f"{path} is the profile of {len(profile.stages)} stages: give grid.stages={len(profile.stages)}, "
+                f"or a profile of {grid.stages}."
+            )
+        return profile.costs(), profile
+    values = {}
+    for name in _PER_STAGE:
+        value = settings.get(name)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            if len(value) != grid.stages:
+                raise ConfigurationError(
+                    f"costs.{name} has {len(value)} values, the grid {grid} has {grid.stages} stages: "
+                    "give one number, or one per stage."
+                )
+            values[name] = tuple(_duration(name, item) for item in value)
+        else:
+            values[name] = (_duration(name, value),) * grid.stages
+    return Costs(**values, communication=_duration("communication", settings.get("communication"))), None
+
+
+def _duration(name: str, value: Any) -> float:
+    # The rest, not finite for example, is checked by Costs.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        shown = "is missing" if value is None else f"={value!r} is no duration"
+        raise ConfigurationError(f"costs.{name} {shown}: give a number of at least 0.".replace(" =", "="))
+    return float(value)
+
+
+def _switch(config: Mapping[str, Any], name: str) -> bool:
+    value = config["technique"][name]
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"technique.{name}={value!r}: give true or false.")
+    return value
+
+
+def _limit(memory: Mapping[str, Any], grid: Grid, profile: Profile | None) -> tuple[int, ...] | None:
+    limit, size = memory["in_flight"], memory["bytes"]
+    if size is not None:
+        if limit is not None or profile is None:
+            raise ConfigurationError(
+                "memory.bytes needs costs=profile, which says what a micro-batch takes, and no memory.in_flight: "
+                "give one of the two."
+            )
+        if isinstance(size, bool) or not isinstance(size, (int, float)) or size < 0:
+            raise ConfigurationError(f"memory.bytes={size!r}: give a number of bytes, or null for no limit.")
+        return profile.in_flight_limit(size, grid.global_microbatches)
+    if limit is None:
+        return None
+    limits = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,) * grid.stages
+    whole = all(isinstance(value, int) and not isinstance(value, bool) for value in limits)
+    if not whole or min(limits, default=0) < 1 or len(limits) != grid.stages:
+        raise ConfigurationError(
+            f"memory.in_flight={limit!r}: a worker must hold at least the micro-batch it works on; give a whole number "
+            f"from 1 on, a list with one for each of the {grid.stages} stages, or null for no limit."
+        )
+    return limits
+
+
+def _workers(failures: Any) -> frozenset[Worker]:
+    found = set()
+    valid = isinstance(failures, Sequence) and not isinstance(failures, str)
+    for pair in failures if valid else ():
+        whole = isinstance(pair, Sequence) and len(pair) == 2 and all(type(part) is int for part in pair)
+        if not whole:
+            valid = False
+            break
+        found.add(Worker(*pair))
+    if not valid:
+        raise ConfigurationError(
+            f"failures={failures!r}: give the number of failed workers, or a list of [pipeline,stage], "
+            "e.g. 'failures=[[1,2]]'."
+        )
+    return frozenset(found)

@@ -1,0 +1,151 @@
+"""A function in a process of its own: hard time limits, and nothing it does can hurt the caller.
+
+Concept: the function takes one picklable argument and ``report``, with which it sends picklable messages while it
+runs. The caller has every message that was sent before the child ended, whatever ended it. Not ``multiprocessing``:
+that imports the caller's main module in the child, which may be a training script.
+
+Contract: :func:`run_in_child` returns at most ``time_limit`` seconds (plus start and end) later, never raises because
+of the child, and leaves no process behind. A child whose parent dies ends at once.
+
+Must not know: solvers, plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, TypeAlias
+
+from lightning_recycle.errors import PlanningError
+
+__all__ = ["ChildExit", "Report", "UnavailableError", "run_in_child"]
+
+_LOG_BYTES = 1_000_000  # of the child's output, from the end
+_START = f"import sys; from {__name__} import _main; _main(int(sys.argv[1]), sys.argv[2])"
+_END_SECONDS = 3.0  # from closing its connection until it is killed
+
+Report: TypeAlias = Callable[[str, Any], None]
+"""``report(kind, value)`` sends a message to the caller."""
+
+
+class UnavailableError(PlanningError):
+    """Something that the function needs is not installed, or cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExit:
+    """How a child ended: ``failure`` in a few words, None when the function returned; ``log`` is what it printed."""
+
+    failure: str | None
+    log: str
+
+
+def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: float | None = None) -> ChildExit:
+    """Call the function ``entry`` ("module:function") with ``argument`` and a :data:`Report` in a child process.
+
+    Args:
+        entry: importable with this process' ``sys.path``.
+        argument: picklable.
+        on_message: called here for each message of the child.
+        time_limit: seconds after which the child is killed; None for no limit.
+    """
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    try:
+        payload = pickle.dumps(argument)
+    except Exception as error:  # whatever a class of the user's raises when it is pickled
+        return ChildExit(f"it cannot be sent to another process: {error}", "")
+    ours, theirs = Pipe()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    with tempfile.TemporaryFile() as output, ours:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno()), entry],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        except OSError as error:
+            return ChildExit(f"its process could not be started: {error}", "")
+        finally:
+            theirs.close()
+        try:
+            answered, failure = _listen(ours, payload, on_message, deadline, child)
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        log = _tail(output)
+    if not answered and failure is None:
+        last = log.strip().splitlines()[-1:]
+        failure = _exit_reason(child.returncode) + (f": {last[0][:200]}" if last else "")
+    return ChildExit(failure, log)
+
+
+def _listen(
+    connection: Any, payload: bytes, on_message: Report, deadline: float | None, child: subprocess.Popen[bytes]
+) -> tuple[bool, str | None]:
+    """Pass messages on until the child has ended or time is up: whether it said that it ends, and what went wrong."""
+    try:
+        connection.send_bytes(payload)
+        while True:
+            if not connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return False, "it ran past its time limit and was stopped"
+            kind, value = connection.recv()
+            if kind == "end":
+                return True, value
+            on_message(kind, value)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # then the caller kills it
+            child.wait(timeout=_END_SECONDS)
+        return False, None
+
+
+def _exit_reason(code: int) -> str:
+    return f"it crashed (signal {-code})" if code < 0 else f"it ended without an answer (exit code {code})"
+
+
+def _tail(file: Any) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _LOG_BYTES))
+    return bytes(file.read()).decode(errors="replace")
+
+
+def _main(descriptor: int, entry: str) -> None:
+    """The child."""
+    connection = Connection(descriptor)
+    payload = connection.recv_bytes()
+
+    def end_with_the_parent() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv()  # nothing more is ever sent: this returns when the parent is gone
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
+
+    def report(kind: str, value: Any) -> None:
+        connection.send((kind, value))
+
+    module, _, function = entry.partition(":")
+    failure = None
+    try:
+        getattr(importlib.import_module(module), function)(pickle.loads(payload), report)
+    except (UnavailableError, ImportError) as error:
+        failure = f"it is not available: {' '.join(str(error).split())}"
+    except MemoryError:
+        failure = "it ran out of memory"
+    sys.stdout.flush()
+    report("end", failure)
+    # Not an orderly exit: a library's own threads and clean-up must not hold up the answer.
+    os._exit(0)

@@ -1,0 +1,125 @@
+"""What operations cost: durations per stage, and the time of a message between neighbouring stages.
+
+Concept: a planner only sees durations. Where they come from, a profile, a model of the hardware or a guess, is up to
+the caller; :func:`communication_seconds` turns latency, message size and bandwidth into the one number that is needed.
+
+Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy.
+
+Must not know: workers, failures, schedules, torch.
+
+Units: seconds, or any unit used consistently ("slots").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.ops import OpKind
+
+__all__ = ["Costs", "communication_seconds"]
+
+_PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Durations per stage, and the time for a message between neighbouring stages.
+
+    Args:
+        forward: F of one micro-batch, one value per stage.
+        backward_input: B of one micro-batch, one value per stage.
+        backward_weight: W of one micro-batch, one value per stage.
+        reduce: REDUCE of the stage's gradients, one value per stage.
+        optimizer: STEP, one value per stage.
+        communication: from the end of an operation until its result is at the next or previous stage.
+
+    Raises:
+        ConfigurationError: when a value is negative, not finite or missing.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    reduce: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    communication: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _PER_STAGE:
+            values = getattr(self, name)
+            if not isinstance(values, Iterable) or isinstance(values, str):
+                raise ConfigurationError(f"Costs({name}={values!r}): give one number per stage, e.g. [1.0, 1.0].")
+            object.__setattr__(self, name, tuple(_cost(name, value) for value in values))
+        object.__setattr__(self, "communication", _cost("communication", self.communication))
+        lengths = {name: len(getattr(self, name)) for name in _PER_STAGE}
+        if len(set(lengths.values())) > 1 or self.stages == 0:
+            raise ConfigurationError(f"Costs have different numbers of stages, {lengths}: give one per stage each.")
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        reduce: float = 0.0,
+        optimizer: float = 0.0,
+        communication: float = 0.0,
+    ) -> Costs:
+        """The same costs for every one of ``stages`` stages."""
+        return cls(
+            forward=(forward,) * stages,
+            backward_input=(backward_input,) * stages,
+            backward_weight=(backward_weight,) * stages,
+            reduce=(reduce,) * stages,
+            optimizer=(optimizer,) * stages,
+            communication=communication,
+        )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages that have costs."""
+        return len(self.forward)
+
+    def of(self, kind: OpKind, stage: int) -> float:
+        """Duration of an operation of ``kind`` at ``stage``."""
+        if kind is OpKind.FORWARD:
+            return self.forward[stage]
+        if kind is OpKind.BACKWARD_INPUT:
+            return self.backward_input[stage]
+        if kind is OpKind.BACKWARD_WEIGHT:
+            return self.backward_weight[stage]
+        if kind is OpKind.BACKWARD:
+            return self.backward_input[stage] + self.backward_weight[stage]
+        return self.reduce[stage] if kind is OpKind.REDUCE else self.optimizer[stage]
+
+
+def communication_seconds(
+    message_bytes: float | Iterable[float], *, latency_seconds: float, bandwidth_bytes_per_second: float
+) -> float:
+    """Seconds for a message between neighbouring stages: latency + bytes / bandwidth.
+
+    Args:
+        message_bytes: size of one micro-batch's activations; with several numbers, one per boundary between stages, the
+            largest decides, because ``Costs.communication`` is one number for all.
+        latency_seconds: time of an empty message.
+        bandwidth_bytes_per_second: of the slowest link used.
+
+    Raises:
+        ConfigurationError: when a value is negative or not finite, or the bandwidth is 0.
+    """
+    sizes = tuple(message_bytes) if isinstance(message_bytes, Iterable) else (message_bytes,)
+    largest = max((_cost("message_bytes", size) for size in sizes), default=0.0)
+    bandwidth = _cost("bandwidth_bytes_per_second", bandwidth_bytes_per_second)
+    if bandwidth == 0.0:
+        raise ConfigurationError("bandwidth_bytes_per_second=0: no message would ever arrive; give a positive number.")
+    return _cost("latency_seconds", latency_seconds) + largest / bandwidth
+
+
+def _cost(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ConfigurationError(f"Costs({name}): {value!r} is not possible; give a finite number of at least 0.")
+    return float(value)

@@ -1,0 +1,151 @@
+"""List scheduling: play one iteration forward in time under a rule of priorities.
+
+Concept: whenever a worker is free it takes one of what is ready there: a forward, a backward or a weight gradient,
+older micro-batches first. Which kind goes first is the rule's decision, from the number of micro-batches that the
+worker holds.
+
+Contract: deterministic; never holds more than the rule's hard numbers; never deadlocks: the last stage can always
+finish what it has begun, hence always takes new micro-batches sooner or later, hence so does the stage before it, and
+so on. O(n log n) for n operations.
+
+Must not know: what makes a schedule good, periods. Internal to ``planning``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes
+
+__all__ = ["Rule", "play"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How to choose among what is ready.
+
+    Args:
+        soft: per stage: with this many micro-batches held, W goes before F.
+        hard: per stage: with this many micro-batches held, no F starts.
+        ahead: per stage: with this many micro-batches between their F and their B, no F starts.
+        ages: per micro-batch, numbered d * M + m: lower goes first.
+        forward_first: per stage: an F that may start goes before a B, and a W that makes room for a waiting F too.
+        begin: per stage: nothing starts before, in the unit of the costs; None for 0 everywhere.
+    """
+
+    soft: tuple[int, ...]
+    hard: tuple[int, ...]
+    ahead: tuple[int, ...]
+    ages: Sequence[int]
+    forward_first: tuple[bool, ...]
+    begin: tuple[float, ...] | None = None
+
+
+def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
+    """One list schedule: its operations in order of start, and the sum of the workers' peaks of micro-batches held."""
+    grid, comm = codes.problem.grid, codes.problem.costs.communication
+    n, stages, last = codes.n, codes.stages, codes.stages - 1
+    ranks, times, fused = codes.ranks, codes.times, codes.fused
+    workers = grid.num_workers
+    # What is ready on each worker, as n * age + micro-batch, so that older micro-batches go first.
+    tickets = [age * n + number for number, age in enumerate(rule.ages)]
+    forwards: list[list[int]] = [[] for _ in range(workers)]
+    backwards: list[list[int]] = [[] for _ in range(workers)]
+    weights: list[list[int]] = [[] for _ in range(workers)]
+    busy = [False] * workers
+    in_flight, peak = [0] * workers, [0] * workers
+    # F that may still start until a B: `ahead`, less those under way.
+    credit = [rule.ahead[rank % stages] for rank in range(workers)]
+    soft = [min(rule.soft[rank % stages], rule.hard[rank % stages]) for rank in range(workers)]
+    hard = [rule.hard[rank % stages] for rank in range(workers)]
+    forward_first = [rule.forward_first[rank % stages] for rank in range(workers)]
+    # Events: an operation ends (its code), its result arrives at the next stage (code + size), or a stage begins.
+    size = codes.size
+    events: list[tuple[float, int]] = []
+    awake: set[int] = set()
+    asleep: list[bool] = [False] * workers
+    for stage, begin in enumerate(rule.begin or ()):
+        if begin > 0.0:
+            heappush(events, (begin, 2 * size + stage))
+            for rank in range(stage, workers, stages):
+                asleep[rank] = True
+    positive = [time for row in times for time in set(row) if time > 0.0]
+    together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are one moment
+    sequence: list[int] = []
+    record = sequence.append
+    for number in range(n):
+        rank = ranks[FORWARD][number]
+        heappush(forwards[rank], tickets[number])
+        awake.add(rank)
+    now = 0.0
+    while True:
+        for rank in awake:
+            if busy[rank] or asleep[rank]:
+                continue
+            stage = rank % stages
+            held = in_flight[rank]
+            may_forward = forwards[rank] and credit[rank] > 0
+            if may_forward and forward_first[rank] and (held < hard[rank] or weights[rank]):
+                kind = FORWARD if held < hard[rank] else WEIGHT
+            elif backwards[rank]:
+                kind = BACKWARD
+            elif may_forward and held < (soft[rank] if weights[rank] else hard[rank]):
+                kind = FORWARD
+            elif weights[rank]:
+                kind = WEIGHT
+            else:
+                continue
+            if kind == FORWARD:
+                number = heappop(forwards[rank]) % n
+                credit[rank] -= 1
+                in_flight[rank] = held = held + 1
+                if held > peak[rank]:
+                    peak[rank] = held
+            elif kind == BACKWARD:
+                number = heappop(backwards[rank]) % n
+                credit[rank] += 1
+            else:
+                number = heappop(weights[rank]) % n
+            key = kind * stages + stage
+            code = key * n + number
+            busy[rank] = True
+            record(code)
+            heappush(events, (now + times[key][number], code))
+        awake.clear()
+        if not events:
+            return sequence, sum(peak)
+        now = events[0][0]
+        while events and events[0][0] <= now + together:
+            now, event = heappop(events)
+            arrival, code = divmod(event, size)
+            if arrival == 2:
+                for rank in range(code, workers, stages):
+                    asleep[rank] = False
+                    awake.add(rank)
+                continue
+            key, number = divmod(code, n)
+            kind, stage = divmod(key, stages)
+            if not arrival:
+                rank = ranks[key][number]
+                busy[rank] = False
+                awake.add(rank)
+                if kind == BACKWARD and not fused:
+                    heappush(weights[rank], tickets[number])
+                elif kind != FORWARD:
+                    in_flight[rank] -= 1
+                elif stage == last:
+                    heappush(backwards[rank], tickets[number])
+                if kind == WEIGHT or stage == (last if kind == FORWARD else 0):
+                    continue
+                if comm > 0.0:
+                    heappush(events, (now + comm, event + size))
+                    continue
+            if kind == FORWARD:
+                rank = ranks[stage + 1][number]
+                heappush(forwards[rank], tickets[number])
+            else:
+                rank = ranks[stage - 1][number]
+                heappush(backwards[rank], tickets[number])
+            awake.add(rank)

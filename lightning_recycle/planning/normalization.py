@@ -1,0 +1,247 @@
+"""Failure normalization: which stages should carry the failures, and how to get there.
+
+Concept: stages differ. A failure costs nothing where the stage has idle time and memory to spare, and much where it
+has not; but workers die where they die. Since any healthy worker can take over another stage by copying its parameters
+from a peer there, only the *number* of failures is given, their *distribution* over the stages is a choice. A plan
+library then needs one plan for each number of failures instead of one for each set of failed workers.
+
+:func:`normalize` chooses the distribution: the shortest period; among those, the one that leaves the most memory
+on the most loaded worker; among those, the least load on memory altogether; then failures in late stages.
+:func:`roles` maps the live workers to the positions of the plan that was made for that distribution, moving as few
+workers to another stage as there can be; :func:`moves` lists those, with the peer from which each copies its state.
+
+Contract: pure functions; every worker computes the same answer. The period of a distribution is judged by its lower
+bound, a maximum over stages, which the heuristic's plans nearly always meet; where a tight memory limit keeps them from
+it, ``period`` may tell the difference between neighbours.
+
+Must not know: schedules, how state is copied, torch.
+
+Source: ReCycle (arXiv 2405.14009), section 4, failure normalization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.bounds import stage_lower_bounds
+from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.problem import Problem, Technique
+
+__all__ = ["Move", "distribution_of", "moves", "normalize", "normalized_failures", "roles"]
+
+_MOST_PERIODS = 12  # distributions of which `normalize` asks the true period
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Move:
+    """A healthy worker changes its stage.
+
+    Args:
+        worker: where it is.
+        target: where it will be, a position that is live in the normalized plan.
+        source: a worker of the target's stage (by its present position) that has the state to copy.
+    """
+
+    worker: Worker
+    target: Worker
+    source: Worker
+
+
+def normalize(
+    grid: Grid,
+    costs: Costs,
+    failures: int,
+    *,
+    technique: Technique | None = None,
+    in_flight_limit: tuple[int, ...] | None = None,
+    period: Callable[[tuple[int, ...]], float] | None = None,
+) -> tuple[int, ...]:
+    """How many failures each stage should carry, so that ``failures`` of them cost least.
+
+    Args:
+        grid: the grid.
+        costs: durations.
+        failures: number of failed workers.
+        technique: as in the problem to be planned; by default all.
+        in_flight_limit: as in the problem to be planned.
+        period: the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`; asked a few
+            times, for the chosen distribution and for those of equal bound that differ from it in one failure.
+
+    Raises:
+        ConfigurationError: when ``failures`` is not an integer of at least 0.
+        PlanningError: when there are so many that some stage would have no live worker.
+    """
+    if not isinstance(failures, int) or isinstance(failures, bool) or failures < 0:
+        raise ConfigurationError(f"failures={failures!r}: give an integer of at least 0.")
+    most = grid.stages * (grid.pipelines - 1)
+    if failures > most:
+        raise PlanningError(
+            f"{failures} failures leave a stage of the grid {grid} without a worker, however they are distributed: "
+            f"at most {most} can be planned for."
+        )
+    problem = Problem(grid, costs, frozenset(), technique or Technique(), in_flight_limit)
+    bounds: list[list[float]] = [[] for _ in range(grid.stages)]
+    for count in range(grid.pipelines):
+        everywhere = replace(problem, failed=normalized_failures(grid, (count,) * grid.stages))
+        for stage, bound in enumerate(stage_lower_bounds(everywhere)):
+            bounds[stage].append(round(bound, 9))
+    pressure = [[_memory_pressure(problem, s, count) for count in range(grid.pipelines)] for s in range(grid.stages)]
+    allowed = [[True] * grid.pipelines for _ in range(grid.stages)]
+    # One criterion after the other, because the best prefix under several criteria is not part of the best whole.
+    for table in (bounds, pressure):
+        least = _least_maximum(table, allowed, failures)
+        allowed = [
+            [fine and value <= least for fine, value in zip(*row, strict=True)]
+            for row in zip(allowed, table, strict=True)
+        ]
+    chosen = _least_sum(pressure, allowed, failures)
+    if period is None:
+        return chosen
+    least = max(bounds[stage][count] for stage, count in enumerate(chosen))
+    near = [chosen]
+    for give, take in permutations(range(grid.stages), 2):
+        if chosen[give] and chosen[take] + 1 < grid.pipelines and bounds[take][chosen[take] + 1] <= least:
+            changed = list(chosen)
+            changed[give] -= 1
+            changed[take] += 1
+            near.append(tuple(changed))
+    near[1:] = sorted(near[1:], key=lambda d: sum(pressure[stage][count] for stage, count in enumerate(d)))
+    return min(near[:_MOST_PERIODS], key=period)  # the first of equal ones
+
+
+def normalized_failures(grid: Grid, distribution: Sequence[int]) -> frozenset[Worker]:
+    """The failed positions that stand for a distribution: in each stage those of the last pipelines.
+
+    The first pipelines stay whole (the leader is among them), and orphans of neighbouring stages have the same homes,
+    so that they stay together on their way.
+
+    Raises:
+        ConfigurationError: when ``distribution`` has not one number from 0 to D - 1 for each stage.
+    """
+    if len(distribution) != grid.stages or not all(0 <= count < grid.pipelines for count in distribution):
+        raise ConfigurationError(
+            f"distribution={tuple(distribution)!r}: give {grid.stages} numbers of failures, one per stage, "
+            f"each in 0..{grid.pipelines - 1}."
+        )
+    return frozenset(
+        Worker(pipeline, stage)
+        for stage, count in enumerate(distribution)
+        for pipeline in range(grid.pipelines - count, grid.pipelines)
+    )
+
+
+def distribution_of(grid: Grid, failed: Collection[Worker]) -> tuple[int, ...]:
+    """The number of failed workers in each stage."""
+    return tuple(sum(worker.stage == stage for worker in failed) for stage in range(grid.stages))
+
+
+def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -> dict[Worker, Worker]:
+    """For each live worker the position that it takes in the plan for ``normalized_failures(grid, distribution)``.
+
+    Workers stay where they are if they can; the others change the pipeline, which costs nothing because peers have the
+    same state; and as few as possible change the stage.
+
+    Raises:
+        ConfigurationError: when the numbers of failures differ.
+        PlanningError: when a stage has lost all its workers, so that nobody has its state.
+    """
+    gone = normalized_failures(grid, distribution)
+    if len(set(failed)) != len(gone):
+        raise ConfigurationError(
+            f"{len(set(failed))} workers have failed, but distribution={tuple(distribution)!r} is for {len(gone)}."
+        )
+    taken: dict[Worker, Worker] = {}
+    spare: list[Worker] = []
+    vacant: list[Worker] = []
+    for stage in range(grid.stages):
+        peers = [Worker(d, stage) for d in range(grid.pipelines)]
+        live = [worker for worker in peers if worker not in failed]
+        if not live:
+            raise PlanningError(
+                f"all {grid.pipelines} replicas of stage {stage} have failed: nobody can copy its state. "
+                "Restart from a checkpoint."
+            )
+        taken |= {worker: worker for worker in live if worker not in gone}
+        free = [worker for worker in peers if worker not in gone and worker in failed]
+        displaced = [worker for worker in live if worker in gone]
+        taken |= dict(zip(displaced, free, strict=False))
+        spare += displaced[len(free) :]
+        vacant += free[len(displaced) :]
+    taken |= dict(zip(spare, vacant, strict=True))
+    return dict(sorted(taken.items()))
+
+
+def moves(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -> tuple[Move, ...]:
+    """The transfers of state that :func:`roles` needs: as few as there can be for this distribution.
+
+    Sources are the stage's own live workers in turn, so that copies run in parallel.
+
+    Raises:
+        ConfigurationError: as :func:`roles`.
+        PlanningError: as :func:`roles`.
+    """
+    taken = roles(grid, failed, distribution)
+    turns = [0] * grid.stages
+    found = []
+    for worker, target in taken.items():
+        if worker.stage != target.stage:
+            # Whoever leaves a stage does so because it has too many live workers; this one has too few.
+            owners = [peer for peer in taken if peer.stage == target.stage]
+            found.append(Move(worker, target, owners[turns[target.stage] % len(owners)]))
+            turns[target.stage] += 1
+    return tuple(found)
+
+
+def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
+    """Micro-batches that a worker tends to hold, as a part of what it may hold.
+
+    As 1F1B: S - s, times what it has to run more than without failures.
+    """
+    grid = problem.grid
+    limit = grid.stages if problem.in_flight_limit is None else problem.in_flight_limit[stage]
+    return round((grid.stages - stage) * grid.pipelines / (grid.pipelines - failures) / limit, 9)
+
+
+def _least_maximum(table: list[list[float]], allowed: list[list[bool]], failures: int) -> float:
+    """The smallest possible maximum of ``table[stage][count]`` with ``failures`` in total."""
+    best: list[float | None] = [0.0] + [None] * failures  # by failures in the stages so far
+    for row, fine in zip(table, allowed, strict=True):
+        after: list[float | None] = [None] * (failures + 1)
+        for before, so_far in enumerate(best):
+            if so_far is None:
+                continue
+            for count in range(min(len(row), failures - before + 1)):
+                if fine[count]:
+                    value, old = max(so_far, row[count]), after[before + count]
+                    if old is None or value < old:
+                        after[before + count] = value
+        best = after
+    assert best[failures] is not None  # the caller has checked that there is a distribution
+    return best[failures] or 0.0
+
+
+def _least_sum(table: list[list[float]], allowed: list[list[bool]], failures: int) -> tuple[int, ...]:
+    """The distribution with the smallest sum; of equal ones that with the fewest failures in the earliest stages."""
+    best: list[float | None] = [0.0] + [None] * failures  # by failures in the stages from here on
+    choices: list[list[int]] = []  # from the last stage to the first
+    for row, fine in zip(reversed(table), reversed(allowed), strict=True):
+        after: list[float | None] = [None] * (failures + 1)
+        choice = [0] * (failures + 1)
+        for count in range(min(len(row), failures + 1)):  # the smallest first: it stays when others are equal
+            if fine[count]:
+                for behind, so_far in enumerate(best[: failures + 1 - count]):
+                    if so_far is not None:
+                        value, old = round(so_far + row[count], 9), after[behind + count]
+                        if old is None or value < old:
+                            after[behind + count], choice[behind + count] = value, count
+        best = after
+        choices.append(choice)
+    distribution: list[int] = []
+    for choice in reversed(choices):
+        distribution.append(choice[failures])
+        failures -= choice[failures]
+    return tuple(distribution)

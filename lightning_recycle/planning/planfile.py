@@ -1,0 +1,93 @@
+"""Plan files: ``plan.json``, read and written.
+
+Concept: the format is :meth:`Schedule.to_plan`, documented in docs/planner.md. This module brings it to disk and back.
+
+Contract: written atomically; what :func:`load_plan` returns has passed the validator, and a status or bound in the file
+that the schedule contradicts is an error. Every error is one line that names the file and says what to do.
+
+Must not know: planners, the plan library's keys.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.files import write_json
+from lightning_recycle.planning.result import TOLERANCE, PlanResult, proven
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.validation import InvalidScheduleError, validate
+
+__all__ = ["load_plan", "plan_to_json", "read_plan", "save_plan"]
+
+
+def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
+    """The content of the plan file. A bare schedule counts as the heuristic's."""
+    if isinstance(result, Schedule):
+        result = proven(result, "heuristic")
+    return result.schedule.to_plan(backend=result.backend, status=result.status, lower_bound=result.lower_bound)
+
+
+def save_plan(path: str | PathLike[str], result: PlanResult | Schedule) -> None:
+    """Write ``plan.json``, atomically.
+
+    Raises:
+        PlanningError: when the file cannot be written.
+    """
+    try:
+        write_json(path, plan_to_json(result))
+    except OSError as error:
+        raise PlanningError(f"cannot write the plan to {path}: {error.strerror or error}.") from error
+
+
+def load_plan(path: str | PathLike[str]) -> PlanResult:
+    """Read and validate a plan file.
+
+    Raises:
+        PlanningError: when the file cannot be read, is damaged, of a newer schema, or its schedule breaks a rule.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+    except OSError as error:
+        raise PlanningError(f"cannot read the plan {path}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanningError(f"the plan {path} is damaged, it is no JSON ({error}): compute it again.") from error
+    try:
+        return read_plan(data)
+    except InvalidScheduleError as error:
+        raise PlanningError(
+            f"the plan {path} breaks {len(error.violations)} rule(s), the first: {error.violations[0]}. "
+            "Compute it again."
+        ) from error
+    except PlanningError as error:
+        raise PlanningError(f"{path}: {error}") from error
+
+
+def read_plan(data: Any) -> PlanResult:
+    """The plan in the content of a plan file, validated.
+
+    Raises:
+        PlanningError: as :func:`load_plan`.
+    """
+    if not isinstance(data, Mapping):
+        raise PlanningError("the plan is damaged: a JSON object is expected. Compute it again.")
+    schedule = Schedule.from_plan(data)
+    backend, status, bound = data.get("backend"), data.get("status"), data.get("lower_bound")
+    if not isinstance(backend, str) or status not in ("optimal", "feasible"):
+        raise PlanningError(f"the plan is damaged (backend {backend!r}, status {status!r}): compute it again.")
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not math.isfinite(bound):
+        raise PlanningError(f"the plan is damaged (lower_bound {bound!r}): compute it again.")
+    validate(schedule)
+    claimed = data.get("makespan")
+    if not isinstance(claimed, (int, float)) or abs(claimed - schedule.makespan) > TOLERANCE * max(1.0, claimed):
+        raise PlanningError(f"the plan is damaged (makespan {claimed!r} is not its own): compute it again.")
+    if bound > schedule.period * (1 + TOLERANCE):
+        raise PlanningError(f"the plan is damaged (its period is below its lower_bound {bound:g}): compute it again.")
+    if status == "optimal" and bound < schedule.period * (1 - TOLERANCE):
+        raise PlanningError("the plan is damaged (called optimal above its lower_bound): compute it again.")
+    return proven(schedule, backend, bound)

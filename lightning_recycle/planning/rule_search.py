@@ -1,0 +1,232 @@
+"""The search for a good rule of list scheduling.
+
+Concept: what a list schedule is worth depends on its rule far more than on luck. These choices matter most:
+
+- from how many micro-batches held a stage lets W go before F (*soft*), how many it holds at most (*hard*), and how many
+  of them may wait for their B (*ahead*). They follow the distance to the last stage, ``a * (S - s) + b``, as the
+  warm-up does in 1F1B (a = 1) and in the zero-bubble schedules (a up to 2);
+- up to which stage forwards go first (*split*): early stages feed the pipeline and must not wait, late stages feed the
+  gradients back;
+- with the staggered optimizer, how much later than possible a stage begins (*delay*): the buffer of forwards that
+  builds up meanwhile keeps its workers busy when the stages before it are as loaded as itself and arrivals jitter.
+
+First a hill climb over these numbers, then random changes of single stages and micro-batches, keeping what is not
+worse.
+
+Contract: deterministic (a seeded generator); stops when the lower bound is met or the effort is spent; the first rule
+tried is the plain one, "backward, then forward, then weight gradient, oldest first".
+
+Must not know: how a play works, the validator. Internal to ``planning``.
+
+Source: the warm-up of 1F1B (arXiv 2006.09503); ZB-H1 and ZB-H2 of Zero Bubble (arXiv 2401.10241), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from typing import NamedTuple
+
+from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.list_scheduling import Rule, play
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, Timing, best_timing
+
+__all__ = ["Solution", "search"]
+
+_SEED = 1
+_SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
+_DELAYS = (0.5, 0.25, 1.0)  # of a stage's begin, as a part of the time until its first micro-batch can arrive
+_FEWEST_PLAYS = 3  # however large the grid
+_MOST_FRUITLESS = 600  # plays in a row without a better schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An order of operations, its times, and the rule that led to it, if any; a smaller ``score`` is better."""
+
+    score: tuple[float, float, int]
+    """Period (with the staggered optimizer, else makespan), makespan, micro-batches held."""
+    rule: Rule | None
+    sequence: list[int]
+    timing: Timing
+
+
+class _Point(NamedTuple):
+    """Where the hill climb stands: indices of caps (three times) and of a delay, and a number of stages."""
+
+    soft: int
+    hard: int
+    ahead: int
+    split: int
+    delay: int
+
+
+def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solution:
+    """The best list schedule that ``effort`` operations buy; with 0 the plain rule's.
+
+    Args:
+        codes: the problem.
+        effort: number of operations to play in total.
+        starts: other orders of all operations that respect dependencies and memory, to be tried after the plain rule.
+    """
+    return _Search(codes, effort).run(starts)
+
+
+class _Search:
+    def __init__(self, codes: Codes, effort: int) -> None:
+        problem, grid = codes.problem, codes.problem.grid
+        self.codes = codes
+        self.stages = grid.stages
+        self.goal = lower_bound(problem) * (1 + 1e-9)
+        operations = (2 if codes.fused else 3) * grid.stages * grid.global_microbatches
+        self.plays_left = max(_FEWEST_PLAYS, effort // operations) if effort else 1
+        self.fruitless = 0
+        self.best: Solution | None = None
+        self.ruled: Solution | None = None
+        """The best of those that come from a rule: what the search varies."""
+        # Random.random() gives the same numbers in every Python version; its other methods need not.
+        self.draw = Random(_SEED).random
+
+        self.ages = tuple(microbatch.index for microbatch in grid.all_microbatches())
+        self.limit = problem.in_flight_limit or (grid.global_microbatches,) * grid.stages
+        self.caps = [self.limit]
+        for slope, extra in _SLOPES:
+            cap = tuple(min(self.limit[s], int(slope * (self.stages - s)) + extra) for s in range(self.stages))
+            if cap not in self.caps:
+                self.caps.append(cap)
+        self.delays: list[tuple[float, ...] | None] = [None]
+        if problem.technique.staggered and self.stages > 1:
+            arrival = [0.0]
+            for forward in problem.costs.forward[:-1]:
+                arrival.append(arrival[-1] + forward + problem.costs.communication)
+            self.delays += [tuple(time * (1 + delay) for time in arrival) for delay in _DELAYS]
+
+    def run(self, starts: Iterable[list[int]]) -> Solution:
+        plain = _Point(0, 0, 0, 0, 0)
+        self._try(self._template(plain))
+        for sequence in starts:
+            if not self._finished:
+                self._judge(sequence, self._held(sequence), None)
+        self._climb(plain)
+        current = self.ruled
+        assert current is not None  # the plain rule's
+        while not self._finished:
+            assert current.rule is not None
+            solution = self._try(self._changed(current.rule))
+            if solution.score <= current.score:
+                current = solution
+        assert self.best is not None
+        return self.best
+
+    @property
+    def _finished(self) -> bool:
+        met = self.best is not None and self.best.score[0] <= self.goal
+        return met or self.plays_left <= 0 or self.fruitless >= _MOST_FRUITLESS
+
+    def _try(self, rule: Rule) -> Solution:
+        sequence, held = play(self.codes, rule)
+        solution = self._judge(sequence, held, rule)
+        if self.ruled is None or solution.score < self.ruled.score:
+            self.ruled = solution
+        return solution
+
+    def _judge(self, sequence: list[int], held: int, rule: Rule | None) -> Solution:
+        self.plays_left -= 1
+        # Without a chance to become the start of further changes, the exact period does not matter.
+        hopeless = self.ruled.score[0] + 1e-9 if self.ruled else None
+        timing = best_timing(self.codes, sequence, hopeless)
+        goal = timing.period if self.codes.problem.technique.staggered else timing.makespan
+        # Rounding must not decide between equally good schedules.
+        solution = Solution((round(goal, 9), round(timing.makespan, 9), held), rule, sequence, timing)
+        self.fruitless += 1
+        if self.best is None or solution.score < self.best.score:
+            self.best, self.fruitless = solution, 0
+        return solution
+
+    def _held(self, sequence: list[int]) -> int:
+        """The sum of the workers' peaks of micro-batches held."""
+        workers = self.codes.problem.grid.num_workers
+        count, peak = [0] * workers, [0] * workers
+        release = BACKWARD if self.codes.fused else WEIGHT
+        for code in sequence:
+            rank, kind = self.codes.rank(code), code // (self.stages * self.codes.n)
+            count[rank] += (kind == FORWARD) - (kind == release)
+            peak[rank] = max(peak[rank], count[rank])
+        return sum(peak)
+
+    def _template(self, point: _Point) -> Rule:
+        soft, hard, ahead = self.caps[point.soft], self.caps[point.hard], self.caps[point.ahead]
+        first = tuple(stage < point.split for stage in range(self.stages))
+        return Rule(soft, hard, ahead, self.ages, first, self.delays[point.delay])
+
+    def _climb(self, at: _Point) -> None:
+        """Improve the numbers of a point one by one, from a few starts. ``at`` has been played."""
+        seen = {at}
+
+        def better(point: _Point) -> bool:
+            nonlocal at
+            if point in seen or self._finished:
+                return False
+            seen.add(point)
+            before = self.ruled
+            self._try(self._template(point))
+            if self.ruled is not before:
+                at = point
+            return self.ruled is not before
+
+        last, stages = len(self.caps) - 1, self.stages
+        for start in (
+            _Point(0, 0, 0, 0, min(1, len(self.delays) - 1)),
+            _Point(min(1, last), 0, 0, stages // 2, 0),
+            _Point(0, last, 0, stages, 0),
+            _Point(0, 0, min(1, last), 0, 0),
+            _Point(0, min(2, last), 0, 1, 0),
+        ):
+            better(start)
+        while any(better(point) for point in self._neighbours(at)):
+            pass
+
+    def _neighbours(self, at: _Point) -> Iterator[_Point]:
+        stages, caps = self.stages, range(len(self.caps))
+        splits = range(stages + 1) if stages <= 8 else sorted({0, 1, *(stages * k // 8 for k in range(9))})
+        yield from (at._replace(split=split) for split in sorted(splits, key=lambda split: abs(split - at.split)))
+        yield from (at._replace(soft=cap) for cap in caps)
+        yield from (at._replace(hard=cap) for cap in caps)
+        yield from (at._replace(ahead=cap) for cap in caps)
+        yield from (at._replace(delay=delay) for delay in range(len(self.delays)))
+
+    def _changed(self, rule: Rule) -> Rule:
+        """``rule`` with one or two random changes, or a random template, or all micro-batches shuffled a little."""
+        draw, stages = self.draw, self.stages
+        kind = draw()
+        if kind < 0.15:
+            caps = len(self.caps)
+            return self._template(_Point(*(int(draw() * n) for n in (caps, caps, caps, stages + 1, len(self.delays)))))
+        if kind < 0.3:
+            spread = 4.0 if kind < 0.2 else 1.5
+            return replace(rule, ages=_ranks([age + draw() * spread for age in self.ages]))
+        counts = [list(rule.soft), list(rule.hard), list(rule.ahead)]
+        first, ages = list(rule.forward_first), [float(age) for age in rule.ages]
+        for _ in range(1 + int(draw() * 2)):
+            stage, choice = int(draw() * stages), draw()
+            if choice < 0.2:
+                first[stage] = not first[stage]
+            elif choice < 0.7:
+                count = counts[int((choice - 0.2) * 6)]
+                # Beyond twice the number of stages a count has no effect worth a search.
+                most = min(self.limit[stage], 2 * stages + 1)
+                step = 1 if draw() < 0.5 else -1
+                count[stage] = max(
+                    1, min(most, min(count[stage], most) + step) if draw() < 0.5 else 1 + int(draw() * most)
+                )
+            else:
+                ages[int(draw() * len(ages))] += (draw() - 0.5) * 4.0
+        soft, hard, ahead = (tuple(count) for count in counts)
+        return Rule(soft, hard, ahead, _ranks(ages), tuple(first), rule.begin)
+
+
+def _ranks(values: list[float]) -> tuple[int, ...]:
+    """For each value, how many smaller ones there are among the different values."""
+    rank = {value: number for number, value in enumerate(sorted(set(values)))}
+    return tuple(rank[value] for value in values)

@@ -1,0 +1,91 @@
+"""What a solver is asked and what it answers; each solve is a child process.
+
+Concept: solvers are native libraries. They crash, run past their limits, and do not get along (importing ortools
+before highspy breaks highspy). A solver reports bounds and solutions as it finds them, so that nothing is lost when
+its process ends early.
+
+Contract: :func:`run_solver` returns within the time limit plus ``GRACE`` seconds and never raises because of the
+solver.
+
+Must not know: the mathematics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_recycle.planning.child_process import Report, UnavailableError, run_in_child
+from lightning_recycle.planning.slots import SlotProblem
+
+__all__ = ["GRACE", "Report", "SolverOutcome", "SolverTask", "SolverUnavailableError", "proven_length", "run_solver"]
+
+GRACE = 3.0
+"""Seconds beyond the time limit after which a solver's process is killed."""
+
+SolverUnavailableError = UnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class SolverTask:
+    """What a solver is asked: a schedule shorter than ``upper`` slots, which is known; none is below ``lower``."""
+
+    backend: str
+    problem: SlotProblem
+    lower: int
+    upper: int
+    time_limit: float
+    """Seconds."""
+    threads: int
+    max_variables: int
+    """Largest model to build."""
+    seed: int = 0
+    log: bool = False
+
+
+@dataclass(slots=True)
+class SolverOutcome:
+    """What came back."""
+
+    bound: float | None = None
+    """In slots."""
+    solutions: list[list[list[float]]] = field(default_factory=list)
+    """For each, the starts in slots of every operation."""
+    failure: str | None = None
+    """In a few words, or None when the solver ended by itself."""
+    log: str = ""
+
+
+def run_solver(entry: str, task: SolverTask) -> SolverOutcome:
+    """Run the function ``entry`` ("module:function") on ``task``.
+
+    It reports ("bound", slots) and ("solution", starts per operation in slots).
+    """
+    outcome = SolverOutcome()
+
+    def receive(kind: str, value: Any) -> None:
+        if kind == "bound":
+            outcome.bound = value if outcome.bound is None else max(value, outcome.bound)
+        else:
+            outcome.solutions.append(value)
+
+    end = run_in_child(entry, task, receive, task.time_limit + GRACE)
+    outcome.failure, outcome.log = end.failure, end.log
+    return outcome
+
+
+def proven_length(problem: SlotProblem, length: int, parts: int) -> float:
+    """The bound, in slots of the task, when no schedule of ``problem`` is shorter than ``length`` whole slots.
+
+    Start times are whole slots without loss, and so is a makespan. The smallest period of an order of operations is
+    the mean of a cycle through at most S stages (:mod:`timing`), hence a whole number divided by at most S.
+
+    Args:
+        problem: the task's, refined into ``parts``.
+        length: in slots of ``problem``.
+        parts: slots of ``problem`` for one of the task; 1 or S.
+    """
+    if not problem.staggered:
+        return length / parts
+    # The smallest such fraction above (length - 1) / parts, which has no schedule.
+    return min(((length - 1) * part // parts + 1) / part for part in range(1, problem.stages + 1))

@@ -1,0 +1,60 @@
+"""Zero bubble: the fault-free schedules with a decoupled backward, as a fixed pattern.
+
+Concept: as 1F1B, but a weight gradient waits until its memory is needed. Stage s warms up with a number of forwards,
+then alternates one backward, one forward, with a W in between as soon as the stage holds as many micro-batches as it
+may; when the forwards are done, backwards and weight gradients alternate. With S - s forwards of warm-up and S
+micro-batches held this is ZB-H1, which takes 3M + S - 1 slots at equal costs; with 2 (S - s) - 1 of both it is ZB-H2,
+which has no bubble in steady state.
+
+Contract: without failures, every worker runs the micro-batches of its own pipeline in order. Internal to ``planning``:
+a start for the heuristic's search.
+
+Must not know: failures, priorities.
+
+Source: Zero Bubble Pipeline Parallelism (Qi et al., ICLR'24, arXiv 2401.10241), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, interleave
+
+__all__ = ["zero_bubble"]
+
+
+def zero_bubble(codes: Codes, warmup: Sequence[int], held: Sequence[int]) -> list[int]:
+    """The operations of the schedule in an order that respects their dependencies.
+
+    Args:
+        codes: a problem without failures, decoupled.
+        warmup: forwards before the first backward, per stage; cut so that no stage warms up further than the one
+            before it (that would deadlock), nor further than it may hold.
+        held: most micro-batches that a worker holds, per stage.
+    """
+    grid = codes.problem.grid
+    programs: dict[int, list[int]] = {}
+    most = grid.microbatches
+    for stage in range(grid.stages):
+        most = max(1, min(most, warmup[stage], held[stage]))
+        order = _pattern(grid.microbatches, most, held[stage])
+        for pipeline in range(grid.pipelines):
+            first = pipeline * grid.microbatches
+            programs[pipeline * grid.stages + stage] = [codes.code(kind, stage, first + m) for kind, m in order]
+    return interleave(codes, programs)
+
+
+def _pattern(microbatches: int, warmup: int, held: int) -> list[tuple[int, int]]:
+    """(kind, micro-batch) in the order of one stage."""
+    order = [(FORWARD, m) for m in range(warmup)]
+    forwards, weights = warmup, 0
+    for m in range(microbatches):
+        order.append((BACKWARD, m))
+        if weights <= m and (forwards - weights == held or forwards == microbatches):
+            order.append((WEIGHT, weights))
+            weights += 1
+        if forwards < microbatches:
+            order.append((FORWARD, forwards))
+            forwards += 1
+    order += [(WEIGHT, m) for m in range(weights, microbatches)]
+    return order

@@ -1,0 +1,339 @@
+"""Exact planners: they find the optimum by themselves, agree with each other, and nothing a solver does can hurt."""
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import (
+    Costs,
+    ExactPlanner,
+    Grid,
+    Problem,
+    Schedule,
+    Technique,
+    Worker,
+    available_planners,
+    heuristic,
+    plan,
+    reroute,
+    solve,
+    solver_process,
+    validate,
+)
+from lightning_recycle.planning import exact as exact_module
+from lightning_recycle.planning.slots import common_slot, discretize
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
+
+# Found, not imported: in one process, importing ortools before highspy makes highspy fail to load.
+BACKENDS = ["cbc", "highs", *(["cpsat"] if importlib.util.find_spec("ortools") else [])]
+EXAMPLE = Grid(3, 4, 6)
+COUPLED = Technique(decoupled=False, staggered=False)
+DECOUPLED = Technique(decoupled=True, staggered=False)
+STAGGERED = Technique(decoupled=True, staggered=True)
+
+
+def one_at_a_time(problem: Problem) -> Schedule:
+    """The worst plan: each micro-batch when the one before is through."""
+    codes = Codes(problem, reroute(problem.grid, problem.failed), fused=not problem.technique.decoupled)
+    stages = range(problem.grid.stages)
+    sequence = []
+    for number in range(codes.n):
+        sequence += [codes.code(FORWARD, stage, number) for stage in stages]
+        sequence += [codes.code(BACKWARD, stage, number) for stage in reversed(stages)]
+        if problem.technique.decoupled:
+            sequence += [codes.code(WEIGHT, stage, number) for stage in stages]
+    return assemble(codes, sequence, best_timing(codes, sequence))
+
+
+def example(technique: Technique, stage: int | None, limit: int | None = None) -> Problem:
+    failed = frozenset() if stage is None else frozenset({Worker(1, stage)})
+    limits = None if limit is None else (limit,) * EXAMPLE.stages
+    return Problem(EXAMPLE, Costs.uniform(EXAMPLE.stages), failed, technique, limits)
+
+
+def random_problem(seed: int, *, instant: bool = False) -> Problem:
+    draw = random.Random(seed)
+    grid = Grid(draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 3))
+
+    def per_stage(least: int, most: int) -> tuple[float, ...]:
+        return tuple(float(draw.randint(least, most)) for _ in range(grid.stages))
+
+    work = 0 if instant else 1
+    costs = Costs(
+        per_stage(work, 3), per_stage(work, 3), per_stage(work, 3), per_stage(0, 1), per_stage(0, 1), draw.randint(0, 1)
+    )
+    failed = frozenset(
+        Worker(draw.randrange(grid.pipelines), stage)
+        for stage in range(grid.stages)
+        if grid.pipelines > 1 and draw.random() < 0.4
+    )
+    limits = tuple(draw.randint(1, 3) for _ in range(grid.stages)) if draw.random() < 0.5 else None
+    slow = {worker: 2.0 for worker in grid.workers() if draw.random() < 0.1}
+    technique = Technique(draw.random() < 0.5, draw.random() < 0.5)
+    return Problem(grid, costs, failed, technique, limits, tuple(slow.items()))
+
+
+def check_agreement(problem: Problem) -> None:
+    start = heuristic(problem)
+    found = {}
+    for backend in BACKENDS:
+        result = ExactPlanner(backend, time_limit=20.0, threads=1).improve(start)
+        validate(result.schedule)
+        assert result.warning is None
+        assert result.status == "optimal"
+        assert result.schedule.period == pytest.approx(result.lower_bound)
+        assert result.schedule.period <= start.period
+        found[backend] = result.schedule.period
+    assert len({round(period, 6) for period in found.values()}) == 1, found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_solvers_find_the_same_optimum_and_prove_it(seed: int) -> None:
+    check_agreement(random_problem(seed))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(5, 120))
+def test_all_solvers_find_the_same_optimum_in_many_problems(seed: int) -> None:
+    check_agreement(random_problem(seed, instant=seed % 4 == 0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("technique", "stage", "limit", "slots"),
+    [(DECOUPLED, 2, None, 29), (STAGGERED, 2, None, 27), (COUPLED, 0, 4, 36)],
+    ids=["decoupled", "staggered", "coupled-limit"],
+)
+def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
+    backend: str, technique: Technique, stage: int, limit: int | None, slots: float
+) -> None:
+    start = one_at_a_time(example(technique, stage, limit))
+    validate(start)
+    assert start.period > 4 * slots
+    result = ExactPlanner(backend).improve(start)
+    validate(result.schedule)
+    assert (result.schedule.period, result.status, result.backend) == (slots, "optimal", backend)
+
+
+TABLE = [
+    *((COUPLED, stage, None, slots) for stage, slots in enumerate((29, 30, 33, 36))),
+    *((DECOUPLED, stage, None, slots) for stage, slots in enumerate((27, 28, 29, 30))),
+    *((STAGGERED, stage, None, 27) for stage in range(4)),
+    *((COUPLED, stage, 4, slots) for stage, slots in enumerate((36, 33, 33, 36))),
+    *((DECOUPLED, stage, 4, slots) for stage, slots in enumerate((30, 29, 29, 30))),
+    *((STAGGERED, stage, 4, slots) for stage, slots in enumerate((30, 28, 29, 30))),
+    (COUPLED, None, None, 27),
+    (DECOUPLED, None, 4, 21),
+    (STAGGERED, None, None, 19),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("technique", "stage", "limit", "slots"), TABLE)
+def test_the_whole_table_of_the_running_example(
+    backend: str, technique: Technique, stage: int | None, limit: int | None, slots: float
+) -> None:
+    result = ExactPlanner(backend, time_limit=300.0).improve(one_at_a_time(example(technique, stage, limit)))
+    validate(result.schedule)
+    assert result.schedule.period == slots
+    if backend != "cpsat":  # its proofs for the staggered plans under a limit can take longer
+        assert result.status == "optimal"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert backend in available_planners()
+    monkeypatch.setitem(exact_module.BACKENDS, backend, "no_such_module:solve")
+    result = solve(example(STAGGERED, 2), backend)
+    assert (result.schedule.period, result.status, result.warning) == (27, "optimal", None)
+    assert plan(example(STAGGERED, 2), backend) == heuristic(example(STAGGERED, 2))
+
+
+def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with_the_real_ones() -> None:
+    costs = Costs.uniform(3, 1.0, 1.0872345671, 0.9123456789, 0.1, 0.05, 0.1034567)
+    problem = Problem(Grid(2, 3, 4), costs, frozenset({Worker(0, 1)}), DECOUPLED, (3, 3, 3))
+    start = one_at_a_time(problem)
+    assert not discretize(start, 500).exact
+    result = ExactPlanner("highs", time_limit=20.0, max_variables=4_000).improve(start)
+    validate(result.schedule)
+    assert result.schedule.period <= 1.02 * heuristic(problem).period
+    assert result.lower_bound <= result.schedule.period
+    assert (result.status == "optimal") == (result.lower_bound == result.schedule.period)
+
+
+def test_common_slot() -> None:
+    assert common_slot([1.0, 1.1, 0.9, 0.2]) == pytest.approx(0.1)
+    assert common_slot([6.0, 0.0, 4.0]) == 2.0
+    assert common_slot([0.0]) == 0.0
+
+
+def test_a_problem_of_only_instant_operations() -> None:
+    problem = Problem(Grid(2, 2, 2), Costs.uniform(2, 0.0, 0.0, 0.0), frozenset({Worker(0, 1)}))
+    assert solve(problem, "highs").status == "optimal"
+
+
+# What solvers do wrong. The fakes are functions like those in milp.py and cpsat.py.
+FAKES = """
+    import os, signal, sys, time
+
+    def missing(task, report):
+        import a_solver_that_is_not_installed
+
+    def crash(task, report):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def leave(task, report):
+        sys.exit("the licence has expired")
+
+    def error(task, report):
+        raise RuntimeError("a bug in the solver")
+
+    def hang(task, report):
+        with open(os.environ["FAKE_PID"], "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(600)
+
+    def nonsense(task, report):
+        report("solution", [[0] * len(op.microbatches) for op in task.problem.ops])
+
+    def backwards(task, report):
+        report("solution", [[-op.head] * len(op.microbatches) for op in task.problem.ops])
+
+    def good_then_crash(task, report):
+        from lightning_recycle.planning.milp import solve
+        solve(task, report)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "fake_solvers.py").write_text(textwrap.dedent(FAKES))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FAKE_PID", str(tmp_path / "pid"))
+    monkeypatch.setattr(solver_process, "GRACE", 0.5)
+
+    def use(name: str) -> ExactPlanner:
+        monkeypatch.setitem(exact_module.BACKENDS, "highs", f"fake_solvers:{name}")
+        return ExactPlanner("highs", time_limit=0.5 if name == "hang" else 20.0)
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing", "not available: No module named 'a_solver_that_is_not_installed'"),
+        ("crash", "crashed (signal 11)"),
+        ("leave", "ended without an answer (exit code 1): the licence has expired"),
+        ("error", "ended without an answer (exit code 1): RuntimeError: a bug in the solver"),
+        ("hang", "ran past its time limit"),
+    ],
+)
+def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name: str, reason: str, caplog) -> None:
+    start = one_at_a_time(example(DECOUPLED, 1))
+    began = time.monotonic()
+    result = fake(name).improve(start)
+    assert time.monotonic() - began < 10.0
+    assert result.schedule is start
+    assert result.status == "feasible"
+    assert result.warning is not None
+    assert reason in result.warning
+    assert "\n" not in result.warning
+    if name == "hang":
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(Path(os.environ["FAKE_PID"]).read_text()), 0)
+
+
+def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -> None:
+    problem = example(STAGGERED, 2, 4)  # 29, while no arithmetic bound is above 28
+    assert fake("missing").plan(problem) == heuristic(problem)
+    if heuristic(problem).period > solve(problem).lower_bound:
+        assert "not available" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["nonsense", "backwards"])
+def test_a_solver_that_lies_is_not_believed(fake, name: str) -> None:
+    start = one_at_a_time(example(DECOUPLED, 1))
+    result = fake(name).improve(start)
+    validate(result.schedule)
+    assert result.schedule.period <= start.period
+
+
+def test_what_a_solver_found_before_it_crashed_counts(fake) -> None:
+    result = fake("good_then_crash").improve(one_at_a_time(example(DECOUPLED, 1)))
+    assert (result.schedule.period, result.status) == (28, "optimal")
+    assert result.warning is not None
+    assert "signal 9" in result.warning
+
+
+def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) -> None:
+    pid = Path(os.environ["FAKE_PID"])
+    code = (
+        "from lightning_recycle.planning.child_process import run_in_child;"
+        "run_in_child('fake_solvers:hang', None, print)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    wait_for(lambda: pid.exists() and pid.read_text() != "")
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists() or is_zombie(int(pid.read_text())))
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_for(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_model_that_is_too_large_is_not_built() -> None:
+    start = one_at_a_time(example(DECOUPLED, 1))
+    for backend in BACKENDS:
+        result = ExactPlanner(backend, max_variables=20).improve(start)
+        assert result.schedule is start
+        assert result.warning is not None
+        assert "too large" in result.warning
+    assert ExactPlanner("highs", max_variables=2_000).improve(start).schedule.period == 28
+
+
+def test_the_solver_s_output_is_kept_on_request() -> None:
+    start = one_at_a_time(example(COUPLED, None, 2))
+    assert "HiGHS" in ExactPlanner("highs", log=True).improve(start).log
+    assert ExactPlanner("highs").improve(start).log == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "glpk"}, r"backend='glpk'.*cbc, highs, gurobi, cpsat"),
+        ({"time_limit": -1.0}, r"time_limit=-1\.0"),
+        ({"time_limit": float("nan")}, "time_limit=nan"),
+        ({"threads": 0}, "threads=0.*at least 1"),
+        ({"max_variables": 1.5}, r"max_variables=1\.5"),
+    ],
+)
+def test_bad_settings(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ExactPlanner(**arguments)  # type: ignore[arg-type]

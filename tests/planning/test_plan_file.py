@@ -1,0 +1,172 @@
+"""plan.json and profile.json: what is written is what is read, and nothing wrong is read."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning import (
+    Costs,
+    Grid,
+    Problem,
+    Profile,
+    StageProfile,
+    Worker,
+    heuristic,
+    load_plan,
+    load_profile,
+    save_plan,
+    save_profile,
+    solve,
+)
+from lightning_recycle.planning import files as files_module
+
+PROBLEM = Problem(Grid(3, 4, 6), Costs.uniform(4), frozenset({Worker(1, 2)}))
+
+
+def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "plan.json"
+    result = solve(PROBLEM)
+    save_plan(path, result)
+    loaded = load_plan(path)
+    assert loaded.schedule == result.schedule
+    assert (loaded.backend, loaded.status, loaded.lower_bound) == ("heuristic", "optimal", 27.0)
+    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+    save_plan(path, heuristic(PROBLEM))
+    assert load_plan(path).schedule == result.schedule
+
+
+def changed(**values: object) -> Callable[[dict[str, Any]], None]:
+    return lambda data: data.update(values)
+
+
+def overlap(data: dict[str, Any]) -> None:
+    data["workers"][0]["ops"][1]["start"] = data["workers"][0]["ops"][0]["start"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed(schema=2), "schema 2 cannot be read.*update"),
+        (overlap, r"breaks \d+ rule\(s\), the first: .*Compute it again"),
+        (changed(status="perfect"), "'perfect'"),
+        (changed(lower_bound="low"), "lower_bound 'low'"),
+        (changed(lower_bound=28.0), "below its lower_bound 28"),
+        (changed(lower_bound=20.0), "optimal above its lower_bound"),
+        (changed(makespan=1.0), r"makespan 1\.0"),
+        (changed(backend=None), "backend None"),
+        (changed(workers=[]), "rule"),
+    ],
+)
+def test_a_wrong_plan_is_refused_in_one_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(path, solve(PROBLEM))
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanningError, match=message) as caught:
+        load_plan(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[]", "object is expected"),
+        (b"[" * 100_000, "no JSON"),
+    ],
+)
+def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PlanningError, match=message):
+        load_plan(path)
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files_module.os, "fsync", fail)
+    with pytest.raises(PlanningError, match="No space left"):
+        save_plan(path, solve(PROBLEM))
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+PROFILE = Profile(
+    stages=(
+        StageProfile(0.010, 0.011, 0.009, 0.002, 0.001, activation_bytes=1000, output_bytes=500),
+        StageProfile(0.012, 0.013, 0.010, 0.003, 0.002, activation_bytes=400, output_bytes=9000),
+    ),
+    latency=0.001,
+    bandwidth=1e6,
+    steps=20,
+)
+
+
+def test_a_profile_comes_back_and_becomes_costs(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(path, PROFILE)
+    assert load_profile(path) == PROFILE
+    # Only messages between stages count: the last stage sends nothing on.
+    assert PROFILE.costs() == Costs(
+        (0.010, 0.012), (0.011, 0.013), (0.009, 0.010), (0.002, 0.003), (0.001, 0.002), 0.001 + 500 / 1e6
+    )
+    assert Profile(PROFILE.stages[:1], latency=0.001).costs().communication == 0.0
+
+
+def test_memory_of_a_profile() -> None:
+    assert PROFILE.in_flight_limit(4500, 9) == (4, 9)
+    assert Profile((StageProfile(1.0, 1.0, 1.0),)).in_flight_limit(100, 9) is None
+    with pytest.raises(PlanningError, match=r"worker of stage 0 has 999 bytes.*1,000 more with one micro-batch"):
+        PROFILE.in_flight_limit(999, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed(schema=2), "schema 2.*reads 1"),
+        (changed(stages=[]), "at least one stage"),
+        (changed(stages=[{"forward": 1.0}]), "damaged"),
+        (changed(stages=[{"forward": -1.0, "backward_input": 1.0, "backward_weight": 1.0}]), r"forward=-1\.0"),
+        (changed(stages=3), "damaged"),
+        (changed(communication=None), "damaged"),
+        (changed(steps="many"), "steps='many'"),
+        (lambda data: data.pop("steps"), "damaged"),
+    ],
+)
+def test_a_wrong_profile_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(path, PROFILE)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match=message):
+        load_profile(path)
+
+
+def test_a_profile_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read the profile"):
+        load_profile(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="no JSON"):
+        load_profile(tmp_path / "bad.json")
+    with pytest.raises(ConfigurationError, match="cannot write the profile"):
+        save_profile(tmp_path / "bad.json" / "profile.json", PROFILE)
