@@ -1,0 +1,298 @@
+"""Processes with a communicator each, driven from a test through pipes.
+
+A member runs one task after another in its main thread. Aborts are carried out by its second thread at once, as the
+watcher of a worker does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_recycle.launcher import _process_context
+from lightning_recycle.resilience.client import Interrupted
+from lightning_recycle.runtime.communicator import Channel, Communicator
+
+HOST = "127.0.0.1"
+PATIENCE = 15.0  # seconds for anything that is expected to succeed
+FORWARD = Channel.ACTIVATIONS
+
+
+class Failure(Exception):
+    """A task of a member raised; ``kind`` is the name of the exception's class."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class Meeting:
+    """A rendezvous in a directory; :meth:`interrupt` ends the waiting, as the announcement of a generation does."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        self._interrupted = -1
+        self.generation = -1
+
+    def publish(self, key: str, value: bytes) -> None:
+        path = self._directory / key.replace("/", "_")
+        path.with_suffix(f".{os.getpid()}").write_bytes(value)
+        path.with_suffix(f".{os.getpid()}").rename(path)
+
+    def lookup(self, key: str) -> bytes:
+        path = self._directory / key.replace("/", "_")
+        while not path.exists():
+            if self._interrupted >= self.generation:
+                raise Interrupted
+            time.sleep(0.001)
+        return path.read_bytes()
+
+    def interrupt(self, generation: int) -> None:
+        self._interrupted = max(self._interrupted, generation)
+
+
+class Member:
+    """One process."""
+
+    def __init__(self, rank: int, directory: str) -> None:
+        context = _process_context()
+        self.rank = rank
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(rank, directory, theirs), daemon=True)  # type: ignore[attr-defined]
+        self.process.start()
+        theirs.close()
+
+    def start(self, task: Callable[..., Any], *args: Any) -> None:
+        """Lets the member begin ``task(communicator, *args)`` and returns when it is about to."""
+        self._send(("task", task, args))
+        assert self._receive(PATIENCE) == ("started",)
+
+    def result(self, timeout: float = PATIENCE) -> Any:
+        kind, *content = self._receive(timeout)
+        if kind == "failed":
+            raise Failure(*content)
+        return content[0]
+
+    def abort(self, generation: int) -> None:
+        self._send(("abort", generation))
+
+    def stop(self) -> None:
+        """SIGSTOP, and waits until it has taken effect."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+        _await_stopped(self.process.pid)
+
+    def kill(self) -> None:
+        if self.process.pid is not None:
+            self.process.kill()  # a stopped process dies of it too
+            self.process.join(10)
+        self._connection.close()
+
+    def _send(self, message: Any) -> None:
+        self._connection.send_bytes(pickle.dumps(message))
+
+    def _receive(self, timeout: float) -> Any:
+        if not self._connection.poll(timeout):
+            raise TimeoutError(f"member {self.rank} said nothing for {timeout} s")
+        return pickle.loads(self._connection.recv_bytes())
+
+
+class Team:
+    """``size`` members and the directory in which they meet."""
+
+    def __init__(self, size: int) -> None:
+        self._directory = tempfile.mkdtemp(prefix="recycle_team_")
+        self.members = [Member(rank, self._directory) for rank in range(size)]
+        self.generation = -1
+
+    def run(self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Runs ``task`` in several members at once; returns their results by position in ``ranks``."""
+        members = self.members if ranks is None else [self.members[rank] for rank in ranks]
+        for member in members:
+            member.start(task, *args)
+        return self.collect(members)
+
+    def collect(self, members: Sequence[Member]) -> list[Any]:
+        """The results of ``members``; when one failed, the others are interrupted instead of waiting for it."""
+        results: list[Any] = []
+        failure: Exception | None = None
+        for member in members:
+            try:
+                results.append(member.result())
+            except (Failure, TimeoutError) as error:
+                failure = failure or error
+                for other in members:
+                    other.abort(self.generation)
+        if failure is not None:
+            raise failure
+        return results
+
+    def regroup(self, *ranks: int, stages: int = 1) -> None:
+        """Connects ``ranks`` in a new generation; rank r is in stage r modulo ``stages``."""
+        self.generation += 1
+        self.run(configure, self.generation, ranks, stages, ranks=ranks)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _await_stopped(pid: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rsplit(")", 1)[1].split()[0] == "T":
+                return
+    raise TimeoutError(f"process {pid} did not stop")
+
+
+def _serve(rank: int, directory: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    meeting = Meeting(directory)
+    communicator = Communicator(rank, HOST, torch.device("cpu"), meeting, timeout=60.0)
+    communicator.meeting = meeting  # type: ignore[attr-defined]
+    tasks: queue.Queue[Any] = queue.Queue()
+
+    def read() -> None:
+        while True:
+            try:
+                kind, *content = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                os._exit(0)
+            if kind == "abort":
+                meeting.interrupt(content[0])
+                communicator.abort(content[0])
+            else:
+                tasks.put(content)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        task, args = tasks.get()
+        connection.send_bytes(pickle.dumps(("started",)))
+        try:
+            answer = ("done", task(communicator, *args))
+        except Exception as error:  # told to the test
+            answer = ("failed", type(error).__name__, str(error))
+        connection.send_bytes(pickle.dumps(answer))
+
+
+# ---------------------------------------------------------------------- tasks
+
+
+def configure(communicator: Communicator, generation: int, ranks: Sequence[int], stages: int) -> None:
+    mine = [rank for rank in ranks if rank % stages == communicator._rank % stages]
+    communicator.meeting.generation = generation  # type: ignore[attr-defined]
+    communicator.configure(generation, ranks, mine)
+
+
+def send(communicator: Communicator, values: Sequence[Any], destination: int, tags: Sequence[int]) -> None:
+    for value, tag in zip(values, tags, strict=True):
+        communicator.send(FORWARD, value, destination, tag)
+    communicator.flush()
+
+
+def send_unusual(communicator: Communicator, kind: str) -> None:
+    """Tries to send what cannot be sent."""
+    unusual: dict[str, Any] = {
+        "too many tensors": lambda: (torch.zeros(1),) * 32,
+        "unknown dtype": lambda: torch.zeros(2, dtype=torch.uint16),
+        "too many dimensions": lambda: (torch.zeros([1] * 40),) * 20,
+    }
+    communicator.send(FORWARD, unusual[kind](), 1, 0)
+
+
+def receive(communicator: Communicator, source: int, posted: Sequence[int], wanted: Sequence[int]) -> list[Any]:
+    """Posts receives for all tags, then waits for them in the order ``wanted``."""
+    incoming = {tag: communicator.post_receive(FORWARD, source, tag) for tag in posted}
+    values = [communicator.receive(incoming[tag]) for tag in wanted]
+    return [_copy(value) for value in values]
+
+
+def ping_pong(communicator: Communicator, sizes: Sequence[int]) -> list[Any]:
+    """Activations from 0 to 1 and gradients back, step by step, with the same tags and sizes that change."""
+    me, found = communicator._rank, []
+    channel, back = (Channel.ACTIVATIONS, Channel.GRADIENTS) if me == 0 else (Channel.GRADIENTS, Channel.ACTIVATIONS)
+    for number, size in enumerate(sizes):
+        incoming = communicator.post_receive(back, 1 - me, 0)
+        communicator.send(channel, torch.full((size,), float(10 * number + me)), 1 - me, 0)
+        value = communicator.receive(incoming)
+        assert isinstance(value, torch.Tensor)
+        found.append((len(value), set(value.unique().tolist())))
+        communicator.flush()
+    return found
+
+
+def both_channels(communicator: Communicator) -> tuple[Any, Any]:
+    """Rank 0 sends two values under one tag, one on each channel; rank 1 returns what it got on either."""
+    if communicator._rank == 0:
+        for number, channel in enumerate(Channel):
+            communicator.send(channel, torch.full((3,), float(number)), 1, 7)
+        communicator.flush()
+        return None, None
+    posted = [communicator.post_receive(channel, 0, 7) for channel in Channel]
+    second, first = communicator.receive(posted[1]), communicator.receive(posted[0])
+    return _copy(first), _copy(second)
+
+
+def all_reduce(communicator: Communicator, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(communicator._rank)
+    tensor = torch.randn(size, generator=generator).mul(1e3 ** (communicator._rank - 1)).to(dtype)
+    communicator.all_reduce(tensor)
+    return tensor
+
+
+def broadcast(communicator: Communicator, source: int) -> torch.Tensor:
+    tensor = torch.full((1000,), float(communicator._rank))
+    communicator.broadcast(tensor, source)
+    return tensor
+
+
+def flood(communicator: Communicator, destination: int) -> None:
+    """Sends more than any socket buffer holds to somebody who does not listen."""
+    communicator.send(FORWARD, torch.zeros(64 * 2**20, dtype=torch.uint8), destination, 0)
+    communicator.flush()
+
+
+def count_descriptors(communicator: Communicator) -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def close(communicator: Communicator) -> None:
+    communicator.close()
+
+
+def foreign_socket_survives_abort(communicator: Communicator, generation: int) -> bytes:
+    """A socket of the process's own, opened before and after the groups, is not theirs to shut down."""
+    import socket
+
+    before = socket.socketpair()
+    communicator.close()
+    communicator.configure(generation, [communicator._rank], [communicator._rank])
+    after = socket.socketpair()
+    communicator.abort(generation)
+    received = b""
+    for left, right in (before, after):
+        left.sendall(b"x")
+        received += right.recv(1)
+        left.close()
+        right.close()
+    return received
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_copy(item) for item in value)
+    return None if value is None else value.clone()

@@ -1,0 +1,336 @@
+"""Messages between real processes, and their end when a generation is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import communicator_team as tasks
+import pytest
+import torch
+from communicator_team import Failure, Team
+from torch import Tensor
+
+from lightning_recycle.resilience.client import Interrupted
+from lightning_recycle.runtime.communicator import _HEADER_BYTES, _PACKED_BYTES, _SMALL_BYTES, CommunicationError
+
+ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
+BLOCKED = 0.1  # seconds after which an operation that cannot complete is blocked; an abort before that works too
+
+ENDED = (CommunicationError.__name__, Interrupted.__name__)  # how an operation of a past generation ends
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Team]:
+    """Four processes for the tests that harm none of them."""
+    team = Team(4)
+    yield team
+    team.close()
+
+
+@pytest.fixture
+def team(request: pytest.FixtureRequest) -> Iterator[Team]:
+    """Three processes of the test's own."""
+    team = Team(3)
+    yield team
+    team.close()
+
+
+def transfer(
+    team: Team, values: list[Any], order: list[int] | None = None, wanted: list[int] | None = None
+) -> list[Any]:
+    """Sends ``values`` from rank 0 to rank 1, value i under tag i; returns them in the order ``wanted``."""
+    tags = list(range(len(values)))
+    order, wanted = order or tags, wanted or tags
+    team.members[1].start(tasks.receive, 0, tags, wanted)
+    team.members[0].start(tasks.send, [values[i] for i in order], 1, order)
+    received: list[Any] = team.collect([team.members[1], team.members[0]])[0]
+    return received
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, (tuple, list)):
+        assert len(actual) == len(expected)
+        for a, b in zip(actual, expected, strict=True):
+            assert_same(a, b)
+    elif isinstance(expected, Tensor):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(actual, expected)
+
+
+def sample(dtype: torch.dtype, *shape: int) -> Tensor:
+    torch.manual_seed(len(shape))
+    return (torch.randn(shape) * 50).to(dtype)
+
+
+# ---------------------------------------------------------------------- values between stages
+
+
+@pytest.mark.parametrize("size", [5, 20_000], ids=["inline", "large"])
+def test_values_of_every_dtype_arrive_as_they_were_sent(four: Team, size: int) -> None:
+    four.regroup(0, 1)
+    values = [sample(dtype, 3, size) for dtype in DTYPES]
+    for received, value in zip(transfer(four, values), values, strict=True):
+        assert_same(received, value)
+
+
+def test_tuples_with_gaps_empty_tensors_scalars_and_strides_arrive(four: Team) -> None:
+    four.regroup(0, 1)
+    large = sample(torch.float32, 200, 300)
+    values: list[Any] = [
+        (sample(torch.float32, 4), None, sample(torch.int64, 2, 2)),
+        (None, None),
+        (),
+        (sample(torch.float32, 3),),
+        torch.empty(0),
+        torch.empty(3, 0, 2, dtype=torch.float64),
+        torch.tensor(3.5),
+        torch.tensor(True),
+        large.t(),
+        sample(torch.float32, 6, 8)[:, ::2],
+        (large, None, torch.empty(0, 5), torch.tensor(7), large[:1].bool()),
+        tuple(torch.tensor(i) for i in range(31)),
+        tuple(large + i for i in range(5)),
+        sample(torch.bool, 1, 2, 1, 2, 1, 2, 1, 2),
+    ]
+    for received, value in zip(transfer(four, values), values, strict=True):
+        assert_same(received, value)
+
+
+def test_values_around_the_sizes_where_a_message_changes_its_form_arrive(four: Team) -> None:
+    four.regroup(0, 1)
+    for limit in (_SMALL_BYTES, _PACKED_BYTES):
+        sizes = [limit - _HEADER_BYTES + extra for extra in (-65, -64, -1, 0, 1, 64, _HEADER_BYTES)]
+        values = [torch.arange(size) % 251 for size in sizes]
+        for received, value in zip(transfer(four, [v.byte() for v in values]), values, strict=True):
+            assert_same(received, value.byte())
+
+
+def test_sizes_may_change_from_step_to_step_under_the_same_tag(four: Team) -> None:
+    four.regroup(0, 1)
+    sizes = [1, 30_000, 0, 7, 200_000, 200_000, 200_001, 1_100_000, 1_100_000, 1_000_000, 3, 16_000, 17_000, 0] * 2
+    found = four.run(tasks.ping_pong, sizes, ranks=[0, 1])
+    for me in (0, 1):
+        assert found[me] == [(n, {10.0 * i + 1 - me} if n else set()) for i, n in enumerate(sizes)]
+
+
+def test_activations_and_gradients_under_one_tag_are_not_mixed_up(four: Team) -> None:
+    four.regroup(0, 1)
+    first, second = four.run(tasks.both_channels, ranks=[0, 1])[1]
+    assert first.tolist() == [0.0] * 3
+    assert second.tolist() == [1.0] * 3
+
+
+def test_posted_receives_are_matched_by_tag_in_whatever_order_they_are_sent_and_waited_for(four: Team) -> None:
+    four.regroup(0, 1)
+    values = [torch.full((30_000 if i % 3 == 0 else i,), float(i)) for i in range(24)]
+    shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
+    wanted = list(reversed(range(24)))
+    received = transfer(four, values, order=shuffled, wanted=wanted)
+    for value, i in zip(received, wanted, strict=True):
+        assert_same(value, values[i])
+
+
+def test_ranks_with_gaps_reach_each_other(four: Team) -> None:
+    four.regroup(1, 3)
+    four.members[3].start(tasks.receive, 1, [5], [5])
+    four.members[1].start(tasks.send, [torch.arange(3)], 3, [5])
+    assert_same(four.collect([four.members[3], four.members[1]])[0], [torch.arange(3)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("too many tensors", "32 tensors"), ("unknown dtype", "uint16"), ("too many dimensions", "20 tensors")],
+)
+def test_a_value_that_cannot_be_sent_is_an_error_that_names_it(four: Team, kind: str, names: str) -> None:
+    four.regroup(0, 1)
+    four.members[0].start(tasks.send_unusual, kind)
+    with pytest.raises(Failure, match=names) as caught:
+        four.members[0].result()
+    assert caught.value.kind in ("ReCycleError", "ConfigurationError", "UnsupportedFeatureError")
+
+
+# ---------------------------------------------------------------------- within a stage
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2), (0, 1, 2, 3)], ids=len)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_all_reduce_gives_everybody_the_same_bits(four: Team, ranks: tuple[int, ...], dtype: torch.dtype) -> None:
+    four.regroup(*ranks)
+    for size in (1, 3, 1000, 100_003):
+        results = four.run(tasks.all_reduce, size, dtype, ranks=ranks)
+        assert all(torch.equal(result, results[0]) for result in results)
+    parts = [torch.randn(size, generator=torch.Generator().manual_seed(r)).mul(1e3 ** (r - 1)).to(dtype) for r in ranks]
+    torch.testing.assert_close(results[0].double(), sum(p.double() for p in parts), rtol=0.02, atol=1e-2)
+
+
+def test_stages_reduce_independently_of_each_other(four: Team) -> None:
+    four.regroup(0, 1, 2, 3, stages=2)
+    results = four.run(tasks.all_reduce, 10, torch.float64)
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+    assert not torch.equal(results[0], results[1])
+
+
+def test_broadcast_overwrites_with_the_tensor_of_a_rank_of_the_stage(four: Team) -> None:
+    four.regroup(0, 1, 2, 3, stages=2)
+    four.members[1].start(tasks.broadcast, 3)
+    four.members[3].start(tasks.broadcast, 3)
+    for rank in (1, 3):
+        assert set(four.members[rank].result().tolist()) == {3.0}
+
+
+def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:
+    four.regroup(0, 1, stages=2)
+    expected = torch.randn(10, generator=torch.Generator().manual_seed(0)).mul(1e-3)
+    assert torch.equal(four.run(tasks.all_reduce, 10, torch.float32, ranks=[0])[0], expected)
+    four.regroup(2)
+    assert len(four.run(tasks.all_reduce, 10, torch.float32, ranks=[2])[0]) == 10
+
+
+# ---------------------------------------------------------------------- abort
+
+BLOCKING: dict[str, tuple[Any, ...]] = {
+    "receive": (tasks.receive, 1, [0], [0]),
+    "all_reduce": (tasks.all_reduce, 100_000, torch.float32),
+    "broadcast": (tasks.broadcast, 1),
+    "flush": (tasks.flood, 1),
+}
+
+
+def assert_abort_unblocks(team: Team, rank: int, generation: int) -> None:
+    member = team.members[rank]
+    time.sleep(BLOCKED)
+    started = time.monotonic()
+    member.abort(generation)
+    with pytest.raises(Failure) as caught:
+        member.result(timeout=ABORT_SECONDS + 5)
+    assert time.monotonic() - started < ABORT_SECONDS
+    assert caught.value.kind in ENDED
+
+
+@pytest.mark.parametrize("operation", BLOCKING)
+def test_abort_unblocks(four: Team, operation: str) -> None:
+    four.regroup(0, 1)
+    four.members[0].start(*BLOCKING[operation])
+    assert_abort_unblocks(four, 0, four.generation)
+
+
+@pytest.mark.parametrize("operation", BLOCKING)
+def test_abort_unblocks_although_the_peer_is_stopped(team: Team, operation: str) -> None:
+    team.regroup(0, 1)
+    team.members[1].stop()
+    team.members[0].start(*BLOCKING[operation])
+    assert_abort_unblocks(team, 0, team.generation)
+    team.regroup(0, 2)
+    results = team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2])
+    assert torch.equal(*results)
+
+
+def test_abort_unblocks_connecting_to_a_peer_that_is_missing(four: Team) -> None:
+    four.generation += 1
+    four.members[0].start(tasks.configure, four.generation, (0, 1), 1)
+    assert_abort_unblocks(four, 0, four.generation)
+    four.regroup(0, 1)
+    assert_same(transfer(four, [torch.ones(3)]), [torch.ones(3)])
+
+
+def test_abort_unblocks_connecting_to_a_peer_that_is_stopped(team: Team) -> None:
+    team.members[1].stop()
+    team.generation += 1
+    team.members[0].start(tasks.configure, team.generation, (0, 1), 1)
+    assert_abort_unblocks(team, 0, team.generation)
+    team.regroup(0, 2)
+    assert torch.equal(*team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2]))
+
+
+def test_an_abort_before_connecting_prevents_it(four: Team) -> None:
+    four.generation += 1
+    four.members[0].abort(four.generation)
+    four.run(tasks.count_descriptors, ranks=[0])  # sent after the abort, so it is over when this is done
+    four.members[0].start(tasks.configure, four.generation, (0, 1), 1)
+    with pytest.raises(Failure) as caught:
+        four.members[0].result()
+    assert caught.value.kind in ENDED
+
+
+def test_every_operation_after_an_abort_fails_at_once(four: Team) -> None:
+    four.regroup(0, 1)
+    four.members[0].abort(four.generation)
+    four.run(tasks.count_descriptors, ranks=[0])
+    for task, *args in BLOCKING.values():
+        four.members[0].start(task, *args)
+        with pytest.raises(Failure) as caught:
+            four.members[0].result(timeout=ABORT_SECONDS)
+        assert caught.value.kind in ENDED
+
+
+def test_a_late_abort_of_an_older_generation_does_not_touch_the_current_one(four: Team) -> None:
+    four.regroup(0, 1)
+    four.regroup(0, 1)
+    four.members[0].abort(four.generation - 1)
+    four.members[1].abort(four.generation - 1)
+    assert_same(transfer(four, [torch.ones(30_000)]), [torch.ones(30_000)])
+
+
+def test_abort_leaves_sockets_alone_that_are_not_the_communicators(four: Team) -> None:
+    four.generation += 1
+    assert four.run(tasks.foreign_socket_survives_abort, four.generation, ranks=[0]) == [b"xx"]
+
+
+def test_survivors_of_a_killed_peer_fail_regroup_and_go_on(team: Team) -> None:
+    team.regroup(0, 1, 2)
+    for rank in (0, 1):
+        team.members[rank].start(tasks.all_reduce, 100_000, torch.float32)
+    team.members[2].kill()
+    for rank in (0, 1):
+        team.members[rank].abort(team.generation)
+        with pytest.raises(Failure) as caught:
+            team.members[rank].result(timeout=5)
+        assert caught.value.kind in ENDED
+    team.regroup(0, 1)
+    assert torch.equal(*team.run(tasks.all_reduce, 100_000, torch.float32, ranks=[0, 1]))
+    assert_same(transfer(team, [torch.ones(30_000)]), [torch.ones(30_000)])
+
+
+def test_a_killed_peer_is_noticed_without_an_abort(team: Team) -> None:
+    team.regroup(0, 1)
+    team.members[0].start(tasks.receive, 1, [0], [0])
+    team.members[1].kill()
+    with pytest.raises(Failure) as caught:
+        team.members[0].result(timeout=5)
+    assert caught.value.kind in ENDED
+
+
+def test_connecting_takes_milliseconds_in_every_generation(four: Team) -> None:
+    seconds = []
+    for _ in range(30):
+        started = time.monotonic()
+        four.regroup(0, 1, 2)
+        seconds.append(time.monotonic() - started)
+    assert max(seconds) < 1.0, [round(s, 2) for s in seconds]
+
+
+def test_generations_leave_no_descriptors_behind(four: Team) -> None:
+    def use() -> None:
+        four.regroup(0, 1, stages=1)
+        four.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 1])
+        transfer(four, [torch.ones(5), torch.ones(30_000)])
+
+    for _ in range(3):
+        use()
+    before = four.run(tasks.count_descriptors, ranks=[0, 1])
+    for number in range(20):
+        use()
+        if number % 2:
+            four.members[0].start(*BLOCKING["receive"])
+            assert_abort_unblocks(four, 0, four.generation)
+    use()
+    assert four.run(tasks.count_descriptors, ranks=[0, 1]) == before

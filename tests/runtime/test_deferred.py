@@ -1,0 +1,326 @@
+"""Decoupled back-propagation gives the gradients of the fused one, bit by bit, whatever the module."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_recycle.runtime.deferred import WeightGradQueue, defer_weight_grad, intercept_linear
+
+WIDTH = 12
+
+
+class Tied(nn.Module):
+    """Uses one weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x).tanh())
+
+
+class TiedEmbedding(nn.Module):
+    """Uses one weight as an embedding, which is not deferred, and as a projection, which is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.embedding(x.abs().argmax(-1)) + x, self.embedding.weight)
+
+
+class Frozen(nn.Module):
+    def __init__(self, *, weight: bool = True, bias: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.inner[2].weight.requires_grad_(weight)
+        self.inner[2].bias.requires_grad_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Turned(nn.Module):
+    """Gives a layer a tensor that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its inside during the backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        product = grads[0] * x
+        grad_scale = defer_weight_grad(ctx.scale, lambda: product.reshape(-1, WIDTH).sum(0))
+        return grads[0] * ctx.scale, grad_scale
+
+
+class Scale(nn.Module):
+    """A layer of a user's that defers its own weight gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Scale.apply(x, self.scale)
+
+
+def hooked(kind: str) -> nn.Module:
+    """A layer whose weight has a hook that doubles (or counts) its gradient."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.calls = []  # type: ignore[assignment]
+    if kind == "hook":
+        layer.weight.register_hook(lambda grad: grad * 2)
+    else:
+        layer.weight.register_post_accumulate_grad_hook(lambda p: layer.calls.append(p.grad.clone()))  # type: ignore[operator,union-attr]
+    return layer
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "linear without bias": lambda: nn.Linear(WIDTH, 7, bias=False),
+    "two layers": lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)),
+    "attention": Attention,
+    "transformer block": lambda: nn.TransformerEncoderLayer(WIDTH, 3, 24, dropout=0.0, batch_first=True),
+    "shared weight": Tied,
+    "shared with an embedding": TiedEmbedding,
+    "frozen weight": lambda: Frozen(weight=False),
+    "frozen bias": lambda: Frozen(bias=False),
+    "frozen layer": lambda: Frozen(weight=False, bias=False),
+    "input that is not contiguous": Turned,
+    "weight with a hook": lambda: hooked("hook"),
+    "parametrized weight": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "layer that defers by itself": Scale,
+    "reentrant checkpointing": lambda: Checkpointed(use_reentrant=True),
+    "checkpointing": lambda: Checkpointed(use_reentrant=False),
+}
+
+
+def fused(module: nn.Module, x: Tensor, grad: Tensor) -> None:
+    module(x).backward(grad)
+
+
+def split(module: nn.Module, x: Tensor, grad: Tensor) -> WeightGradQueue:
+    """F and B; the queue is what W will do."""
+    with intercept_linear():
+        output = module(x)
+    queue = WeightGradQueue()
+    with queue.collecting():
+        output.backward(grad)
+    return queue
+
+
+def results(
+    make: Callable[[], nn.Module], dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], *, decoupled: bool
+) -> dict[str, Tensor | None]:
+    """Gradients of inputs and parameters after one backward for each input shape."""
+    torch.manual_seed(1)
+    module = make().to(dtype)
+    found: dict[str, Tensor | None] = {}
+    queues = []
+    for index, shape in enumerate(shapes):
+        x = torch.randn(shape, dtype=dtype).requires_grad_()
+        with torch.no_grad():
+            grad = torch.randn_like(module(x))
+        if decoupled:
+            queues.append(split(module, x, grad))
+        else:
+            fused(module, x, grad)
+        found[f"input {index}"] = x.grad
+    for queue in queues:
+        queue.flush()
+    return {**found, **{name: p.grad for name, p in module.named_parameters()}}
+
+
+def assert_same_bits(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert actual[name] is None, name
+        else:
+            assert actual[name] is not None, name
+            assert torch.equal(actual[name], value), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_split_backward_gives_the_bits_of_the_fused_one(name: str, dtype: torch.dtype) -> None:
+    # The batch equals the width, so that a gradient of the wrong tensor would have the right shape.
+    shapes = [(WIDTH, 5, WIDTH)]
+    expected = results(MODULES[name], dtype, shapes, decoupled=False)
+    assert_same_bits(results(MODULES[name], dtype, shapes, decoupled=True), expected)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODULES if n not in ("attention", "transformer block", "input that is not contiguous")]
+)
+def test_split_backward_gives_the_bits_of_the_fused_one_for_matrices(name: str) -> None:
+    shapes = [(WIDTH, WIDTH)]
+    expected = results(MODULES[name], torch.float64, shapes, decoupled=False)
+    assert_same_bits(results(MODULES[name], torch.float64, shapes, decoupled=True), expected)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_several_microbatches_add_up_to_the_bits_of_the_fused_backward(name: str) -> None:
+    shapes = [(2, 3, WIDTH), (4, 5, WIDTH), (3, 3, WIDTH)]
+    expected = results(MODULES[name], torch.float32, shapes, decoupled=False)
+    actual = results(MODULES[name], torch.float32, shapes, decoupled=True)
+    if name == "shared with an embedding":  # a part of its gradient comes in B, another in W: the order of sums changes
+        for key, value in expected.items():
+            torch.testing.assert_close(actual[key], value)
+    else:
+        assert_same_bits(actual, expected)
+
+
+def test_bfloat16_gradients_have_the_same_bits() -> None:
+    for name in ("linear", "two layers", "transformer block"):
+        expected = results(MODULES[name], torch.bfloat16, [(4, 6, WIDTH)], decoupled=False)
+        assert_same_bits(results(MODULES[name], torch.bfloat16, [(4, 6, WIDTH)], decoupled=True), expected)
+
+
+def test_autocast_gradients_have_the_same_bits() -> None:
+    def run(*, decoupled: bool) -> dict[str, Tensor | None]:
+        torch.manual_seed(1)
+        module, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+        queue = WeightGradQueue()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if decoupled:
+                with intercept_linear():
+                    output = module(x)
+            else:
+                output = module(x)
+        with queue.collecting():
+            output.float().square().sum().backward()
+        queue.flush()
+        return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+
+    assert_same_bits(run(decoupled=True), run(decoupled=False))
+
+
+def test_a_one_dimensional_input_works() -> None:
+    expected = results(MODULES["two layers"], torch.float64, [(WIDTH,)], decoupled=False)
+    assert_same_bits(results(MODULES["two layers"], torch.float64, [(WIDTH,)], decoupled=True), expected)
+
+
+@pytest.mark.parametrize("kind", ["hook", "post accumulate hook"])
+def test_a_hook_on_a_parameter_sees_its_gradient_in_b(kind: str) -> None:
+    module = hooked(kind)
+    queue = split(module, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    assert len(queue) == 0
+    factor = 2.0 if kind == "hook" else 1.0
+    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 2.0 * factor))  # type: ignore[arg-type]
+    assert len(module.calls) == (kind != "hook")  # type: ignore[arg-type]
+
+
+def test_nothing_is_added_to_a_weight_before_flush() -> None:
+    for name in ("linear", "two layers", "layer that defers by itself"):
+        module = MODULES[name]()
+        queue = split(module, torch.randn(3, WIDTH), torch.randn(3, WIDTH))
+        assert all(p.grad is None for p in module.parameters())
+        assert len(queue) == len(list(module.parameters()))
+        queue.flush()
+        assert all(p.grad is not None for p in module.parameters())
+        assert len(queue) == 0
+
+
+def test_flush_accumulates_in_place() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    buffers = [torch.ones_like(p) for p in module.parameters()]
+    for parameter, buffer in zip(module.parameters(), buffers, strict=True):
+        parameter.grad = buffer
+    split(module, torch.ones(2, WIDTH), torch.ones(2, WIDTH)).flush()
+    assert all(p.grad is buffer for p, buffer in zip(module.parameters(), buffers, strict=True))
+    assert torch.equal(buffers[1], torch.full((WIDTH,), 3.0))
+
+
+def test_outside_a_split_backward_a_deferring_layer_is_an_ordinary_one() -> None:
+    module = Scale()
+    x = torch.randn(3, WIDTH)
+    module(x).sum().backward()
+    assert torch.equal(module.scale.grad, x.sum(0))  # type: ignore[arg-type]
+
+
+def test_queues_of_different_microbatches_are_independent() -> None:
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    first = split(module, torch.ones(1, WIDTH), torch.ones(1, WIDTH))
+    second = split(module, torch.ones(1, WIDTH) * 10, torch.ones(1, WIDTH))
+    second.flush()
+    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 10.0))  # type: ignore[arg-type]
+    first.flush()
+    assert torch.equal(module.weight.grad, torch.full((WIDTH, WIDTH), 11.0))  # type: ignore[arg-type]
+
+
+def test_an_exception_in_b_does_not_leave_the_queue_active() -> None:
+    def failing_backward() -> None:
+        with WeightGradQueue().collecting():
+            raise RuntimeError("in B")
+
+    with pytest.raises(RuntimeError, match="in B"):
+        failing_backward()
+    module = nn.Linear(WIDTH, WIDTH)
+    with intercept_linear():
+        output = module(torch.ones(1, WIDTH))
+    output.sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_without_gradients_nothing_is_intercepted() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    with intercept_linear(), torch.no_grad():
+        assert not module(torch.ones(1, WIDTH)).requires_grad
+
+
+def test_activations_are_held_until_flush_and_released_by_it() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    x, grad = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    input_is, grad_is = weakref.ref(x), weakref.ref(grad)
+    queue = split(module, x, grad)
+    del x, grad
+    gc.collect()
+    assert input_is() is not None
+    queue.flush()
+    gc.collect()
+    assert input_is() is None
+    assert grad_is() is None

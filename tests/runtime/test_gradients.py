@@ -1,0 +1,134 @@
+"""Flat gradient buffers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.runtime.gradients import GradientBuffers
+
+CPU = torch.device("cpu")
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def test_backward_accumulates_into_the_buffer() -> None:
+    module, x = model(), torch.randn(4, 3)
+    module(x).square().sum().backward()
+    expected = [2 * p.grad for p in module.parameters()]  # type: ignore[operator]
+    gradients = GradientBuffers(list(module.parameters()), CPU)
+    gradients.begin(0)
+    for _ in range(2):
+        module(x).square().sum().backward()
+    gradients.check(0)
+    (buffer,) = gradients.of_step(0)
+    for parameter, value in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, value)  # type: ignore[arg-type]
+        assert parameter.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()  # type: ignore[union-attr]
+    assert buffer.sum().item() == pytest.approx(sum(g.sum().item() for g in expected))
+
+
+def test_begin_zeroes_every_gradient() -> None:
+    module = model()
+    gradients = GradientBuffers(list(module.parameters()), CPU)
+    gradients.begin(0)
+    module(torch.randn(4, 3)).sum().backward()
+    gradients.begin(0)
+    assert all(not buffer.any() for buffer in gradients.of_step(0))
+    assert all(not p.grad.any() for p in module.parameters())  # type: ignore[union-attr]
+
+
+def test_views_do_not_overlap() -> None:
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (1, 16, 17, 3)]
+    gradients = GradientBuffers(parameters, CPU)
+    gradients.begin(0)
+    for number, parameter in enumerate(parameters, 1):
+        parameter.grad.fill_(number)  # type: ignore[union-attr]
+    for number, parameter in enumerate(parameters, 1):
+        assert torch.equal(parameter.grad, torch.full_like(parameter, number))  # type: ignore[arg-type]
+    assert gradients.of_step(0)[0].sum().item() == 1 + 2 * 16 + 3 * 17 + 4 * 3
+
+
+def test_the_reduced_gradient_of_a_step_stays_while_the_next_step_accumulates() -> None:
+    """A peer that lost its part of the all-reduce may still adopt it."""
+    module = model()
+    gradients = GradientBuffers(list(module.parameters()), CPU)
+    gradients.begin(4)
+    module(torch.randn(4, 3)).sum().backward()
+    (kept,) = gradients.of_step(4)
+    before = kept.clone()
+    gradients.begin(5)
+    module(torch.randn(4, 3)).sum().backward()
+    gradients.check(5)
+    assert torch.equal(kept, before)
+    assert not torch.equal(gradients.of_step(5)[0], before)
+    gradients.attach(4)
+    assert gradients.squared_norm(4) == pytest.approx(sum(p.grad.square().sum().item() for p in module.parameters()))  # type: ignore[union-attr]
+    gradients.begin(6)
+    assert not kept.any(), "two sets of buffers serve all steps"
+
+
+def test_each_dtype_has_one_buffer() -> None:
+    dtypes = [torch.bfloat16, torch.float64, torch.bfloat16]
+    gradients = GradientBuffers([nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes], CPU)
+    assert [buffer.dtype for buffer in gradients.of_step(0)] == [torch.bfloat16, torch.float64]
+
+
+def test_squared_norm_is_that_of_all_gradients_together() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))]
+    gradients = GradientBuffers(parameters, CPU)
+    gradients.begin(0)
+    for parameter in parameters:
+        parameter.grad.fill_(2.0)  # type: ignore[union-attr]
+    assert gradients.squared_norm(0) == pytest.approx(7 * 4.0)
+    norm = torch.nn.utils.get_total_norm([p.grad.double() for p in parameters])  # type: ignore[union-attr]
+    assert math.sqrt(gradients.squared_norm(0)) == pytest.approx(norm.item())
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    frozen, trained = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(2))
+    gradients = GradientBuffers([frozen, trained], CPU)
+    gradients.begin(0)
+    assert frozen.grad is None
+    assert trained.grad is not None
+    gradients.check(0)
+
+
+def test_attach_brings_the_reduced_gradients_back_after_zero_grad() -> None:
+    module = model()
+    gradients = GradientBuffers(list(module.parameters()), CPU)
+    gradients.begin(0)
+    module(torch.randn(4, 3)).sum().backward()
+    before = [p.grad.clone() for p in module.parameters()]  # type: ignore[union-attr]
+    module.zero_grad(set_to_none=True)
+    gradients.attach(0)
+    gradients.check(0)
+    assert all(torch.equal(p.grad, b) for p, b in zip(module.parameters(), before, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("replacement", ["None", "a tensor"])
+def test_a_gradient_that_left_its_buffer_is_an_error_that_names_the_shape(replacement: str) -> None:
+    module = model()
+    gradients = GradientBuffers(list(module.parameters()), CPU)
+    gradients.begin(0)
+    module[0].weight.grad = None if replacement == "None" else torch.zeros(5, 3)
+    with pytest.raises(UnsupportedFeatureError, match=r"\(5, 3\)"):
+        gradients.check(0)
+
+
+def test_sparse_gradients_are_accumulated_or_refused_but_never_lost() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    gradients = GradientBuffers(list(embedding.parameters()), CPU)
+    gradients.begin(0)
+    embedding(torch.tensor([1, 1, 4])).sum().backward()
+    try:
+        gradients.check(0)
+    except UnsupportedFeatureError:
+        return
+    assert embedding.weight.grad.sum(1).tolist() == [0, 6, 0, 0, 3]  # type: ignore[union-attr]
+    assert gradients.of_step(0)[0].sum().item() == 9

@@ -1,0 +1,84 @@
+"""The announcement of a generation, as it reaches the executor and its communicator."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.resilience import client as client_module
+from lightning_recycle.resilience.connection import MessageConnection
+from lightning_recycle.resilience.messages import Regroup
+from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.gradients import GradientBuffers
+
+
+class Recorder:
+    """In the place of a communicator: remembers which generations were aborted."""
+
+    def __init__(self) -> None:
+        self.aborted: list[int] = []
+        self.called = threading.Event()
+
+    def abort(self, generation: int) -> None:
+        self.aborted.append(generation)
+        self.called.set()
+
+
+class _Ended(BaseException):
+    """In the place of the end of the process."""
+
+
+class ThreadClient(client_module.ControlClient):
+    """A client whose end is the end of its receiver thread, not of the process."""
+
+    def _receive(self) -> None:
+        with contextlib.suppress(_Ended):
+            super()._receive()
+
+    def _exit(self, why: str, code: int) -> NoReturn:
+        raise _Ended(why)
+
+
+class HeldBack(threading.Condition):
+    """Stops the receiver thread after it has told the main thread of an announcement, until that has acted on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        if threading.current_thread().name == "recycle-receive":
+            self.entered.wait(1.0)
+
+
+def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_just_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    monkeypatch.setattr(client_module, "Client", lambda *_, **__: ours)
+    client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)
+    client._changed = held = HeldBack()
+    communicator: Any = Recorder()
+    stage: Any = SimpleNamespace(clear=lambda: None)
+    parameters = [nn.Parameter(torch.zeros(1))]
+    gradients = GradientBuffers(parameters, torch.device("cpu"))
+    Executor(Worker(0, 0), Grid(1, 1, 1), client, communicator, stage, parameters, gradients, lambda data: data)
+
+    coordinator = MessageConnection(theirs)
+    coordinator.send(Regroup(0, (0,)))
+    client.await_announcement(10.0)
+    client.enter_generation()
+    held.entered.set()
+    assert communicator.called.wait(10.0)
+    client.leave()
+    coordinator.close()
+    assert max(communicator.aborted) < client.generation, "the new generation's connections are shut down"

@@ -1,0 +1,304 @@
+"""Stages cut from a model compute what the whole model computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.runtime.stage import Stage
+
+CPU = torch.device("cpu")
+SEED, STEP = 7, 3
+WIDTH = 6
+
+
+class Residual(nn.Module):
+    """Passes a tuple on: the value, a skip connection, and positions (integers) that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), x * 2, torch.arange(x.shape[0])
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+
+    def forward(self, x: Tensor, skip: Tensor, positions: Tensor) -> Tensor:
+        return x + skip * self.embedding(positions)
+
+
+class PassOn(nn.Module):
+    """Hands what it received on, unchanged and used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skip: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x) + skip, skip, positions
+
+
+class Ignore(nn.Module):
+    """Does not use one of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skip: Tensor, positions: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Spectrum(nn.Module):
+    """Hands on a complex tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.linear(x))
+
+
+class Magnitude(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH // 2 + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.abs())
+
+
+def block(*, inplace: bool = False) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=inplace), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+
+
+MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "linear": block,
+    "in-place first layer of a stage": lambda: [
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(inplace=True),
+        nn.Linear(WIDTH, WIDTH),
+    ],
+    "tuples": lambda: [Residual(), PassOn(), Join(), nn.Linear(WIDTH, WIDTH)],
+    "unused input": lambda: [Residual(), Ignore(), nn.Linear(WIDTH, WIDTH)],
+    "first stage without parameters": lambda: [nn.Tanh(), nn.Linear(WIDTH, WIDTH)],
+    "complex": lambda: [Spectrum(), Magnitude()],
+    "batch norm": lambda: [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)],
+    "dropout": lambda: [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)],
+}
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def build(name: str) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [layer.double() for layer in MODELS[name]()]
+
+
+def data(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw() -> Tensor:
+        return torch.randn(5, WIDTH, dtype=torch.float64, generator=generator)
+
+    return [(draw(), draw()) for _ in range(count)]
+
+
+def cut(layers: Sequence[nn.Module], cuts: Sequence[int]) -> list[Stage]:
+    bounds = [0, *cuts, len(layers)]
+    return [
+        Stage(layers[a:b], a, SEED, CPU, loss=mse if b == len(layers) else None) for a, b in itertools.pairwise(bounds)
+    ]
+
+
+def copied(value: Any) -> Any:
+    """As if sent to another process."""
+    if isinstance(value, tuple):
+        return tuple(copied(item) for item in value)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def train_step(
+    layers: list[nn.Module], cuts: Sequence[int], microbatches: int = 2, *, decoupled: bool, reverse: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
+    """One step by hand: losses of the micro-batches, and gradients."""
+    stages = cut(layers, cuts)
+    batches = data(microbatches)
+    losses = [0.0] * microbatches
+    order = list(range(microbatches))
+    for m in reversed(order) if reverse else order:
+        value: Any = batches[m][0]
+        for stage in stages:
+            value = stage.forward(STEP, m, copied(value), decoupled=decoupled)
+        losses[m] = stages[-1].loss(m, value, batches[m][1], microbatches).item()
+    weights_to_do = []
+    for m in order:
+        grads: Any = None
+        for stage in reversed(stages):
+            if decoupled:
+                grads = stage.backward_input(m, copied(grads))
+                weights_to_do.append((stage, m))
+            else:
+                grads = stage.backward(m, copied(grads))
+        assert grads is None, "the first stage has nobody to send gradients to"
+    for stage, m in weights_to_do:
+        stage.backward_weight(m)
+    found = {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    return losses, {name: grad for name, grad in found.items() if grad is not None}
+
+
+def whole_model(layers: list[nn.Module], microbatches: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    """The same with plain autograd."""
+    losses = []
+    for x, y in data(microbatches):
+        value: Any = x
+        for layer in layers:
+            value = layer(*value) if isinstance(value, tuple) else layer(value)
+        loss = mse(value, y)
+        (loss / microbatches).backward()
+        losses.append(loss.item())
+    found = {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    return losses, {name: grad for name, grad in found.items() if grad is not None}
+
+
+def assert_close(
+    actual: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=1e-12)
+    assert actual[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(actual[1][name], grad, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "dropout"])
+def test_stages_cut_anywhere_give_the_gradients_of_the_whole_model(name: str, decoupled: bool) -> None:
+    expected = whole_model(build(name))
+    for place in range(1, len(build(name))):
+        assert_close(train_step(build(name), [place], decoupled=decoupled), expected)
+    assert_close(train_step(build(name), range(1, len(build(name))), decoupled=decoupled), expected)
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+def test_dropout_depends_neither_on_the_cut_nor_on_the_order_of_execution(decoupled: bool) -> None:
+    expected = train_step(build("dropout"), [], decoupled=False)
+    for cuts in ([1], [2], [3], [1, 2, 3]):
+        for reverse in (False, True):
+            torch.manual_seed(cuts[0])  # the state of the process must not matter
+            assert_close(train_step(build("dropout"), cuts, decoupled=decoupled, reverse=reverse), expected)
+
+
+def test_dropout_differs_between_microbatches_steps_layers_and_seeds() -> None:
+    def masks(seed: int, step: int, microbatch: int) -> Tensor:
+        first = Stage([nn.Dropout(0.5), nn.Dropout(0.5)], 0, seed, CPU)
+        second = Stage([nn.Dropout(0.5)], 1, seed, CPU)
+        ones = torch.ones(1, 64)
+        return torch.cat([s.forward(step, microbatch, ones, decoupled=False) for s in (first, second)])  # type: ignore[misc]
+
+    base = masks(1, 2, 3)
+    assert torch.equal(masks(1, 2, 3), base)
+    assert not torch.equal(base[0] != 0, base[1] != 0)
+    for other in (masks(0, 2, 3), masks(1, 3, 3), masks(1, 2, 0)):
+        assert not torch.equal(other, base)
+
+
+def test_forward_leaves_the_generator_of_the_process_alone() -> None:
+    stage = Stage([nn.Dropout(0.5)], 0, SEED, CPU)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    stage.forward(0, 0, torch.ones(4), decoupled=False)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_interleaved_microbatches_do_not_disturb_each_other() -> None:
+    """F0 F1 B1 F2 W1 B0 B2 W2 W0, as a schedule may order them."""
+    expected = train_step(build("linear"), [2], 3, decoupled=False)
+    layers = build("linear")
+    first, last = cut(layers, [2])
+    batches = data(3)
+    losses = [0.0, 0.0, 0.0]
+
+    def forward(m: int) -> None:
+        output = last.forward(STEP, m, copied(first.forward(STEP, m, batches[m][0], decoupled=True)), decoupled=True)
+        losses[m] = last.loss(m, output, batches[m][1], 3).item()
+
+    def backward(m: int) -> None:
+        first.backward_input(m, last.backward_input(m, None))
+
+    def weights(m: int) -> None:
+        last.backward_weight(m)
+        first.backward_weight(m)
+
+    for operation, m in (
+        (forward, 0), (forward, 1), (backward, 1), (forward, 2), (weights, 1), (backward, 0), (backward, 2),
+        (weights, 2), (weights, 0),
+    ):  # fmt: skip
+        operation(m)
+    found = {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    assert_close((losses, found), expected)  # type: ignore[arg-type]
+
+
+def test_after_clear_a_step_can_run_again_with_the_same_result() -> None:
+    layers = build("dropout")
+    first, last = cut(layers, [2])
+    x, y = data(1)[0]
+    results = []
+    for _ in range(2):
+        output = last.forward(STEP, 0, copied(first.forward(STEP, 0, x, decoupled=True)), decoupled=True)
+        results.append(last.loss(0, output, y, 1).item())
+        first.clear()
+        last.clear()
+    assert results[0] == results[1]
+    with pytest.raises(KeyError):
+        first.backward_weight(0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output, target: (output - target) ** 2, r"tensor of shape \(5, 6\).*mean"),
+        (lambda output, target: (output - target).square().mean().item(), r"a float.*scalar tensor"),
+        (lambda output, target: None, "a NoneType"),
+        (lambda output, target: (output.detach() - target).square().mean(), "without a gradient"),
+    ],
+    ids=["not a scalar", "a number", "nothing", "detached"],
+)
+def test_a_loss_that_cannot_be_trained_on_is_an_error_with_a_remedy(loss: Any, message: str) -> None:
+    stage = Stage([nn.Linear(WIDTH, WIDTH).double()], 0, SEED, CPU, loss=loss)
+    x, y = data(1)[0]
+    output = stage.forward(STEP, 0, x, decoupled=True)
+    with pytest.raises(ConfigurationError, match=message):
+        stage.loss(0, output, y, 1)
+
+
+def test_a_loss_of_shape_1_is_a_scalar_too() -> None:
+    stage = Stage([nn.Linear(WIDTH, WIDTH).double()], 0, SEED, CPU, loss=lambda o, t: mse(o, t).reshape(1))
+    x, y = data(1)[0]
+    output = stage.forward(STEP, 0, x, decoupled=False)
+    assert stage.loss(0, output, y, 1).shape == ()
+    assert stage.backward(0, None) is None
+
+
+def test_a_stage_that_ends_in_something_else_than_tensors_is_an_error_that_names_the_layer() -> None:
+    class Dictionary(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"x": x}
+
+    stage = Stage([nn.Identity(), Dictionary()], 4, SEED, CPU)
+    with pytest.raises(ConfigurationError, match=r"Layer 5 \(Dictionary\).*dict"):
+        stage.forward(STEP, 0, torch.ones(2), decoupled=False)

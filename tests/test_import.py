@@ -1,0 +1,147 @@
+"""What an import loads and registers, and the private names of Lightning and torch that the package relies on."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str) -> str:
+    """Runs ``code`` in a new interpreter and returns what it prints."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "lightning_recycle.planning",
+        "lightning_recycle.errors",
+        "lightning_recycle.resilience.membership",
+        "lightning_recycle.resilience.coordinator",
+        "lightning_recycle.resilience.client",
+    ],
+)
+def test_planning_and_control_plane_load_neither_torch_nor_lightning(module: str) -> None:
+    heavy = "{m.split('.')[0] for m in sys.modules} & {'torch', 'lightning', 'numpy', 'torchmetrics'}"
+    assert run(f"import sys, {module}; print({heavy})") == "set()"
+
+
+REGISTERED = "from lightning.pytorch.strategies import StrategyRegistry; print('recycle' in StrategyRegistry)"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning_recycle; import lightning",
+        "import lightning; import lightning_recycle",
+        "import lightning_recycle.planning; import lightning",
+    ],
+)
+def test_recycle_is_registered_in_any_order_of_imports(imports: str) -> None:
+    assert run(f"{imports}; {REGISTERED}") == "True"
+
+
+def test_lightning_alone_does_not_know_the_name() -> None:
+    assert run(f"import lightning; {REGISTERED}") == "False"
+
+
+def test_trainer_accepts_the_name() -> None:
+    code = (
+        "import lightning as L, lightning_recycle\n"
+        "t = L.Trainer(strategy='recycle', accelerator='cpu', devices=2, logger=False, enable_checkpointing=False)\n"
+        "print(type(t.strategy).__name__, t.strategy is not None and t.world_size)"
+    )
+    assert run(code).splitlines()[-1] == "ReCycleStrategy 2"
+
+
+def test_public_names_are_found_and_unknown_ones_are_not() -> None:
+    package = importlib.import_module("lightning_recycle")
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Misspelt'"):
+        _ = package.Misspelt
+
+
+# Where each private name is used is written in the docstring of one module; when it changes, this fails first.
+PRIVATE = {
+    "lightning_recycle.runtime.communicator": [
+        "torch.distributed:ProcessGroupGloo",
+        "torch.distributed:ProcessGroupGloo._Options",
+        "torch.distributed:ProcessGroupGloo.create_device",
+    ],
+    "lightning_recycle.loops": [
+        "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
+        "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
+        "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization",
+        "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization._on_before_zero_grad",
+        "lightning.pytorch.trainer:call._call_lightning_module_hook",
+        "lightning.pytorch:Trainer._results",
+    ],
+    "lightning_recycle.launcher": [
+        "lightning.pytorch.strategies.launchers.launcher:_Launcher",
+        "lightning.pytorch.strategies.launchers.launcher:_Launcher.is_interactive_compatible",
+        "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
+        "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
+        "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
+        "lightning.pytorch.loops.loop:_Loop._load_from_state_dict",
+        "lightning.pytorch.trainer:call._call_callbacks_state_dict",
+        "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("user", "name"), [(user, name) for user, names in PRIVATE.items() for name in names], ids=lambda value: value
+)
+def test_a_private_name_that_the_package_relies_on_exists_and_is_listed_by_its_user(user: str, name: str) -> None:
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    listed = importlib.import_module(user).__doc__ or ""
+    assert any(part in listed for part in path.split(".")), f"{user} uses {name} and does not list it"
+
+
+def test_private_signatures_are_those_that_are_overridden() -> None:
+    from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.trainer import call
+
+    assert list(inspect.signature(_AutomaticOptimization.run).parameters) == [
+        "self", "optimizer", "batch_idx", "kwargs",
+    ]  # fmt: skip
+    assert list(inspect.signature(_TrainingEpochLoop.__init__).parameters) == [
+        "self", "trainer", "min_steps", "max_steps",
+    ]  # fmt: skip
+    assert list(inspect.signature(call._call_lightning_module_hook).parameters)[:2] == ["trainer", "hook_name"]
+
+
+def test_attributes_of_lightnings_loops_are_where_the_package_expects_them() -> None:
+    import lightning as L
+
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False)
+    loop = trainer.fit_loop.epoch_loop
+    assert loop.automatic_optimization.optim_progress.optimizer.step.increment_ready is not None
+    assert loop.automatic_optimization.optim_progress.optimizer.zero_grad.increment_completed is not None
+    assert loop.val_loop is not None
+    assert (loop.min_steps, loop.max_steps) == (None, 1)
+    assert "epoch_loop.state_dict" in trainer.fit_loop.state_dict()
+
+
+def test_attributes_of_torch_parameters_that_tell_of_hooks_exist() -> None:
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.register_hook(lambda grad: grad)
+    assert parameter._backward_hooks
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
