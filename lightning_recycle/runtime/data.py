@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,22 +47,30 @@ class StepHandle:
         return f"StepHandle(epoch={self.epoch}, index={self.index})"
 
 
+_AddressedSample: TypeAlias = tuple[tuple[int, int], Any]
+"""((epoch, dataset index), sample)."""
+
+
 class _Addressed(Dataset[Any]):
     """The user's dataset, with randomness that depends on the sample and the epoch only."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
-    def __getitems__(self, addresses: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], Any]]:
-        """The samples at (epoch, index) ``addresses``, with these; this process's generators stay as they were."""
-        with seeded_everything() as reseed:
-            samples = []
-            for epoch, index in addresses:
-                reseed(derive_seed(self.seed, epoch, index))
-                samples.append(((epoch, index), self.dataset[index]))
-            return samples
+    def read(self, addresses: Sequence[tuple[int, int]], reseed: Callable[[int], None]) -> list[_AddressedSample]:
+        """The samples at (epoch, index) ``addresses``, with these."""
+        samples = []
+        for epoch, index in addresses:
+            reseed(derive_seed(self.seed, epoch, index))
+            samples.append(((epoch, index), self.dataset[index]))
+        return samples
 
-    def __getitem__(self, address: tuple[int, int]) -> tuple[tuple[int, int], Any]:
+    def __getitems__(self, addresses: Sequence[tuple[int, int]]) -> list[_AddressedSample]:
+        """As :meth:`read`, in a DataLoader process."""
+        with seeded_everything() as reseed:
+            return self.read(addresses, reseed)
+
+    def __getitem__(self, address: tuple[int, int]) -> _AddressedSample:
         return self.__getitems__([address])[0]
 
 
@@ -72,11 +80,14 @@ class _Collate:
     def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.collate, self.seed = collate, seed
 
-    def __call__(self, addressed: list[tuple[tuple[int, int], Any]]) -> Any:
+    def collect(self, addressed: list[_AddressedSample], reseed: Callable[[int], None]) -> Any:
         epoch = addressed[0][0][0]
+        reseed(derive_seed(self.seed, epoch, *(index for (_, index), _ in addressed)))
+        return self.collate([sample for _, sample in addressed])
+
+    def __call__(self, addressed: list[_AddressedSample]) -> Any:
         with seeded_everything() as reseed:
-            reseed(derive_seed(self.seed, epoch, *(index for (_, index), _ in addressed)))
-            return self.collate([sample for _, sample in addressed])
+            return self.collect(addressed, reseed)
 
 
 class _WorkerInit:
@@ -166,6 +177,8 @@ class MicrobatchLoader:
         if current != self._current:
             self._previous, self._current = self._current, current
         self._fetched = {k: v for k, v in self._fetched.items() if k[:2] >= current or k[:2] == self._previous}
+        if self._prefetch and self._dataloader.num_workers == 0:
+            self._read([(*current, Microbatch(self._pipeline, m)) for m in range(self.grid.microbatches)])
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         """Returns the collated micro-batch; asking again, as a redone step does, gives the same.
@@ -176,7 +189,7 @@ class MicrobatchLoader:
         if key not in self._fetched:
             own = self._prefetch and microbatch.pipeline == self._pipeline and self._dataloader.num_workers > 0
             if not own or not self._take_prefetched(key):
-                self._fetched[key] = self._collate(self._addressed.__getitems__(self.addresses(*key)))
+                self._read([key])
         return tree_map_only(Tensor, Tensor.clone, self._fetched[key])
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
@@ -193,6 +206,14 @@ class MicrobatchLoader:
         self._fetched.clear()
 
     # ------------------------------------------------------------------ inside
+
+    def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
+        """Reads micro-batches in this process; together, because saving the generators' state costs most of it."""
+        with seeded_everything() as reseed:
+            for key in keys:
+                if key not in self._fetched:
+                    samples = self._addressed.read(self.addresses(*key), reseed)
+                    self._fetched[key] = self._collate.collect(samples, reseed)
 
     def _order(self, epoch: int) -> Sequence[int]:
         """The sampler's order in ``epoch``, the same on every worker and for every grid."""

@@ -185,6 +185,10 @@ class Executor:
         assert self.schedule is not None
         done = step < self.version or self._reduced
         program = self.schedule.program(self.worker)
+        if self.worker.stage == 0:
+            program = fuse_backwards(program)
+        # Where nobody computes weight gradients in an operation of their own, F need not prepare for that.
+        deferred = {op.microbatch for op in program if op.kind is OpKind.BACKWARD_WEIGHT}
         if done:
             program = tuple(op for op in program if op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
         self._stage.clear()
@@ -199,7 +203,7 @@ class Executor:
             for hook in self.before_operation:
                 hook(step, op)
             if op.kind is OpKind.FORWARD:
-                self._forward(step, op)
+                self._forward(step, op, decoupled=op.microbatch in deferred)
                 forwards_left -= 1
                 if self._is_last and not forwards_left:
                     self._client.send(Losses(self._client.rank, step, self._losses))
@@ -233,10 +237,9 @@ class Executor:
             return self.schedule.route(op.stage + 1, _microbatch(op))
         return None
 
-    def _forward(self, step: int, op: Op) -> None:
+    def _forward(self, step: int, op: Op, decoupled: bool) -> None:
         assert self.schedule is not None
         microbatch, index = _microbatch(op), self._index(op)
-        decoupled = self.schedule.problem.technique.decoupled
         inputs = target = None
         if op.stage == 0 or self._is_last:
             data = self._steps[step]
@@ -414,6 +417,23 @@ class _Stopwatch:
             torch.cuda.current_stream().synchronize()
         if exception_type is None:
             self._timings.add(self._kind, time.perf_counter() - self._started)
+
+
+def fuse_backwards(program: Sequence[Op]) -> tuple[Op, ...]:
+    """Replaces a B and the W right after it by their BW: the same but cheaper where nobody waits for B, in stage 0."""
+    fused: list[Op] = []
+    for op in program:
+        last = fused[-1] if fused else None
+        if (
+            op.kind is OpKind.BACKWARD_WEIGHT
+            and last is not None
+            and last.kind is OpKind.BACKWARD_INPUT
+            and last.microbatch == op.microbatch
+        ):
+            fused[-1] = Op(OpKind.BACKWARD, op.stage, op.microbatch)
+        else:
+            fused.append(op)
+    return tuple(fused)
 
 
 def _channel(op: Op) -> Channel:
