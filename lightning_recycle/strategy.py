@@ -133,6 +133,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.gradient_norm = 0.0
         self._context: WorkerContext | None = None
         self._loader: MicrobatchLoader | None = None
+        self._transfers = True
 
     @classmethod
     @override
@@ -269,6 +270,9 @@ class ReCycleStrategy(ParallelStrategy):
             loss=module.loss if is_last else None,
             forward_context=self._forward_context,
         )
+        hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
+        self._transfers = self.root_device.type != "cpu" or any(is_overridden(h, s) for h in hooks for s in sources)
         self.executor = Executor(
             worker,
             grid,
@@ -309,7 +313,9 @@ class ReCycleStrategy(ParallelStrategy):
         module = self.lightning_module
         assert isinstance(module, PipelineModule)
         data = self.precision_plugin.convert_input(data)
-        return module.split_batch(super().batch_to_device(data, self.root_device))
+        if self._transfers:
+            data = super().batch_to_device(data, self.root_device)
+        return module.split_batch(data)
 
     # ------------------------------------------------------------------ a step
 

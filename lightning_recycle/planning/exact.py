@@ -40,7 +40,6 @@ BACKENDS = {
 }
 """Names of the exact planners, and the function that each runs in the solver's process."""
 
-_ROUNDED_VARIABLES = 6_000  # of a model with rounded durations
 _FINE = 100_000  # slots per iteration for a solver whose model does not grow with them
 
 
@@ -135,20 +134,19 @@ class ExactPlanner:
         """The slots to use; None where the model would be too large."""
         schedule = first.schedule
         if self.backend == "cpsat":  # its variables are times: their number does not depend on the slots
-            problem = discretize(schedule, _FINE)
+            problem = discretize(schedule, _FINE, coarse=False)
             return problem if 2 * sum(op.count for op in problem.ops) <= self.max_variables else None
         # The search begins at the lower bound; it does not go on to lengths whose models are too large.
         max_slots, busiest = self.max_variables, max(len(ops) for ops in schedule.workers.values())
         for _ in range(6):
             problem = discretize(schedule, max_slots)
             shortest = _slots(first.lower_bound, problem)
-            most, length = self.max_variables, shortest
-            if not problem.exact:  # shorter slots would gain little; room for lengths above the bound
-                most, length = min(most, _ROUNDED_VARIABLES), math.ceil(1.15 * shortest)
-            # Below two slots for each operation of the busiest worker nothing of the durations is left.
-            if not problem.exact and shortest < 2 * busiest:
+            # With less than half a slot for an operation nothing of the durations is left.
+            if not problem.exact and shortest < 0.5 * busiest:
                 return None
-            shrink = most / max(1, problem.variables(length))
+            # Rounded, the search needs room above the bound.
+            length = shortest if problem.exact else math.ceil(1.15 * shortest)
+            shrink = self.max_variables / max(1, problem.variables(length))
             if shrink >= 1.0:
                 return problem
             max_slots = int(0.9 * shrink * schedule.makespan / problem.slot)

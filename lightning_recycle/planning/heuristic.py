@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.bounds import makespan_lower_bound
+from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.problem import Problem
@@ -64,6 +65,11 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
     """
     if not problem.failed and not problem.worker_factors and not problem.technique.decoupled:
         return one_f_one_b(problem)
+    with collector_paused():
+        return _list_schedule(problem, effort)
+
+
+def _list_schedule(problem: Problem, effort: int) -> Schedule:
     codes = _codes(problem)
     if problem.failed or problem.worker_factors:
         solution = _best(codes, effort)

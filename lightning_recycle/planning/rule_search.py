@@ -13,8 +13,8 @@ Concept: what a list schedule is worth depends on its rule far more than on luck
 First a hill climb over these numbers, then random changes of single stages and micro-batches, keeping what is not
 worse.
 
-Contract: deterministic (a seeded generator); stops when the lower bound is met or the effort is spent; the first rule
-tried is the plain one, "backward, then forward, then weight gradient, oldest first".
+Contract: deterministic (a seeded generator); stops when the lower bound is met or the effort is spent; without effort
+the result is the plain rule's, "backward, then forward, then weight gradient, oldest first".
 
 Must not know: how a play works, the validator. Internal to ``planning``.
 
@@ -68,7 +68,7 @@ def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solut
     Args:
         codes: the problem.
         effort: number of operations to play in total.
-        starts: other orders of all operations that respect dependencies and memory, to be tried after the plain rule.
+        starts: other orders of all operations that respect dependencies and memory, to be tried after the first rule.
     """
     return _Search(codes, effort).run(starts)
 
@@ -81,6 +81,7 @@ class _Search:
         self.goal = lower_bound(problem) * (1 + 1e-9)
         operations = (2 if codes.fused else 3) * grid.stages * grid.global_microbatches
         self.plays_left = max(_FEWEST_PLAYS, effort // operations) if effort else 1
+        self.few = 0 < effort < 10 * operations
         self.fruitless = 0
         self.best: Solution | None = None
         self.ruled: Solution | None = None
@@ -103,14 +104,15 @@ class _Search:
             self.delays += [tuple(time * (1 + delay) for time in arrival) for delay in _DELAYS]
 
     def run(self, starts: Iterable[list[int]]) -> Solution:
-        plain = _Point(0, 0, 0, 0, 0)
-        self._try(self._template(plain))
+        # Where only a few plays are affordable, a delay is the better guess: it nearly always meets the bound.
+        first = _Point(0, 0, 0, 0, min(int(self.few), len(self.delays) - 1))
+        self._try(self._template(first))
         for sequence in starts:
             if not self._finished:
                 self._judge(sequence, self._held(sequence), None)
-        self._climb(plain)
+        self._climb(first)
         current = self.ruled
-        assert current is not None  # the plain rule's
+        assert current is not None  # the first rule's
         while not self._finished:
             assert current.rule is not None
             solution = self._try(self._changed(current.rule))
@@ -178,6 +180,7 @@ class _Search:
         last, stages = len(self.caps) - 1, self.stages
         for start in (
             _Point(0, 0, 0, 0, min(1, len(self.delays) - 1)),
+            _Point(0, 0, 0, 0, 0),
             _Point(min(1, last), 0, 0, stages // 2, 0),
             _Point(0, last, 0, stages, 0),
             _Point(0, 0, min(1, last), 0, 0),

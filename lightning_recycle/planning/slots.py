@@ -13,7 +13,7 @@ place the operations of each micro-batch, only decide *how many* of a group have
 is what makes the model small: the running example has 4 groups instead of 18 micro-batches.
 
 Times are integers, in units of a slot. Where all durations are multiples of a common slot, the orders of operations
-lose nothing: start times are sums of durations. Otherwise durations are rounded to a slot that fits the size limit;
+lose nothing: start times are sums of durations. Otherwise durations are rounded to a longer slot;
 the solver's *order* is then timed again with the real durations, and its bound is not used.
 
 Contract: pure data and arithmetic, deterministic; picklable, for the solver's process.
@@ -156,13 +156,16 @@ def common_slot(durations: Iterable[float]) -> float:
     return float(Fraction(numerator, denominator))
 
 
-def discretize(schedule: Schedule, max_slots: int) -> SlotProblem:
+def discretize(schedule: Schedule, max_slots: int, *, coarse: bool = True) -> SlotProblem:
     """The problem of ``schedule`` in slots, with the routing and the durations that the schedule has.
 
     Args:
         schedule: any valid schedule of the problem, usually the heuristic's.
         max_slots: most slots that its makespan may be divided into; where the common slot of all durations is
             shorter, durations are rounded to a longer one.
+        coarse: round to about one slot for an operation. Measured with F : B : W = 1 : 1.087 : 0.912, the order that
+            HiGHS finds then is within 1.5% of the best known after 1 to 4 s; with two to four slots for an operation
+            it is no better after up to 18 s, or there is none.
     """
     problem, stages = schedule.problem, range(schedule.grid.stages)
     comm = problem.costs.communication
@@ -181,6 +184,8 @@ def discretize(schedule: Schedule, max_slots: int) -> SlotProblem:
     horizon = schedule.makespan
     exact = slot > 0.0 and horizon / slot <= max_slots
     if not exact:
+        if coarse and sum(times) > 0.0:
+            max_slots = max(1, min(max_slots, int(horizon * len(times) / sum(times))))
         slot = _rounding_slot(times, horizon, max_slots)
 
     def slots(duration: float) -> int:

@@ -29,6 +29,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.ops import OpKind, ScheduledOp
 from lightning_recycle.planning.schedule import Schedule
@@ -70,7 +71,8 @@ def validate(schedule: Schedule) -> None:
     Raises:
         InvalidScheduleError: with all violations.
     """
-    violations = tuple(_violations(schedule))
+    with collector_paused():
+        violations = tuple(_violations(schedule))
     if violations:
         raise InvalidScheduleError(violations)
 

@@ -22,14 +22,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
+from lightning_recycle.runtime.program import global_index
 from lightning_recycle.runtime.randomness import derive_seed, seeded_everything
 
-__all__ = ["MicrobatchLoader", "StepHandle", "global_index"]
-
-
-def global_index(grid: Grid, microbatch: Microbatch) -> int:
-    """The micro-batch's index in the global batch, the same on every grid with equal D * M."""
-    return microbatch.index * grid.pipelines + microbatch.pipeline
+__all__ = ["MicrobatchLoader", "StepHandle"]
 
 
 class StepHandle:

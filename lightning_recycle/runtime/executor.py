@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
-from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience.client import ControlClient, Interrupted
 from lightning_recycle.resilience.messages import (
     Activity,
@@ -42,9 +41,10 @@ from lightning_recycle.resilience.messages import (
 )
 from lightning_recycle.resilience.recovery import WorkerStatus
 from lightning_recycle.runtime.communicator import Channel, CommunicationError, Communicator, Incoming
-from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle, global_index
+from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
+from lightning_recycle.runtime.program import Task, worker_program
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
 
@@ -131,7 +131,6 @@ class Executor:
         self.worker = worker
         self.grid = grid
         self.version = 0
-        self.schedule: Schedule | None = None
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.on_generation: Callable[[], None] = lambda: None
         self._client = client
@@ -148,7 +147,8 @@ class Executor:
         self._payload: CommitPayload | None = None
         self._steps: dict[int, _Step] = {}
         self._timings = _Timings()
-        self._incoming: dict[Op, Incoming] = {}
+        self._program: tuple[Task, ...] = ()
+        self._incoming: dict[Task, Incoming] = {}
         self._losses: dict[int, float] = {}
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
@@ -182,95 +182,74 @@ class Executor:
 
     def _run_program(self, step: int) -> None:
         """Runs the program for ``step``; only for the benefit of other stages if this one is done with it."""
-        assert self.schedule is not None
         done = step < self.version or self._reduced
-        program = self.schedule.program(self.worker)
-        if self.worker.stage == 0:
-            program = fuse_backwards(program)
-        # Where nobody computes weight gradients in an operation of their own, F need not prepare for that.
-        deferred = {op.microbatch for op in program if op.kind is OpKind.BACKWARD_WEIGHT}
+        program = self._program
         if done:
-            program = tuple(op for op in program if op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
+            program = tuple(t for t in program if t.op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
         self._stage.clear()
         self._losses = {}
         self._gradients.begin(step + 1 if done else step)  # what is done must not change: the other set is scratch
-        self._post_receives(program)
-        forwards_left = sum(op.kind is OpKind.FORWARD for op in program)
-        for op in program:
+        self._incoming = {
+            task: self._communicator.post_receive(_channel(task.op), task.source, task.index)
+            for task in program
+            if task.source is not None
+        }
+        forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
+        for task in program:
             if self._client.interrupted:
                 raise Interrupted
-            self._client.activity = Activity(step, str(op), "", time.monotonic())
+            self._client.activity = Activity(step, task.label, "", time.monotonic())
             for hook in self.before_operation:
-                hook(step, op)
-            if op.kind is OpKind.FORWARD:
-                self._forward(step, op, decoupled=op.microbatch in deferred)
+                hook(step, task.op)
+            kind = task.op.kind
+            if kind is OpKind.FORWARD:
+                self._forward(step, task)
                 forwards_left -= 1
                 if self._is_last and not forwards_left:
                     self._client.send(Losses(self._client.rank, step, self._losses))
-            elif op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
-                self._backward(op)
-            elif op.kind is OpKind.BACKWARD_WEIGHT:
-                with self._timed(op):
-                    self._stage.backward_weight(self._index(op))
-            elif op.kind is OpKind.REDUCE:
-                self._reduce(step, op)
-            elif op.kind is OpKind.STEP and step == self.version:
+            elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
+                self._backward(task)
+            elif kind is OpKind.BACKWARD_WEIGHT:
+                with self._timed(kind):
+                    self._stage.backward_weight(task.index)
+            elif kind is OpKind.REDUCE:
+                self._reduce(step)
+            elif kind is OpKind.STEP and step == self.version:
                 self._commit_and_apply()
         self._communicator.flush()
 
-    def _post_receives(self, program: Sequence[Op]) -> None:
-        """Posts every receive of the step, in the order in which the program needs them."""
-        self._incoming = {}
-        for op in program:
-            source = self._input_source(op)
-            if source is not None:
-                self._incoming[op] = self._communicator.post_receive(
-                    _channel(op), self.grid.rank(source), self._index(op)
-                )
-
-    def _input_source(self, op: Op) -> Worker | None:
-        """The worker whose output ``op`` needs, if it is another one."""
-        assert self.schedule is not None
-        if op.kind is OpKind.FORWARD and op.stage > 0:
-            return self.schedule.route(op.stage - 1, _microbatch(op))
-        if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT) and not self._is_last:
-            return self.schedule.route(op.stage + 1, _microbatch(op))
-        return None
-
-    def _forward(self, step: int, op: Op, decoupled: bool) -> None:
-        assert self.schedule is not None
-        microbatch, index = _microbatch(op), self._index(op)
+    def _forward(self, step: int, task: Task) -> None:
         inputs = target = None
-        if op.stage == 0 or self._is_last:
+        if task.op.stage == 0 or self._is_last:
+            assert task.op.microbatch is not None
             data = self._steps[step]
-            inputs, target = self._split(data.loader.fetch(data.handle, microbatch))
-        if op.stage > 0:
-            inputs = self._receive(op)
-        with self._profiled(step), self._timed(op):
-            output = self._stage.forward(step, index, inputs, decoupled=decoupled)
+            inputs, target = self._split(data.loader.fetch(data.handle, task.op.microbatch))
+        if task.source is not None:
+            inputs = self._receive(task)
+        with self._profiled(step), self._timed(OpKind.FORWARD):
+            output = self._stage.forward(step, task.index, inputs, decoupled=task.decoupled)
             if self._is_last:
-                self._losses[index] = float(self._stage.loss(index, output, target, self.grid.global_microbatches))
-        if not self._is_last:
-            destination = self.schedule.route(op.stage + 1, microbatch)
+                loss = self._stage.loss(task.index, output, target, self.grid.global_microbatches)
+                self._losses[task.index] = float(loss)
+        if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
-            self._communicator.send(_channel(op), output, self.grid.rank(destination), index)
+            self._communicator.send(_channel(task.op), output, task.destination, task.index)
 
-    def _backward(self, op: Op) -> None:
-        assert self.schedule is not None
-        grads = None if self._is_last else self._receive(op)
-        with self._timed(op):
-            if op.kind is OpKind.BACKWARD:
-                input_grads = self._stage.backward(self._index(op), grads)
+    def _backward(self, task: Task) -> None:
+        grads = None if task.source is None else self._receive(task)
+        kind = task.op.kind
+        with self._timed(kind):
+            if kind is OpKind.BACKWARD:
+                input_grads = self._stage.backward(task.index, grads)
             else:
-                input_grads = self._stage.backward_input(self._index(op), grads)
-        if input_grads is not None:
-            destination = self.schedule.route(op.stage - 1, _microbatch(op))
-            self._communicator.send(_channel(op), input_grads, self.grid.rank(destination), self._index(op))
+                input_grads = self._stage.backward_input(task.index, grads)
+        if task.destination is not None and input_grads is not None:
+            self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
 
-    def _reduce(self, step: int, op: Op) -> None:
+    def _reduce(self, step: int) -> None:
         self._gradients.check(step)
-        with self._timed(op):
+        with self._timed(OpKind.REDUCE):
             for buffer in self._gradients.of_step(step):
                 self._communicator.all_reduce(buffer)
         squared_norm = self._gradients.squared_norm(step) if self._needs_norm else math.nan
@@ -321,7 +300,7 @@ class Executor:
                 resume = self._client.report(report)
                 stage_roster = [r for r in resume.roster if self.grid.worker(r).stage == self.worker.stage]
                 self._communicator.configure(resume.generation, resume.roster, stage_roster)
-                self.schedule = resume.schedule
+                self._program = worker_program(resume.schedule, self.worker)
                 self._client.send(Connected(self._client.rank, resume.generation))
                 self.on_generation()
                 if self._profiler is not None and resume.generation == 0:
@@ -390,19 +369,16 @@ class Executor:
 
     # ------------------------------------------------------------------ small things
 
-    def _receive(self, op: Op) -> Any:
+    def _receive(self, task: Task) -> Any:
         activity = self._client.activity
-        source = self._input_source(op)
-        self._client.activity = Activity(activity.step, activity.operation, f"worker {source}", time.monotonic())
-        value = self._communicator.receive(self._incoming[op])
+        waiting_for = f"worker {self.grid.worker(task.source)}" if task.source is not None else ""
+        self._client.activity = Activity(activity.step, activity.operation, waiting_for, time.monotonic())
+        value = self._communicator.receive(self._incoming[task])
         self._client.activity = activity
         return value
 
-    def _index(self, op: Op) -> int:
-        return global_index(self.grid, _microbatch(op))
-
-    def _timed(self, op: Op) -> _Stopwatch:
-        return _Stopwatch(self._timings, op.kind, self._communicator.device)
+    def _timed(self, kind: OpKind) -> _Stopwatch:
+        return _Stopwatch(self._timings, kind, self._communicator.device)
 
 
 class _Stopwatch:
@@ -419,27 +395,5 @@ class _Stopwatch:
             self._timings.add(self._kind, time.perf_counter() - self._started)
 
 
-def fuse_backwards(program: Sequence[Op]) -> tuple[Op, ...]:
-    """Replaces a B and the W right after it by their BW: the same but cheaper where nobody waits for B, in stage 0."""
-    fused: list[Op] = []
-    for op in program:
-        last = fused[-1] if fused else None
-        if (
-            op.kind is OpKind.BACKWARD_WEIGHT
-            and last is not None
-            and last.kind is OpKind.BACKWARD_INPUT
-            and last.microbatch == op.microbatch
-        ):
-            fused[-1] = Op(OpKind.BACKWARD, op.stage, op.microbatch)
-        else:
-            fused.append(op)
-    return tuple(fused)
-
-
 def _channel(op: Op) -> Channel:
     return Channel.ACTIVATIONS if op.kind is OpKind.FORWARD else Channel.GRADIENTS
-
-
-def _microbatch(op: Op) -> Microbatch:
-    assert op.microbatch is not None
-    return op.microbatch

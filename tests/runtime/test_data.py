@@ -22,7 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
-from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle, check_dataloader, global_index
+from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle, check_dataloader
+from lightning_recycle.runtime.program import global_index
 
 SEED = 11
 

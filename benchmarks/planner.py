@@ -1,0 +1,222 @@
+"""How fast and how good plans are: large grids, the paper's models, and every solver on the running example.
+
+    .venv/bin/python benchmarks/planner.py              # large grids and the paper's models, a few minutes
+    .venv/bin/python benchmarks/planner.py --solvers    # the table of the running example with each installed solver
+    .venv/bin/python benchmarks/planner.py --quick      # the paper's models only
+
+Every plan is made in a process of its own, on one core, which also reports its peak memory; the time is that of
+``solve``, validation included. The gap is to the proven lower bound: the optimum is at most that
+far away.
+
+For the solvers' table the heuristic's plan, which is optimal nearly everywhere there, is replaced by the worst schedule
+that a machine can run: one micro-batch at a time. So the solver has to find the optimum itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_recycle.commands.report import baselines
+from lightning_recycle.planning import (
+    Costs,
+    ExactPlanner,
+    Grid,
+    PlanResult,
+    Problem,
+    Schedule,
+    Technique,
+    Worker,
+    normalized_problem,
+    solve,
+    validate,
+)
+from lightning_recycle.planning.routing import reroute
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
+
+console = Console(width=120)
+
+# Pipelines x stages x micro-batches, share of failed workers. The paper plans 1,536 GPUs in "under an hour".
+LARGE = ((Grid(24, 64, 128), 0.05), (Grid(32, 64, 128), 0.25))
+# The paper's three models on 32 workers, stages x pipelines 2 x 16, 4 x 8, 8 x 4, with at least 4 S micro-batches per
+# pipeline.
+PAPER = (("GPT-3 Medium", Grid(16, 2, 16)), ("GPT-3 3.35B", Grid(8, 4, 16)), ("GPT-3 6.7B", Grid(4, 8, 32)))
+SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
+
+EXAMPLE = Grid(3, 4, 6)
+TECHNIQUES = {
+    "coupled": Technique(decoupled=False, staggered=False),
+    "decoupled": Technique(decoupled=True, staggered=False),
+    "staggered": Technique(decoupled=True, staggered=True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--solvers", action="store_true", help="the running example with each installed solver")
+    parser.add_argument("--quick", action="store_true", help="without the large grids")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for a solver (default: 300)")
+    parser.add_argument("--backends", default="cbc,highs,gurobi,cpsat", help="for --solvers")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        run_case(json.loads(arguments.case))
+        return
+    console.print(f"Python {platform.python_version()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}")
+    if arguments.solvers:
+        for backend in arguments.backends.split(","):
+            console.print(solver_table(backend, arguments.time_limit))
+        return
+    console.print(paper_table())
+    if not arguments.quick:
+        console.print(large_table())
+
+
+def large_table() -> Table:
+    table = plan_table("Large grids, equal costs, heuristic, one core")
+    for grid, share in LARGE:
+        for limit in (None, 2 * grid.stages - 1):
+            add_row(table, "", grid, share, limit)
+    return table
+
+
+def paper_table() -> Table:
+    table = plan_table("The paper's models, F : B : W = 1 : 1.1 : 0.9, communication 0.1, heuristic, one core")
+    for name, grid in PAPER:
+        for share in SHARES:
+            for limit in (None, 2 * grid.stages - 1):
+                add_row(table, name, grid, share, limit, unequal=True)
+    return table
+
+
+def plan_table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("model", "grid", "failed", "limit"):
+        table.add_column(name, no_wrap=True)
+    for name in ("seconds", "cpu", "period", "bound", "gap", "/1F1B", "/ZB", "in flight", "MB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def add_row(table: Table, name: str, grid: Grid, share: float, limit: int | None, unequal: bool = False) -> None:
+    case = {
+        "grid": [grid.pipelines, grid.stages, grid.microbatches],
+        "failures": round(share * grid.num_workers),
+        "limit": limit,
+        "unequal": unequal,
+    }
+    command = [sys.executable, str(Path(__file__).resolve()), "--case", json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        console.print(f"{grid}, {share:.0%} failed: {done.stderr.strip().splitlines()[-1]}")
+        return
+    found = json.loads(done.stdout)
+    table.add_row(
+        name,
+        str(grid),
+        f"{case['failures']} ({share:.0%})",
+        "none" if limit is None else str(limit),
+        f"{found['seconds']:.2f}",
+        f"{found['cpu']:.2f}",
+        f"{found['period']:.1f}",
+        f"{found['bound']:.1f}",
+        f"{100 * found['gap']:.2f}%",
+        f"{found['usual'] / found['period']:.3f}",
+        f"{found['zero_bubble'] / found['period']:.3f}",
+        str(found["peak"]),
+        f"{found['megabytes']:.0f}",
+    )
+
+
+def run_case(case: dict[str, object]) -> None:
+    """In a process of its own: plan and print the numbers as JSON."""
+    grid = Grid(*case["grid"])  # type: ignore[misc]
+    costs = Costs.uniform(grid.stages)
+    if case["unequal"]:
+        costs = Costs.uniform(grid.stages, 1.0, 1.1, 0.9, communication=0.1)
+    limit = None if case["limit"] is None else (case["limit"],) * grid.stages
+    problem = normalized_problem(Problem(grid, costs, in_flight_limit=limit), case["failures"])  # type: ignore[arg-type]
+    started, before = time.perf_counter(), time.process_time()
+    result = solve(problem)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - before
+    megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    usual, zero_bubble = baselines(problem)
+    schedule = result.schedule
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "cpu": cpu,
+                "period": schedule.period,
+                "bound": result.lower_bound,
+                "gap": result.gap,
+                "usual": usual,
+                "zero_bubble": zero_bubble,
+                "peak": max(map(schedule.peak_in_flight, schedule.live_workers)),
+                "megabytes": megabytes,
+            }
+        )
+    )
+
+
+def solver_table(backend: str, time_limit: float) -> Table:
+    """The table of design.md, section 12, from the worst start."""
+    title = f"Running example, {backend} alone: period (? not proven), seconds/processor seconds"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("technique, limit", no_wrap=True)
+    for stage in ("no failure", "stage 0", "stage 1", "stage 2", "stage 3"):
+        table.add_column(stage, no_wrap=True)
+    for limit in (None, 4):
+        for name, technique in TECHNIQUES.items():
+            cells = []
+            for stage in (None, 0, 1, 2, 3):
+                failed = frozenset() if stage is None else frozenset({Worker(1, stage)})
+                limits = None if limit is None else (limit,) * EXAMPLE.stages
+                problem = Problem(EXAMPLE, Costs.uniform(EXAMPLE.stages), failed, technique, limits)
+                cells.append(cell(backend, time_limit, problem))
+                if "not available" in cells[-1]:
+                    return Table(title=f"{backend}: not installed", title_justify="left")
+            table.add_row(f"{name}, {limit or 'none'}", *cells)
+    return table
+
+
+def cell(backend: str, time_limit: float, problem: Problem) -> str:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result: PlanResult = ExactPlanner(backend, time_limit=time_limit).improve(one_at_a_time(problem))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    validate(result.schedule)
+    if result.warning is not None:
+        console.print(result.warning, markup=False)
+        if "not available" in result.warning:
+            return "not available"
+    mark = "" if result.status == "optimal" else "?"
+    return f"{result.schedule.period:g}{mark} {result.seconds:.1f}/{cpu:.1f}"
+
+
+def one_at_a_time(problem: Problem) -> Schedule:
+    """Each micro-batch when the one before is through: feasible under any memory limit."""
+    codes = Codes(problem, reroute(problem.grid, problem.failed), fused=not problem.technique.decoupled)
+    stages = range(problem.grid.stages)
+    sequence = []
+    for number in range(codes.n):
+        sequence += [codes.code(FORWARD, stage, number) for stage in stages]
+        sequence += [codes.code(BACKWARD, stage, number) for stage in reversed(stages)]
+        if problem.technique.decoupled:
+            sequence += [codes.code(WEIGHT, stage, number) for stage in stages]
+    schedule = assemble(codes, sequence, best_timing(codes, sequence))
+    return replace(schedule, problem=problem)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""From a schedule to what one worker does: its operations with the messages they need. A pass over data, no torch.
+
+The schedule says who runs what in which order. From that follows whom an operation receives its input from and whom it
+sends its output to, so messages are not operations of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.schedule import Schedule
+
+__all__ = ["Task", "fuse_backwards", "global_index", "worker_program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An operation with everything that the executor needs to know about it.
+
+    Args:
+        op: the operation.
+        label: its name, for people.
+        index: the micro-batch's index in the global batch; -1 for REDUCE and STEP.
+        source: rank of the worker whose message it waits for; None if it waits for none.
+        destination: rank of the worker that gets its output; None if nobody does.
+        decoupled: for F, whether the micro-batch's weight gradients are computed in a W of their own.
+    """
+
+    op: Op
+    label: str
+    index: int = -1
+    source: int | None = None
+    destination: int | None = None
+    decoupled: bool = False
+
+
+def global_index(grid: Grid, microbatch: Microbatch) -> int:
+    """The micro-batch's index in the global batch, the same on every grid with equal D * M."""
+    return microbatch.index * grid.pipelines + microbatch.pipeline
+
+
+def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
+    """The tasks of ``worker`` for one step, in order."""
+    grid = schedule.grid
+    program = schedule.program(worker)
+    if worker.stage == 0:
+        program = fuse_backwards(program)
+    deferred = {op.microbatch for op in program if op.kind is OpKind.BACKWARD_WEIGHT}
+    tasks: list[Task] = []
+    for op in program:
+        if op.microbatch is None:
+            tasks.append(Task(op, str(op)))
+            continue
+        before, after = (
+            grid.rank(schedule.route(stage, op.microbatch)) if 0 <= stage < grid.stages else None
+            for stage in (op.stage - 1, op.stage + 1)
+        )
+        if op.kind is OpKind.FORWARD:
+            source, destination = before, after
+        elif op.kind is OpKind.BACKWARD_WEIGHT:
+            source, destination = None, None
+        else:
+            source, destination = after, before
+        index = global_index(grid, op.microbatch)
+        tasks.append(Task(op, str(op), index, source, destination, decoupled=op.microbatch in deferred))
+    return tuple(tasks)
+
+
+def fuse_backwards(program: Sequence[Op]) -> tuple[Op, ...]:
+    """Replaces a B and the W right after it by their BW: the same but cheaper where nobody waits for B, in stage 0."""
+    fused: list[Op] = []
+    for op in program:
+        last = fused[-1] if fused else None
+        if (
+            op.kind is OpKind.BACKWARD_WEIGHT
+            and last is not None
+            and last.kind is OpKind.BACKWARD_INPUT
+            and last.microbatch == op.microbatch
+        ):
+            fused[-1] = Op(OpKind.BACKWARD, op.stage, op.microbatch)
+        else:
+            fused.append(op)
+    return tuple(fused)
