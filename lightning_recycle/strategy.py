@@ -8,6 +8,7 @@ transparent to failures; there is no torch process group that they could use.
 from __future__ import annotations
 
 import csv
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -443,6 +444,13 @@ class ReCycleStrategy(ParallelStrategy):
             delivered = self._gather(RESULT, part)
             if {self.grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(self.grid.stages)):
                 return
+
+    @override
+    def on_train_start(self) -> None:
+        # What exists by now lives as long as the process: a full garbage collection in the middle of a step need not
+        # walk through it.
+        gc.collect()
+        gc.freeze()
 
     @override
     def on_train_end(self) -> None:

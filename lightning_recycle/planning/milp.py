@@ -23,9 +23,10 @@ Constraints
 Objective
     the smallest T; for one T there is none.
 
-Measured on the running example (HiGHS, one core): every entry of the table in docs/planner.md is solved to proven
-optimality in at most 5 s. A model with one binary for each operation of each micro-batch and slot has 5,293 columns
-instead of 984 and takes 42 s for the decoupled plan of 29 slots, which this one finds in 2 s.
+Measured on the running example (benchmarks/planner.py --solvers, HiGHS, one core): from the worst of all plans, the
+optimum of every entry is found and proven in at most 3 s of processor time, one in 11 s. A model with one binary for
+each operation of each micro-batch and slot has 5,293 columns instead of 984 and takes 42 s for the decoupled plan of
+29 slots, which this one finds in 2 s.
 
 Contract: runs in the solver's process (:mod:`solver_process`); reports bounds and solutions as it finds them, so that
 a time limit loses nothing.

@@ -11,7 +11,11 @@ import pickle
 import socket
 import struct
 import threading
-from multiprocessing.connection import Connection
+from multiprocessing.connection import (
+    Connection,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any
 
 __all__ = ["MessageConnection"]
@@ -36,6 +40,15 @@ class MessageConnection:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+    def authenticate(self, key: bytes) -> None:
+        """The server's side of the handshake of ``multiprocessing.connection.Client``.
+
+        Raises:
+            AuthenticationError, EOFError, OSError: if the other side does not know the key, or does not speak it.
+        """
+        deliver_challenge(self._connection, key)
+        answer_challenge(self._connection, key)
 
     def fileno(self) -> int:
         return self._connection.fileno()

@@ -12,13 +12,14 @@ import logging
 import os
 import queue
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from lightning_recycle.planning.grid import Grid
@@ -123,9 +124,10 @@ class Coordinator:
         self._on_profile = on_profile
         self._profiled: dict[int, Profiled] = {}
         self._steps_in_generation = 0
-        self._listener = Listener((host, 0), backlog=max(16, grid.num_workers), authkey=self.authkey)
+        self._listener = socket.create_server((host, 0), backlog=max(16, grid.num_workers))
         self._accepted: queue.SimpleQueue[MessageConnection] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe()
+        self._wake_lock = threading.Lock()
         self._state = membership.initial_state(grid)
         self._connections: dict[int, MessageConnection] = {}
         self._selector = selectors.DefaultSelector()
@@ -148,7 +150,7 @@ class Coordinator:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._listener.address
+        host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     @property
@@ -169,15 +171,18 @@ class Coordinator:
 
     def close(self) -> None:
         """Ends the service and closes every connection."""
-        self._closing = True
-        os.write(self._wake_writer, b"x")
+        with self._wake_lock:
+            self._closing = True
+            os.write(self._wake_writer, b"x")
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         self._planner.close()
         self._retime_newest()
-        with contextlib.suppress(OSError):  # the acceptor may be blocked in accept: a connection wakes it
-            self._listener._listener._socket.shutdown(2)  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):  # not connected, says the system, and ends the accept all the same
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        if self._acceptor.is_alive():
+            self._acceptor.join(timeout=5.0)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, MessageConnection):
                 key.fileobj.close()
@@ -190,14 +195,29 @@ class Coordinator:
     def _accept(self) -> None:
         while not self._closing:
             try:
-                connection = self._listener.accept()
-            except (AuthenticationError, EOFError, ConnectionError) as error:
-                log.warning("The coordinator refused a connection: %s", error)
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing:
+                    log.warning("The coordinator could not accept a connection: %s", error)
+                    time.sleep(_TICK)
                 continue
-            except OSError:
-                return  # the listener was closed
-            assert isinstance(connection, Connection)
-            self._accepted.put(MessageConnection(connection))
+            threading.Thread(target=self._welcome, args=(sock,), name="recycle-welcome", daemon=True).start()
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Lets in whoever knows the key; in a thread of its own, for a stranger may say nothing."""
+        connection = MessageConnection(Connection(sock.detach()))
+        connection.set_timeout(self.options.heartbeat_timeout)
+        try:
+            connection.authenticate(self.authkey)
+        except (AuthenticationError, EOFError, OSError) as error:
+            log.warning("The coordinator refused a connection: %s", error)
+            connection.close()
+            return
+        with self._wake_lock:
+            if self._closing:
+                connection.close()
+                return
+            self._accepted.put(connection)
             os.write(self._wake_writer, b"x")
 
     def _serve(self) -> None:
@@ -225,7 +245,6 @@ class Coordinator:
         os.read(self._wake_reader, 4096)
         while not self._accepted.empty():
             stranger = self._accepted.get()
-            stranger.set_timeout(self.options.heartbeat_timeout)
             self._selector.register(stranger, selectors.EVENT_READ, partial(self._on_stranger, stranger))
 
     def _on_stranger(self, connection: MessageConnection) -> None:
@@ -240,7 +259,11 @@ class Coordinator:
             log.warning("Refused a connection that began with %r", hello)
             connection.close()
             return
+        if self._state.outcome is not None:
+            with contextlib.suppress(OSError):  # it went away by itself
+                connection.send(Stop(type(self._state.outcome).__name__))
         self._connections[hello.rank] = connection
+        self._last_heard[hello.rank] = time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ, partial(self._on_readable, hello.rank))
         self._handle(Joined(hello.rank))
 

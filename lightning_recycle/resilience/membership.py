@@ -286,13 +286,14 @@ def _lose(state: MembershipState, event: Lost) -> tuple[MembershipState, tuple[C
         commands.append(Record("stage_lost", state.version, None, {"stage": stage}))
         state, stop = _stop(state, StageLost(stage, causes))
         return state, (*commands, *stop)
-    state, begin = _begin_generation(state) if state.generation >= 0 else _begin_if_complete(state)
-    commands.extend(begin)
     state, steps = _advance(state)
     commands.extend(steps)
     for number in sorted(state.collectives):
         state, answer = _answer_if_complete(state, number)
         commands.extend(answer)
+    if state.outcome is None:  # the loss may just have completed the results
+        state, begin = _begin_generation(state) if state.generation >= 0 else _begin_if_complete(state)
+        commands.extend(begin)
     return state, tuple(commands)
 
 
@@ -329,7 +330,8 @@ def _report(state: MembershipState, event: Report) -> tuple[MembershipState, tup
             commits.setdefault(report.status.stage, report.commit)
     if state.answered[0] == decision.version - 1:
         commits.update(state.answered[1])
-    state = replace(state, regrouping=False)
+    answered = (decision.version - 1, commits) if commits else state.answered
+    state = replace(state, regrouping=False, answered=answered)  # who applies it need not bring it again
     return state, (
         Send(state.roster, Resume(state.generation, state.roster, decision, None, commits)),
         Record("resumed", decision.version, None, {"roster": state.roster, "ahead": tuple(sorted(decision.ahead))}),

@@ -26,39 +26,27 @@ import contextlib
 import os
 import socket
 import stat
-import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp
 
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS, Layout, Value
 
 __all__ = ["Channel", "CommunicationError", "Communicator", "Incoming"]
 
-Value = Tensor | tuple[Tensor | None, ...]
-"""What flows between stages: a tensor, or a tuple of tensors; in gradients an item may be None."""
-
 _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
 _PACKED_BYTES = 4 * 1024 * 1024  # above, copying into one message costs more than a second message
-_ALIGNMENT = 64
-_MAX_TENSORS = 31
 _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
-_DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_NONE = -1
-_HEADER = struct.Struct("=128q")
-_HEADER_BYTES = _HEADER.size
 
 
 class Rendezvous(Protocol):
@@ -99,14 +87,45 @@ class CommunicationError(ReCycleError):
     """A message could not be exchanged: a peer is gone, or the generation was aborted."""
 
 
-@dataclass
+_Key: TypeAlias = tuple[Channel, int, int]
+"""(channel, rank of the peer, tag)."""
+
+
+class _Outbox:
+    """The message that carries a layout, prepared: with steady shapes only the tensors have to be copied into it."""
+
+    def __init__(self, layout: Layout, packed: bool) -> None:
+        self.layout, self.packed = layout, packed
+        self.message = torch.empty(layout.packed_bytes if packed else HEADER_BYTES, dtype=torch.uint8)
+        self.message.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(packed), dtype=np.uint8)
+        self.views = layout.views(self.message) if packed else []
+
+
+class _Inbox:
+    """The buffer that is posted for a tag, and what its last message said."""
+
+    def __init__(self, capacity: int) -> None:
+        self.message = torch.empty(capacity, dtype=torch.uint8)
+        self._bytes = self.message.numpy()
+        self._header = b""
+        self.layout: Layout | None = None
+        self.packed = False
+        self.views: list[Tensor | None] = []
+
+    def read_header(self) -> None:
+        header = self._bytes[:HEADER_BYTES].tobytes()
+        if header != self._header:
+            self._header = header
+            self.layout, self.packed = Layout.parse(header)
+            self.views = self.layout.views(self.message) if self.packed else []
+
+
+@dataclass(frozen=True, eq=False)
 class Incoming:
     """A receive that is posted."""
 
-    channel: Channel
-    source: int
-    tag: int
-    buffer: Tensor
+    key: _Key
+    inbox: _Inbox
     work: Any
 
 
@@ -141,8 +160,8 @@ class Communicator:
         self._group_rank: dict[int, int] = {}
         self._stage_rank: dict[int, int] = {}
         self._sending: list[tuple[Any, Tensor]] = []
-        self._buffers: dict[tuple[Channel, int, int], Tensor] = {}
-        self._capacities: dict[tuple[Channel, int, int], int] = {}
+        self._inboxes: dict[_Key, _Inbox] = {}
+        self._outboxes: dict[_Key, _Outbox] = {}
 
     # ------------------------------------------------------------------ life cycle
 
@@ -200,8 +219,8 @@ class Communicator:
             self._shutdown_sockets()
             self._sockets = {}
         self._sending.clear()
-        self._buffers.clear()
-        self._capacities.clear()
+        self._inboxes.clear()
+        self._outboxes.clear()
         self._groups.clear()
         self._stage = None
 
@@ -221,101 +240,61 @@ class Communicator:
         The buffer of (channel, source, tag) is used again: what was received into it must not be needed any more.
         """
         key = (channel, source, tag)
-        capacity = self._capacities.get(key, _SMALL_BYTES)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.nbytes != capacity:
-            buffer = self._buffers[key] = torch.empty(capacity, dtype=torch.uint8)
-        group = self._groups[channel]
+        inbox = self._inboxes.get(key)
+        if inbox is None:
+            inbox = self._inboxes[key] = _Inbox(_SMALL_BYTES)
+        elif inbox.layout is not None and inbox.message.nbytes != _capacity(inbox.layout):
+            inbox = self._inboxes[key] = _Inbox(_capacity(inbox.layout))
         with self._translated():
-            work = group.recv([buffer], self._group_rank[source], tag * (_MAX_TENSORS + 1))
-        return Incoming(channel, source, tag, buffer, work)
+            work = self._groups[channel].recv([inbox.message], self._group_rank[source], tag * (MAX_TENSORS + 1))
+        return Incoming(key, inbox, work)
 
     def receive(self, incoming: Incoming) -> Value:
         """Waits for a posted value. It may share memory with the posted buffer: see :meth:`post_receive`."""
+        inbox = incoming.inbox
         with self._translated():
             incoming.work.wait()
-            header = _HEADER.unpack_from(incoming.buffer.numpy())  # type: ignore[arg-type]
-            is_tuple, count, inline = bool(header[0]), header[1], bool(header[2])
-            cursor, offset = 3, _HEADER_BYTES
-            tensors: list[Tensor | None] = []
-            pending: list[Any] = []
-            for part in range(count):
-                code, dims = header[cursor], header[cursor + 1]
-                shape = header[cursor + 2 : cursor + 2 + dims]
-                cursor += 2 + dims
-                if code == _NONE:
-                    tensors.append(None)
-                    continue
-                dtype = _DTYPES[code]
-                if inline:
-                    size = _num_bytes(shape, dtype)
-                    tensor = incoming.buffer[offset : offset + size].view(dtype).view(shape)
-                    offset += _aligned(size)
-                else:
-                    tensor = torch.empty(shape, dtype=dtype)
-                    tag = incoming.tag * (_MAX_TENSORS + 1) + 1 + part
-                    group = self._groups[incoming.channel]
-                    pending.append(group.recv([tensor], self._group_rank[incoming.source], tag))
-                tensors.append(tensor)
-            for work in pending:
-                work.wait()
-        self._learn((incoming.channel, incoming.source, incoming.tag), tensors)
+            inbox.read_header()
+            assert inbox.layout is not None
+            if inbox.packed:
+                tensors = inbox.views
+            else:
+                channel, source, tag = incoming.key
+                tensors = inbox.layout.empty()
+                pending = [
+                    self._groups[channel].recv([t], self._group_rank[source], tag * (MAX_TENSORS + 1) + 1 + part)
+                    for part, t in enumerate(tensors)
+                    if t is not None
+                ]
+                for work in pending:
+                    work.wait()
         if self.device.type != "cpu":
             tensors = [None if t is None else t.to(self.device) for t in tensors]
-        if is_tuple:
-            return tuple(tensors)
-        assert tensors[0] is not None
-        return tensors[0]
-
-    def _learn(self, key: tuple[Channel, int, int], tensors: Sequence[Tensor | None]) -> None:
-        """Sizes the next buffer for ``key``; sender and receiver see the same tensors and so agree."""
-        self._capacities[key] = min(max(_message_bytes(tensors), _SMALL_BYTES), _PACKED_BYTES)
+        value: Value = inbox.layout.value(tensors)
+        return value
 
     def send(self, channel: Channel, value: Value, destination: int, tag: int) -> None:
         """Starts to send ``value`` to rank ``destination``; its tensors must not change before :meth:`flush`."""
-        tensors = list(value) if isinstance(value, tuple) else [value]
-        if len(tensors) > _MAX_TENSORS:
-            raise ReCycleError(
-                f"A layer passes {len(tensors)} tensors to the next stage; at most {_MAX_TENSORS} are possible."
-            )
-        staged = [None if t is None else t.detach().contiguous().cpu() for t in tensors]
-        header = [int(isinstance(value, tuple)), len(staged), 0]
-        for tensor in staged:
-            if tensor is None:
-                header += [_NONE, 0]
-            else:
-                if tensor.dtype not in _DTYPE_CODES:
-                    raise ReCycleError(
-                        f"A layer passes a tensor of {tensor.dtype} to the next stage; convert it in the layer to one"
-                        f" of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}."
-                    )
-                header += [_DTYPE_CODES[tensor.dtype], tensor.dim(), *tensor.shape]
-        if len(header) * 8 > _HEADER_BYTES:
-            raise ReCycleError(
-                f"The shapes of the {len(tensors)} tensors between two stages do not fit into a message header."
-            )
         key = (channel, destination, tag)
-        total = _message_bytes(staged)
-        inline = total <= self._capacities.get(key, _SMALL_BYTES)
-        self._learn(key, staged)
-        header[2] = int(inline)
-        message = torch.empty(total if inline else _HEADER_BYTES, dtype=torch.uint8)
-        struct.pack_into(f"={len(header)}q", message.numpy(), 0, *header)  # type: ignore[arg-type]
-        base, group, group_rank = tag * (_MAX_TENSORS + 1), self._groups[channel], self._group_rank[destination]
-        outgoing = [(base, message)]
-        offset = _HEADER_BYTES
-        for part, tensor in enumerate(staged):
-            if tensor is None:
-                continue
-            if inline:
-                if tensor.nbytes:
-                    message[offset : offset + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-                offset += _aligned(tensor.nbytes)
-            else:
-                outgoing.append((base + 1 + part, tensor))
+        layout = Layout.of(value)
+        outbox = self._outboxes.get(key)
+        capacity = _SMALL_BYTES if outbox is None else _capacity(outbox.layout)
+        packed = layout.packed_bytes <= capacity
+        if outbox is None or outbox.layout != layout or outbox.packed != packed:
+            outbox = self._outboxes[key] = _Outbox(layout, packed)
+        tensors = value if isinstance(value, tuple) else (value,)
+        if packed:
+            for view, tensor in zip(outbox.views, tensors, strict=True):
+                if view is not None and tensor is not None:
+                    view.copy_(tensor.detach())
         with self._translated():
-            for message_tag, tensor in outgoing:
-                self._sending.append((group.send([tensor], group_rank, message_tag), tensor))
+            group, group_rank, base = self._groups[channel], self._group_rank[destination], tag * (MAX_TENSORS + 1)
+            self._sending.append((group.send([outbox.message], group_rank, base), outbox.message))
+            if not packed:
+                for part, tensor in enumerate(tensors):
+                    if tensor is not None:
+                        staged = tensor.detach().contiguous().cpu()
+                        self._sending.append((group.send([staged], group_rank, base + 1 + part), staged))
 
     def flush(self) -> None:
         """Waits until everything sent has left."""
@@ -374,20 +353,9 @@ class Communicator:
             raise CommunicationError(f"Generation {self._generation}: {error}") from error
 
 
-def _message_bytes(tensors: Sequence[Tensor | None]) -> int:
-    """Size of the tensors packed behind a header."""
-    return _HEADER_BYTES + sum(_aligned(tensor.nbytes) for tensor in tensors if tensor is not None)
-
-
-def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    size = dtype.itemsize
-    for dim in shape:
-        size *= dim
-    return size
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _capacity(last: Layout) -> int:
+    """Size of the buffer for a tag whose last message had this layout; sender and receiver agree on it."""
+    return min(max(last.packed_bytes, _SMALL_BYTES), _PACKED_BYTES)
 
 
 def _open_sockets() -> dict[int, int]:

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
@@ -141,8 +139,6 @@ class MicrobatchLoader:
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
         self._prefetched_to: tuple[int, int, Microbatch] | None = None
-        self._current: tuple[int, int] | None = None
-        self._previous: tuple[int, int] | None = None
         num_samples = len(dataloader.sampler)
         self._num_steps = num_samples // (self.batch_size * grid.pipelines)
         if self._num_steps == 0:
@@ -168,25 +164,34 @@ class MicrobatchLoader:
     # ------------------------------------------------------------------ what the executor sees
 
     def begin_step(self, handle: StepHandle) -> None:
-        """Forgets the data of steps before the previous one, which may still be redone for other stages."""
+        """Forgets what was read for earlier steps and reads this worker's own micro-batches of this one."""
         current = (handle.epoch, handle.index)
-        if current != self._current:
-            self._previous, self._current = self._current, current
-        self._fetched = {k: v for k, v in self._fetched.items() if k[:2] >= current or k[:2] == self._previous}
+        self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
+        self._read_own(handle)
+
+    def read_ahead(self, handle: StepHandle) -> None:
+        """Reads this worker's own micro-batches of the step after ``handle``; called when there is time."""
+        if handle.index + 1 < self._num_steps:
+            self._read_own(StepHandle(handle.epoch, handle.index + 1))
+
+    def _read_own(self, handle: StepHandle) -> None:
         if self._prefetch and self._dataloader.num_workers == 0:
-            self._read([(*current, Microbatch(self._pipeline, m)) for m in range(self.grid.microbatches)])
+            own = (Microbatch(self._pipeline, m) for m in range(self.grid.microbatches))
+            keys = [(handle.epoch, handle.index, microbatch) for microbatch in own]
+            if any(key not in self._fetched for key in keys):
+                self._read(keys)
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         """Returns the collated micro-batch; asking again, as a redone step does, gives the same.
 
-        What is returned is the caller's: layers may change it in place.
+        What is returned is the caller's, and layers may change it in place: a second time it is read again.
         """
         key = (handle.epoch, handle.index, microbatch)
         if key not in self._fetched:
             own = self._prefetch and microbatch.pipeline == self._pipeline and self._dataloader.num_workers > 0
             if not own or not self._take_prefetched(key):
                 self._read([key])
-        return tree_map_only(Tensor, Tensor.clone, self._fetched[key])
+        return self._fetched.pop(key)
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
         """The samples of a micro-batch, as (epoch, dataset index)."""

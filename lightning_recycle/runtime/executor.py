@@ -150,6 +150,7 @@ class Executor:
         self._program: tuple[Task, ...] = ()
         self._incoming: dict[Task, Incoming] = {}
         self._losses: dict[int, float] = {}
+        self._has_read_ahead = False
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
 
@@ -188,6 +189,7 @@ class Executor:
             program = tuple(t for t in program if t.op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
         self._stage.clear()
         self._losses = {}
+        self._has_read_ahead = False
         self._gradients.begin(step + 1 if done else step)  # what is done must not change: the other set is scratch
         self._incoming = {
             task: self._communicator.post_receive(_channel(task.op), task.source, task.index)
@@ -208,7 +210,7 @@ class Executor:
                 if self._is_last and not forwards_left:
                     self._client.send(Losses(self._client.rank, step, self._losses))
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
-                self._backward(task)
+                self._backward(step, task)
             elif kind is OpKind.BACKWARD_WEIGHT:
                 with self._timed(kind):
                     self._stage.backward_weight(task.index)
@@ -225,19 +227,19 @@ class Executor:
             data = self._steps[step]
             inputs, target = self._split(data.loader.fetch(data.handle, task.op.microbatch))
         if task.source is not None:
-            inputs = self._receive(task)
+            inputs = self._receive(step, task)
         with self._profiled(step), self._timed(OpKind.FORWARD):
             output = self._stage.forward(step, task.index, inputs, decoupled=task.decoupled)
             if self._is_last:
-                loss = self._stage.loss(task.index, output, target, self.grid.global_microbatches)
+                loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = float(loss)
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
             self._communicator.send(_channel(task.op), output, task.destination, task.index)
 
-    def _backward(self, task: Task) -> None:
-        grads = None if task.source is None else self._receive(task)
+    def _backward(self, step: int, task: Task) -> None:
+        grads = None if task.source is None else self._receive(step, task)
         kind = task.op.kind
         with self._timed(kind):
             if kind is OpKind.BACKWARD:
@@ -272,12 +274,13 @@ class Executor:
         started = time.perf_counter()
         if self._shadow is not None:
             self._shadow.update()
-        step.apply(result)
-        self._timings.add(OpKind.STEP, time.perf_counter() - started)
-        step.result = result
+        # From here on the step counts as applied: a regroup inside it (a user's collective) must not apply it again.
         self.version += 1
         self._reduced = False
         self._payload = None
+        step.apply(result)
+        self._timings.add(OpKind.STEP, time.perf_counter() - started)
+        step.result = result
         self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds)))
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
@@ -330,13 +333,21 @@ class Executor:
         if adoptions:  # nobody may go on and overwrite what it gave before all others have it
             self._communicator.all_reduce(torch.zeros(1))
         if self.version < version:
-            self._apply(resume.commits)
+            payloads = resume.commits
+            if self._commits and any(a.step == version - 1 for a in resume.decision.adoptions):
+                # Nobody has applied the step yet. Another failure may leave a stage without it, and there is no shadow:
+                # so all commit it together once all hold it.
+                payloads = self._client.commit(version - 1, self._payload).payloads
+            self._apply(payloads)
 
     def _serve(self, step: int) -> None:
         """Computes this worker's part of a step that it has applied, with the parameters of then, for who redoes it."""
         assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
-        with self._shadow.in_place():
-            self._run_program(step)
+        try:
+            with self._shadow.in_place():
+                self._run_program(step)
+        finally:
+            self._gradients.attach(self.version - 1)
 
     def _await_verdict(self, error: CommunicationError) -> None:
         """Tells the coordinator that communication broke and waits until it says what holds now."""
@@ -369,7 +380,11 @@ class Executor:
 
     # ------------------------------------------------------------------ small things
 
-    def _receive(self, task: Task) -> Any:
+    def _receive(self, step: int, task: Task) -> Any:
+        if not self._has_read_ahead and step == self.version:
+            self._has_read_ahead = True  # the first wait of a step is the longest: the pipeline fills
+            data = self._steps[step]
+            data.loader.read_ahead(data.handle)
         activity = self._client.activity
         waiting_for = f"worker {self.grid.worker(task.source)}" if task.source is not None else ""
         self._client.activity = Activity(activity.step, activity.operation, waiting_for, time.monotonic())

@@ -133,7 +133,7 @@ class Stage:
                 value = layer(*value) if isinstance(value, tuple) else layer(value)
         return value
 
-    def loss(self, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
+    def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
         """Computes the loss of a micro-batch on the last stage and makes its share of the mean the end of the graph.
 
         Returns:
@@ -143,7 +143,9 @@ class Stage:
             ConfigurationError: if the module's loss is not a scalar tensor that depends on the parameters.
         """
         assert self._loss is not None
-        with self._forward_context():
+        with self._forward_context(), layer_randomness(self._device) as generator:
+            after_last = self._first_layer + len(self._layers)
+            generator.manual_seed(derive_seed(self._seed, step, microbatch, after_last))
             loss = self._loss(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

@@ -13,7 +13,8 @@ from communicator_team import Failure, Team
 from torch import Tensor
 
 from lightning_recycle.resilience.client import Interrupted
-from lightning_recycle.runtime.communicator import _HEADER_BYTES, _PACKED_BYTES, _SMALL_BYTES, CommunicationError
+from lightning_recycle.runtime.communicator import _PACKED_BYTES, _SMALL_BYTES, CommunicationError
+from lightning_recycle.runtime.wire import HEADER_BYTES
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
 BLOCKED = 0.1  # seconds after which an operation that cannot complete is blocked; an abort before that works too
@@ -107,7 +108,7 @@ def test_tuples_with_gaps_empty_tensors_scalars_and_strides_arrive(four: Team) -
 def test_values_around_the_sizes_where_a_message_changes_its_form_arrive(four: Team) -> None:
     four.regroup(0, 1)
     for limit in (_SMALL_BYTES, _PACKED_BYTES):
-        sizes = [limit - _HEADER_BYTES + extra for extra in (-65, -64, -1, 0, 1, 64, _HEADER_BYTES)]
+        sizes = [limit - HEADER_BYTES + extra for extra in (-65, -64, -1, 0, 1, 64, HEADER_BYTES)]
         values = [torch.arange(size) % 251 for size in sizes]
         for received, value in zip(transfer(four, [v.byte() for v in values]), values, strict=True):
             assert_same(received, value.byte())

@@ -144,7 +144,7 @@ def train_step(
         value: Any = batches[m][0]
         for stage in stages:
             value = stage.forward(STEP, m, copied(value), decoupled=decoupled)
-        losses[m] = stages[-1].loss(m, value, batches[m][1], microbatches).item()
+        losses[m] = stages[-1].loss(0, m, value, batches[m][1], microbatches).item()
     weights_to_do = []
     for m in order:
         grads: Any = None
@@ -235,7 +235,7 @@ def test_interleaved_microbatches_do_not_disturb_each_other() -> None:
 
     def forward(m: int) -> None:
         output = last.forward(STEP, m, copied(first.forward(STEP, m, batches[m][0], decoupled=True)), decoupled=True)
-        losses[m] = last.loss(m, output, batches[m][1], 3).item()
+        losses[m] = last.loss(0, m, output, batches[m][1], 3).item()
 
     def backward(m: int) -> None:
         first.backward_input(m, last.backward_input(m, None))
@@ -260,7 +260,7 @@ def test_after_clear_a_step_can_run_again_with_the_same_result() -> None:
     results = []
     for _ in range(2):
         output = last.forward(STEP, 0, copied(first.forward(STEP, 0, x, decoupled=True)), decoupled=True)
-        results.append(last.loss(0, output, y, 1).item())
+        results.append(last.loss(0, 0, output, y, 1).item())
         first.clear()
         last.clear()
     assert results[0] == results[1]
@@ -283,14 +283,14 @@ def test_a_loss_that_cannot_be_trained_on_is_an_error_with_a_remedy(loss: Any, m
     x, y = data(1)[0]
     output = stage.forward(STEP, 0, x, decoupled=True)
     with pytest.raises(ConfigurationError, match=message):
-        stage.loss(0, output, y, 1)
+        stage.loss(0, 0, output, y, 1)
 
 
 def test_a_loss_of_shape_1_is_a_scalar_too() -> None:
     stage = Stage([nn.Linear(WIDTH, WIDTH).double()], 0, SEED, CPU, loss=lambda o, t: mse(o, t).reshape(1))
     x, y = data(1)[0]
     output = stage.forward(STEP, 0, x, decoupled=False)
-    assert stage.loss(0, output, y, 1).shape == ()
+    assert stage.loss(0, 0, output, y, 1).shape == ()
     assert stage.backward(0, None) is None
 
 

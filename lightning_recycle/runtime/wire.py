@@ -1,0 +1,128 @@
+"""How a value between stages becomes bytes: a header that describes its tensors, and these, packed behind it or apart.
+
+Every message carries its layout, so nobody has to agree on shapes beforehand.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.errors import ReCycleError
+
+__all__ = ["HEADER_BYTES", "MAX_TENSORS", "Layout", "Value"]
+
+Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
+"""What flows between stages: a tensor, or a tuple of tensors; in gradients an item may be None."""
+
+MAX_TENSORS = 31
+_ALIGNMENT = 64
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_NONE = -1
+_HEADER = struct.Struct("=128q")
+HEADER_BYTES = _HEADER.size
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The structure of a value.
+
+    Args:
+        is_tuple: whether it is a tuple, even of one tensor.
+        tensors: (dtype, shape) of each, None for None.
+    """
+
+    is_tuple: bool
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]
+
+    @classmethod
+    def of(cls, value: Value) -> Layout:
+        """The layout of ``value``."""
+        if isinstance(value, tuple):
+            return cls(True, tuple(None if t is None else (t.dtype, t.shape) for t in value))
+        return cls(False, ((value.dtype, value.shape),))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of the header and the tensors behind it."""
+        return HEADER_BYTES + sum(_aligned(_num_bytes(*item)) for item in self.tensors if item is not None)
+
+    def header(self, packed: bool) -> bytes:
+        """The header, of HEADER_BYTES bytes.
+
+        Raises:
+            ReCycleError: for too many tensors or dimensions, or a dtype that cannot be sent.
+        """
+        if len(self.tensors) > MAX_TENSORS:
+            raise ReCycleError(
+                f"A layer passes {len(self.tensors)} tensors to the next stage; at most {MAX_TENSORS} are possible."
+            )
+        numbers = [int(self.is_tuple), int(packed), len(self.tensors)]
+        for item in self.tensors:
+            if item is None:
+                numbers += [_NONE, 0]
+                continue
+            dtype, shape = item
+            if dtype not in _DTYPE_CODES:
+                raise ReCycleError(
+                    f"A layer passes a tensor of {dtype} to the next stage; convert it in the layer to one of"
+                    f" {', '.join(str(known).removeprefix('torch.') for known in _DTYPES)}."
+                )
+            numbers += [_DTYPE_CODES[dtype], len(shape), *shape]
+        if len(numbers) * 8 > HEADER_BYTES:
+            raise ReCycleError(f"The shapes of {len(self.tensors)} tensors between stages do not fit into a header.")
+        return _HEADER.pack(*numbers, *[0] * (HEADER_BYTES // 8 - len(numbers)))
+
+    @classmethod
+    def parse(cls, header: bytes) -> tuple[Layout, bool]:
+        """The layout that ``header`` describes, and whether the tensors are packed behind it."""
+        is_tuple, packed, count, *numbers = _HEADER.unpack(header)
+        tensors: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
+        cursor = 0
+        for _ in range(count):
+            code, dims = numbers[cursor], numbers[cursor + 1]
+            shape = tuple(numbers[cursor + 2 : cursor + 2 + dims])
+            tensors.append(None if code == _NONE else (_DTYPES[code], shape))
+            cursor += 2 + dims
+        return cls(bool(is_tuple), tuple(tensors)), bool(packed)
+
+    def views(self, message: Tensor) -> list[Tensor | None]:
+        """The tensors packed in ``message`` (bytes), as views of it."""
+        found: list[Tensor | None] = []
+        offset = HEADER_BYTES
+        for item in self.tensors:
+            if item is None:
+                found.append(None)
+                continue
+            size = _num_bytes(*item)
+            found.append(message[offset : offset + size].view(item[0]).view(item[1]))
+            offset += _aligned(size)
+        return found
+
+    def empty(self) -> list[Tensor | None]:
+        """New tensors, not initialised."""
+        return [None if item is None else torch.empty(item[1], dtype=item[0]) for item in self.tensors]
+
+    def value(self, tensors: Sequence[Tensor | None]) -> Any:
+        """The value with these tensors."""
+        return tuple(tensors) if self.is_tuple else tensors[0]
+
+
+def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return size
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
