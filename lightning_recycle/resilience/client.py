@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.resilience.connection import MessageConnection
+from lightning_recycle.resilience.membership import Finished
 from lightning_recycle.resilience.messages import (
     Activity,
     Answer,
@@ -212,6 +213,8 @@ class ControlClient:
             except (EOFError, OSError):
                 self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
             if isinstance(message, Stop):
+                if message.reason == Finished.__name__:
+                    self._leaving = True  # the results are delivered: nothing is left to do in this process
                 self._exit(f"was told to stop ({message.reason})", EXIT_STOPPED)
             with self._changed:
                 match message:

@@ -431,10 +431,10 @@ class Coordinator:
     def _finish(self, outcome: Outcome) -> None:
         if self._state.outcome is None:
             self._state = replace(self._state, outcome=outcome)
-        if not isinstance(outcome, membership.Finished):
-            for connection in self._connections.values():
-                with contextlib.suppress(OSError):  # the run is ending; who is gone needs no message
-                    connection.send(Stop(type(outcome).__name__))
+        # Also when all went well: a worker may be waiting for a generation that nobody needs any more.
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):  # the run is ending; who is gone needs no message
+                connection.send(Stop(type(outcome).__name__))
         self._done.set()
 
     # ------------------------------------------------------------------ history

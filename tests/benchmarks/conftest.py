@@ -1,7 +1,16 @@
-"""The benchmarks are scripts: their directory and that of the examples are on the path as when one of them is run."""
+"""The benchmarks run in this process and quieten the loggers: give the next tests theirs back."""
 
-import sys
-from pathlib import Path
+from __future__ import annotations
 
-for name in ("examples", "benchmarks"):
-    sys.path.insert(0, str(Path(__file__).parents[2] / name))
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def loggers_keep_their_levels() -> Iterator[None]:
+    levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
+    yield
+    for name in list(logging.root.manager.loggerDict):
+        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
