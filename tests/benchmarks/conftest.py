@@ -1,16 +1,28 @@
-"""The benchmarks run in this process and quieten the loggers: give the next tests theirs back."""
+"""The benchmarks are scripts: their directory and that of the examples are on the path as when one of them is run."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+for name in ("examples", "benchmarks"):
+    sys.path.insert(0, str(Path(__file__).parents[2] / name))
+
 
 @pytest.fixture(autouse=True)
-def loggers_keep_their_levels() -> Iterator[None]:
+def benchmarks_leave_this_process_as_it_was() -> Iterator[None]:
+    """They quieten loggers and warnings and set the number of threads for their workers."""
     levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
-    yield
+    environment = dict(os.environ)
+    with warnings.catch_warnings():
+        yield
+    os.environ.clear()
+    os.environ.update(environment)
     for name in list(logging.root.manager.loggerDict):
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
