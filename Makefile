@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive check clean
+.PHONY: help install demo test test-exhaustive bench check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -15,7 +15,7 @@ install: $(STAMP) ## create the virtual environment and install the package with
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,viz]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,viz,cpsat]'
 	touch $@
 
 demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers, kill one on the way, print the report
@@ -24,8 +24,14 @@ demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers, kill one on the way, p
 test: $(STAMP) ## run all tests (ARGS are passed on to pytest)
 	$(BIN)/python -m pytest -q $(ARGS)
 
-test-exhaustive: $(STAMP) ## every case of the matrices of which `make test` runs a seeded sample (about 10 minutes)
+test-exhaustive: $(STAMP) ## every case of the matrices of which `make test` runs a seeded sample
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
+
+bench: $(STAMP) ## all benchmarks; wants an idle machine
+	$(BIN)/python benchmarks/emulated.py
+	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/planner.py
 
 check: $(STAMP) ## lint, formatting, types, direction of imports
 	$(BIN)/ruff check .
