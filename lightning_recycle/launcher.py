@@ -408,6 +408,9 @@ def _worker_main(start: _WorkerStart) -> None:
         "ignore", message=r".*treespec, LeafSpec.*"
     )  # Lightning 2.6 on newer torch, in every worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
+    if "fork" in multiprocessing.get_all_start_methods():
+        # A fork server's child would start one of its own for DataLoader processes, which outlives a killed worker.
+        multiprocessing.set_start_method("fork", force=True)
     client = ControlClient(start.rank, start.address, start.authkey, start.heartbeat_interval)
     try:
         with open(start.payload_path, "rb") as file:

@@ -11,7 +11,10 @@ Own micro-batches are prefetched by a ``DataLoader`` with the user's workers; ad
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -89,11 +92,22 @@ class _WorkerInit:
 
     def __init__(self, user: Callable[[int], None] | None) -> None:
         self.user = user
+        self.owner = os.getpid()  # with a fork server the parent is that server, which would outlive the owner
 
     def __call__(self, worker_id: int) -> None:
-        die_with_parent()
+        if os.getppid() == self.owner:
+            die_with_parent()
+        threading.Thread(target=self._end_with_owner, name="recycle-owner-watch", daemon=True).start()
         if self.user is not None:
             self.user(worker_id)
+
+    def _end_with_owner(self) -> None:
+        while True:
+            try:
+                os.kill(self.owner, 0)
+            except ProcessLookupError:
+                os._exit(0)
+            time.sleep(0.5)
 
 
 def die_with_parent() -> None:
