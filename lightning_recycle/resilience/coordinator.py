@@ -133,7 +133,6 @@ class Coordinator:
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._last_heard: dict[int, float] = {}
-        self._activities: dict[int, Any] = {}
         self._connected: set[int] = set()
         self._have_reported: set[int] = set()  # ever; before its first report a worker sets up, which may take long
         self._injected: dict[int, FaultInjected] = {}
@@ -279,7 +278,6 @@ class Coordinator:
         match message:
             case Heartbeat():
                 self._last_heard[rank] = time.monotonic()
-                self._activities[rank] = message.activity
                 return
             case Connected():
                 self._on_connected(message)
