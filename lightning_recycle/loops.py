@@ -1,8 +1,10 @@
 """Lightning's training loop with the schedule in the place of ``training_step`` and ``backward``.
 
-Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. Private Lightning API
-used here, and nowhere else: the loop classes ``_TrainingEpochLoop`` and ``_AutomaticOptimization``, their progress
-attributes, ``trainer._results`` and ``call._call_lightning_module_hook``.
+Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. A worker that joins a
+running training goes through the same loops, and stops before its first epoch until it is let in.
+
+Private Lightning API used here, and nowhere else: the loop classes ``_FitLoop``, ``_TrainingEpochLoop`` and
+``_AutomaticOptimization``, their progress attributes, ``trainer._results`` and ``call._call_lightning_module_hook``.
 """
 
 from __future__ import annotations
@@ -12,18 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_recycle.runtime.data import MicrobatchLoader
 from lightning_recycle.runtime.executor import StepResult
 
 if TYPE_CHECKING:
     from lightning_recycle.strategy import ReCycleStrategy
 
-__all__ = ["PipelineEpochLoop", "PipelineOptimization"]
+__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "PipelineOptimization"]
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -75,17 +80,53 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = PipelineOptimization(trainer)
+        self.enters_mid_epoch = False
+        """Whether this worker joins at the present batch: the counters are right as they are."""
 
-    @classmethod
-    def install(cls, trainer: pl.Trainer) -> None:
-        """Replaces the epoch loop of ``trainer``, keeping its validation loop."""
-        old = trainer.fit_loop.epoch_loop
-        if isinstance(old, cls):
-            return
-        new = cls(trainer, old.min_steps, old.max_steps)
-        new.val_loop = old.val_loop
-        trainer.fit_loop.epoch_loop = new
+    @override
+    def reset(self) -> None:
+        if self.enters_mid_epoch:
+            self.enters_mid_epoch = False
+        else:
+            super().reset()
+
+    @override
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Begins with the batch that the counters say, also in the middle of an epoch: the data is addressed."""
+        first = self.batch_progress.current.ready
+        loader = self.trainer.fit_loop._combined_loader
+        assert loader is not None
+        for part in loader.flattened:
+            assert isinstance(part, MicrobatchLoader)
+            part.first_step = first
+        super().on_run_start(data_fetcher)
+        if first:
+            iter(data_fetcher)
+            data_fetcher.fetched += first
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
         """The parent broadcasts from rank 0 through torch's default group; there is none, and rank 0 may be dead."""
+
+
+class PipelineFitLoop(_FitLoop):
+    """The fit loop; it keeps its parent's attribute names, which are keys in checkpoints."""
+
+    @classmethod
+    def install(cls, trainer: pl.Trainer) -> None:
+        """Replaces the fit loop and the epoch loop of ``trainer``, keeping what they were given."""
+        old = trainer.fit_loop
+        if isinstance(old, cls):
+            return
+        new = cls(trainer, old.min_epochs, old.max_epochs)
+        new.epoch_loop = PipelineEpochLoop(trainer, old.epoch_loop.min_steps, old.epoch_loop.max_steps)
+        new.epoch_loop.val_loop = old.epoch_loop.val_loop
+        new._data_source = old._data_source
+        new._combined_loader_states_to_load = old._combined_loader_states_to_load
+        trainer.fit_loop = new
+
+    @override
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        strategy: ReCycleStrategy = self.trainer.strategy  # type: ignore[assignment]
+        strategy.enter_training()

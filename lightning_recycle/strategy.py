@@ -7,14 +7,15 @@ transparent to failures; there is no torch process group that they could use.
 
 from __future__ import annotations
 
-import csv
 import gc
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -29,21 +30,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_recycle.checks import check_optimizers, check_parameters, check_trainer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.loops import PipelineEpochLoop
+from lightning_recycle.loops import PipelineFitLoop
 from lightning_recycle.module import PipelineModule, global_seed, stage_layers
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience.client import ControlClient
-from lightning_recycle.resilience.membership import RESULT, leader, stage_leads
-from lightning_recycle.resilience.messages import Event
+from lightning_recycle.resilience.messages import Event, Saved
+from lightning_recycle.resilience.state import RESULT, leader, stage_leads
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
 from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.snapshot import WorkerSnapshot, restore_snapshot, take_snapshot
+from lightning_recycle.state import merge_optimizer_states, split_optimizer_state, to_cpu
+from lightning_recycle.takeover import keep_metrics_files, show_progress_bar
 
 __all__ = ["ReCycleStrategy", "WorkerContext"]
 
@@ -52,13 +57,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker process knows before Lightning starts in it."""
+    """What a worker process knows before Lightning starts in it.
+
+    Args:
+        rank: its position.
+        grid: of the run.
+        client: its connection to the coordinator.
+        host: the address that it exchanges data at.
+        profiles: whether to measure the model.
+        incarnation: 0 for the first process of its position, 1 for its replacement, ...
+        device: index of its device.
+        batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
+    """
 
     rank: int
     grid: Grid
     client: ControlClient
     host: str
     profiles: bool
+    incarnation: int
+    device: int
+    batch_pipelines: int
 
 
 class ReCycleStrategy(ParallelStrategy):
@@ -79,6 +98,14 @@ class ReCycleStrategy(ParallelStrategy):
         staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
             while others end this one. Costs a copy of the stage's parameters and of its gradients. With clipping by
             norm every stage waits for all others all the same.
+        shadow: where the parameters of the version before are kept, "device" or "host"; there are none with
+            ``staggered=False``.
+        restart_workers: whether a lost worker is replaced by a new process, which gets its state from a peer.
+        max_restarts: the most replacements in the whole run.
+        normalize: whether a healthy worker moves to another stage if failures are distributed badly and there is no
+            replacement.
+        on_stage_lost: "raise" StageLostError when all replicas of a stage are lost, or "restart" from the newest
+            checkpoint with as many pipelines as the surviving devices allow.
         in_flight_limit: the most micro-batches that a worker may hold between F and W; by default 2 * S - 1 without a
             failure and no limit with one.
         seed: of all randomness; by default the one given to ``seed_everything``, else 0.
@@ -104,6 +131,11 @@ class ReCycleStrategy(ParallelStrategy):
         profile: str | os.PathLike[str] | None = None,
         decoupled: bool = True,
         staggered: bool = True,
+        shadow: Literal["device", "host"] = "device",
+        restart_workers: bool = False,
+        max_restarts: int = 10,
+        normalize: bool = False,
+        on_stage_lost: Literal["raise", "restart"] = "raise",
         in_flight_limit: int | None = None,
         seed: int | None = None,
         accelerator: Accelerator | None = None,
@@ -118,6 +150,14 @@ class ReCycleStrategy(ParallelStrategy):
         ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigurationError(f"ReCycleStrategy({name}={value!r}): give an integer of at least 1, or None.")
+        for name, choice, choices in (
+            ("shadow", shadow, ("device", "host")),
+            ("on_stage_lost", on_stage_lost, ("raise", "restart")),
+        ):
+            if choice not in choices:
+                raise ConfigurationError(f"ReCycleStrategy({name}={choice!r}): use {' or '.join(map(repr, choices))}.")
+        if not isinstance(max_restarts, int) or isinstance(max_restarts, bool) or max_restarts < 0:
+            raise ConfigurationError(f"ReCycleStrategy(max_restarts={max_restarts!r}): give an integer of at least 0.")
         get_planner(planner)
         self.pipeline_parallel_size = pipeline_parallel_size
         self.num_microbatches = num_microbatches
@@ -126,15 +166,23 @@ class ReCycleStrategy(ParallelStrategy):
         self.profile = profile
         self.decoupled = decoupled
         self.staggered = staggered
+        self.shadow = shadow
+        self.restart_workers = restart_workers
+        self.max_restarts = max_restarts
+        self.normalize = normalize
+        self.on_stage_lost = on_stage_lost
         self.in_flight_limit = in_flight_limit
         self.seed = seed
         self.history: list[Event] = []
         self.schedules: list[Schedule] = []
         self.executor: Executor | None = None
+        self.at_point: list[Callable[[str, int], None]] = []
+        """Called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step."""
         self.gradient_norm = 0.0
         self._context: WorkerContext | None = None
         self._loader: MicrobatchLoader | None = None
         self._transfers = True
+        self._absent: frozenset[int] = frozenset()
 
     @classmethod
     @override
@@ -183,10 +231,27 @@ class ReCycleStrategy(ParallelStrategy):
         return self._context.client.roster or tuple(range(self.grid.num_workers))
 
     @property
+    def leader(self) -> int:
+        """Rank of the worker that speaks for the run."""
+        assert self._context is not None
+        known = self._context.client.leader
+        return leader(self.grid, range(self.grid.num_workers)) if known < 0 else known
+
+    @property
+    def incarnation(self) -> int:
+        """0 for the first process of this worker's position, 1 for its replacement, and so on."""
+        return 0 if self._context is None else self._context.incarnation
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Numbers of the run so far (failures, seconds of recovery, ...), the same on all workers at a step's end."""
+        return {} if self._context is None else self._context.client.counters
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per step."""
         assert self._loader is not None
-        return int(self._loader.batch_size) * self.grid.pipelines
+        return self._loader.global_batch_size
 
     # ------------------------------------------------------------------ processes
 
@@ -219,7 +284,7 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     @override
     def local_rank(self) -> int:
-        return self.global_rank
+        return self._context.device if self._context is not None else 0
 
     @property
     @override
@@ -235,7 +300,9 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def is_global_zero(self) -> bool:
         """Whether this process speaks for the run: the leader, which changes when it dies; the supervisor before."""
-        return self._context is None or self.global_rank == leader(self.grid, self.live_workers)
+        if self._context is None:
+            return True
+        return not self._context.client.joining and self.global_rank == self.leader
 
     # ------------------------------------------------------------------ setup
 
@@ -250,6 +317,7 @@ class ReCycleStrategy(ParallelStrategy):
         context, worker, grid = self._context, self.worker, self.grid
         seed = global_seed() if self.seed is None else self.seed
         owned = stage_layers(len(module.layers), grid.stages)[worker.stage]
+        self._absent = frozenset(range(len(module.layers))).difference(owned)
         module.keep_layers(owned)
         with self.precision_plugin.module_init_context():
             module.materialize(owned, seed)
@@ -284,11 +352,36 @@ class ReCycleStrategy(ParallelStrategy):
             GradientBuffers(parameters, self.root_device),
             self._split,
             staggered=self.staggered,
+            shadow_on_host=self.shadow == "host",
             profiler=StageProfiler(parameters) if context.profiles else None,
             needs_norm=trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", module),
         )
         self.executor.on_generation = lambda: self._on_generation(trainer)
-        PipelineEpochLoop.install(trainer)
+        self.executor.on_recovery = lambda step: self._reach("recovery", step)
+        self.executor.take_snapshot = lambda: take_snapshot(trainer, context.client.next_collective)
+        self.executor.restore_snapshot = lambda snapshot: self._take_over(trainer, snapshot)
+        PipelineFitLoop.install(trainer)
+        self._reach("setup", 0)
+
+    def _reach(self, point: str, step: int) -> None:
+        for hook in self.at_point:
+            hook(point, step)
+
+    def enter_training(self) -> None:
+        """Before the first epoch: a worker that joins a running training waits until it is let in."""
+        assert self._context is not None
+        assert self.executor is not None
+        client = self._context.client
+        if threading.current_thread() is threading.main_thread():
+            # In the place of Lightning's handler: a worker that is told to end leaves at the next step boundary.
+            signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
+        if client.joining:
+            self.executor.join()
+
+    def _take_over(self, trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+        assert self._context is not None
+        restore_snapshot(trainer, snapshot)
+        self._context.client.next_collective = snapshot.next_collective
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision_plugin.train_step_context() or nullcontext()
@@ -302,7 +395,15 @@ class ReCycleStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> MicrobatchLoader:
         needs_data = self.worker.stage in (0, self.grid.stages - 1)
         seed = global_seed() if self.seed is None else self.seed
-        self._loader = MicrobatchLoader(dataloader, self.grid, self.worker.pipeline, seed, prefetch=needs_data)
+        assert self._context is not None
+        self._loader = MicrobatchLoader(
+            dataloader,
+            self.grid,
+            self.worker.pipeline,
+            seed,
+            prefetch=needs_data,
+            batch_pipelines=self._context.batch_pipelines,
+        )
         return self._loader
 
     @override
@@ -344,8 +445,8 @@ class ReCycleStrategy(ParallelStrategy):
         self._follow_leader()
         if self.is_global_zero and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
-            _show_progress_bar(trainer)
-            _keep_metrics_files(trainer)
+            show_progress_bar(trainer)
+            keep_metrics_files(trainer)
 
     # ------------------------------------------------------------------ control collectives
 
@@ -354,9 +455,6 @@ class ReCycleStrategy(ParallelStrategy):
             return {0: value}
         return self._context.client.arrive(name, value)
 
-    def _leader_of(self, payloads: Mapping[int, Any]) -> int:
-        return leader(self.grid, tuple(payloads)) if self._context is not None else 0
-
     @override
     def barrier(self, name: str | None = None) -> None:
         self._gather(f"barrier {name or ''}", None)
@@ -364,15 +462,17 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Returns the object of worker ``src``; 0 means the leader, which every rank can be."""
-        payloads = self._gather("broadcast", _to_cpu(obj))
-        source = src if src != 0 and src in payloads else self._leader_of(payloads)
+        payloads = self._gather("broadcast", to_cpu(obj))
+        source = self.global_rank
+        if len(payloads) > 1:
+            source = src if src != 0 and src in payloads else self.leader
         return obj if source == self.global_rank else payloads[source]
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        values = torch.stack([torch.as_tensor(v) for _, v in sorted(self._gather("reduce", _to_cpu(tensor)).items())])
+        values = torch.stack([torch.as_tensor(v) for _, v in sorted(self._gather("reduce", to_cpu(tensor)).items())])
         name = str(reduce_op or "sum").rsplit(".", 1)[-1].lower()
         operations: dict[str, Callable[[Tensor], Tensor]] = {
             "sum": lambda v: v.sum(0),
@@ -391,9 +491,7 @@ class ReCycleStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if sync_grads:
             raise UnsupportedFeatureError("all_gather(sync_grads=True) is not supported: it would bypass the schedule.")
-        return torch.stack([v for _, v in sorted(self._gather("all_gather", _to_cpu(tensor)).items())]).to(
-            tensor.device
-        )
+        return torch.stack([v for _, v in sorted(self._gather("all_gather", to_cpu(tensor)).items())]).to(tensor.device)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -419,7 +517,7 @@ class ReCycleStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         module = self.lightning_module
         merged: dict[str, Any] = {}
-        for part in self._gather_stages("model state", lambda: _to_cpu(module.state_dict())):
+        for part in self._gather_stages("model state", lambda: to_cpu(module.state_dict())):
             merged.update(part)
         return merged
 
@@ -428,7 +526,47 @@ class ReCycleStrategy(ParallelStrategy):
         """The optimizer state of the whole model, parameters numbered in the order of the layers."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return merge_optimizer_states(self._gather_stages("optimizer state", lambda: _to_cpu(optimizer.state_dict())))
+        return merge_optimizer_states(self._gather_stages("optimizer state", lambda: to_cpu(optimizer.state_dict())))
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # each worker keeps its stage only
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads this stage's part of a checkpoint of the whole model."""
+        module = self.lightning_module
+        assert isinstance(module, PipelineModule)
+        owned = set(module.state_dict())
+        others = {key for key in checkpoint["state_dict"] if key not in owned and _layer_of(key) in self._absent}
+        module.load_state_dict(
+            {key: value for key, value in checkpoint["state_dict"].items() if key not in others}, strict=strict
+        )
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads this stage's part of the optimizer state of a checkpoint of the whole model."""
+        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            parts = self._gather_stages("optimizer sizes", lambda sizes=sizes: sizes)  # type: ignore[misc]
+            optimizer.load_state_dict(split_optimizer_state(whole, parts, self.worker.stage))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """The leader writes; if it dies before it is done, the next one does."""
+        assert self._context is not None
+        while True:
+            wrote = False
+            if self.is_global_zero:
+                step = self.executor.version if self.executor is not None else 0
+                self._reach("checkpoint", step)
+                self._context.client.confirm()
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+                wrote = True
+                self._context.client.send(Saved(self.global_rank, os.fspath(filepath), step))
+            if any(self._gather("checkpoint", wrote).values()):
+                return
 
     def deliver_result(self, extras: Callable[[], Any]) -> None:
         """Brings this worker's part of the result to the coordinator: (state dict of the stage, ``extras()`` of
@@ -440,7 +578,7 @@ class ReCycleStrategy(ParallelStrategy):
             roster = self.live_workers
             part = None
             if stage_leads(self.grid, roster)[self.worker.stage] == self.global_rank:
-                part = (_to_cpu(self.lightning_module.state_dict()), extras() if self.is_global_zero else None)
+                part = (to_cpu(self.lightning_module.state_dict()), extras() if self.is_global_zero else None)
             delivered = self._gather(RESULT, part)
             if {self.grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(self.grid.stages)):
                 return
@@ -455,6 +593,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         """Waits until every stage has applied the last step; from then on no step can be redone."""
+        self._reach("end", self.executor.version if self.executor is not None else 0)
         self.barrier("end of training")
 
     @override
@@ -465,146 +604,18 @@ class ReCycleStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, "executor": None, "_context": None, "_loader": None, "_launcher": None, "plan_library": None}
+        return {
+            **state,
+            "executor": None,
+            "at_point": [],
+            "_context": None,
+            "_loader": None,
+            "_launcher": None,
+            "plan_library": None,
+        }
 
 
-# ---------------------------------------------------------------------- checks
-
-
-def check_trainer(trainer: pl.Trainer) -> None:
-    """Raises UnsupportedFeatureError for settings of the Trainer that this version does not honour."""
-    precision = trainer.precision
-    unsupported = {
-        f"precision={precision!r}": (
-            precision not in ("32-true", "64-true"),
-            "use '32-true' or '64-true'",
-        ),
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches}": (
-            trainer.accumulate_grad_batches != 1,
-            "use more micro-batches instead: ReCycleStrategy(num_microbatches=...) and a larger batch_size",
-        ),
-        "a validation loop inside fit": (
-            trainer.enable_validation,
-            "pass limit_val_batches=0 and validate afterwards on one device",
-        ),
-        f"num_nodes={trainer.num_nodes}": (trainer.num_nodes != 1, "use one node"),
-        "manual optimization": (
-            not trainer.lightning_module.automatic_optimization,
-            "leave automatic_optimization = True",
-        ),
-        "StochasticWeightAveraging": (
-            any(
-                type(c).__name__ in ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
-                for c in _callbacks(trainer)
-            ),
-            "remove the callback",
-        ),
-    }
-    for what, (present, remedy) in unsupported.items():
-        if present:
-            raise UnsupportedFeatureError(f"strategy='recycle' does not support {what} yet: {remedy}.")
-
-
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    return list(trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def check_parameters(module: PipelineModule, worker: Worker, grid: Grid) -> None:
-    """Raises ConfigurationError if a stage has nothing to train, or a parameter lies outside the layers."""
-    outside = [name for name, _ in module.named_parameters() if not name.startswith("layers.")]
-    if outside:
-        raise ConfigurationError(
-            f"{type(module).__name__} has parameters outside its pipeline: {', '.join(outside[:5])}. Every parameter"
-            " must"
-            " belong to a layer returned by configure_pipeline(); create modules there, not as attributes in __init__."
-        )
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ConfigurationError(
-            f"Stage {worker.stage} of {grid.stages} has no trainable parameter. Use a smaller"
-            " pipeline_parallel_size, or"
-            " arrange the layers in configure_pipeline() so that every stage gets one."
-        )
-
-
-def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Raises ConfigurationError unless there is one optimizer (Lightning itself refuses several)."""
-    if len(optimizers) != 1 or not optimizers[0].param_groups:
-        raise ConfigurationError(
-            "configure_optimizers() returned no optimizer; the strategy needs exactly one (with any number of parameter"
-            " groups): return for example torch.optim.AdamW(self.parameters())."
-        )
-
-
-def merge_optimizer_states(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Joins the state dicts of the stages' optimizers into that of one optimizer over all layers in order.
-
-    Args:
-        parts: one per stage, with the same number of parameter groups.
-
-    Raises:
-        ConfigurationError: if the stages have different numbers of groups.
-    """
-    num_groups = {len(part["param_groups"]) for part in parts}
-    if len(num_groups) > 1:
-        raise ConfigurationError(
-            f"The stages' optimizers have different numbers of parameter groups {sorted(num_groups)}: create the"
-            " same groups"
-            " on every stage in configure_optimizers(), empty ones included."
-        )
-    state: dict[int, Any] = {}
-    groups: list[dict[str, Any]] = []
-    next_index = 0
-    for group_index in range(num_groups.pop()):
-        indices: list[int] = []
-        for part in parts:
-            for old in part["param_groups"][group_index]["params"]:
-                if old in part["state"]:
-                    state[next_index] = part["state"][old]
-                indices.append(next_index)
-                next_index += 1
-        groups.append({**parts[0]["param_groups"][group_index], "params": indices})
-    return {"state": state, "param_groups": groups}
-
-
-# ---------------------------------------------------------------------- small things
-
-
-def _to_cpu(value: Any) -> Any:
-    """A copy of ``value`` with its tensors on the CPU in storages of their own, fit for pickling."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, Mapping):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_to_cpu(item) for item in value)
-    return value
-
-
-def _show_progress_bar(trainer: pl.Trainer) -> None:
-    """Lets the progress bar of a new leader take over where the old leader's ended."""
-    bar = trainer.progress_bar_callback
-    if bar is None:
-        return
-    bar.enable()
-    bar.on_train_start(trainer, trainer.lightning_module)
-    bar.on_train_epoch_start(trainer, trainer.lightning_module)
-
-
-def _keep_metrics_files(trainer: pl.Trainer) -> None:
-    """Makes the CSV loggers of a new leader append: on its first use ``CSVLogger`` deletes what the old leader
-    wrote.
-    """
-    from lightning.pytorch.loggers import CSVLogger
-
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger) and logger._experiment is None:
-            path = f"{logger.log_dir}/metrics.csv"
-            try:
-                with open(path, newline="") as file:
-                    written = file.read()
-            except FileNotFoundError:
-                continue  # nothing was written yet
-            writer = logger.experiment
-            with open(path, "w", newline="") as file:
-                file.write(written)
-            writer.metrics_keys = next(csv.reader(written.splitlines()), [])
+def _layer_of(key: str) -> int:
+    """The index of the layer that a name in a state dict belongs to; -1 for none."""
+    parts = key.split(".", 2)
+    return int(parts[1]) if parts[0] == "layers" and len(parts) > 2 and parts[1].isdigit() else -1

@@ -1,7 +1,8 @@
-"""The knobs of failure detection, and the number of live workers in logs and progress bar."""
+"""The knobs of failure detection, and the state of the run in logs and progress bar."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,14 +14,19 @@ __all__ = ["HeartbeatCallback"]
 
 
 class HeartbeatCallback(pl.Callback):
-    """Sets how soon a silent worker is declared dead; added by the strategy when the user gives none.
+    """Sets how soon a worker that does not answer is declared dead; added by the strategy when the user gives none.
 
-    A process that exits is noticed at once; the heartbeat finds those that stopped without exiting. On a failure the
-    coordinator evicts the worker and the survivors go on with its micro-batches.
+    A process that exits is noticed at once. The heartbeat finds those that stopped without exiting, and what it tells
+    finds those that still send it but make no progress. On a failure the coordinator evicts the worker and the
+    survivors go on with its micro-batches.
+
+    Logs, whenever they change, ``recycle/live_workers``, ``recycle/failures``, ``recycle/recovery_seconds`` (all of
+    them together), ``recycle/redone_steps`` and ``recycle/rejoined_workers``.
 
     Args:
         interval: seconds between two heartbeats of a worker.
-        timeout: seconds of silence after which it is declared dead.
+        timeout: seconds of silence after which it is declared dead; also the least time that an operation may take
+            before its worker counts as stuck (ten times the operation's usual time if that is more).
 
     Raises:
         ConfigurationError: unless ``0 < 2 * interval <= timeout``.
@@ -29,19 +35,19 @@ class HeartbeatCallback(pl.Callback):
     def __init__(self, interval: float = 0.5, timeout: float = 5.0) -> None:
         if interval <= 0 or timeout < 2 * interval:
             raise ConfigurationError(
-                f"HeartbeatCallback(interval={interval!r}, timeout={timeout!r}): interval must be positive and"
-                " timeout at"
-                " least twice the interval, or one late heartbeat evicts a healthy worker."
+                f"HeartbeatCallback(interval={interval!r}, timeout={timeout!r}): interval must be positive and timeout"
+                " at least twice the interval, or one late heartbeat evicts a healthy worker."
             )
         self.interval = interval
         self.timeout = timeout
-        self._logged = 0
+        self._logged: Mapping[str, float] = {}
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        live = len(getattr(trainer.strategy, "live_workers", ()))
-        if live and (batch_idx == 0 or live != self._logged):  # Lightning repeats the last value in between
-            pl_module.log("recycle/live_workers", float(live), prog_bar=True)
-            self._logged = live
+        counters: Mapping[str, float] = getattr(trainer.strategy, "counters", {})
+        if counters and (batch_idx == 0 or counters != self._logged):  # Lightning repeats the last value in between
+            for name, value in counters.items():
+                pl_module.log(f"recycle/{name}", value, prog_bar=name == "live_workers")
+            self._logged = dict(counters)

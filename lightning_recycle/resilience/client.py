@@ -1,9 +1,11 @@
 """A worker's side of the control plane.
 
 Three threads share one connection: the main thread asks and waits, a receiver takes what the coordinator says (and is
-the
-watcher: it interrupts the data plane the moment a new generation is announced), a heartbeat thread says that the
+the watcher: it interrupts the data plane the moment a new generation is announced), a heartbeat thread says that the
 process lives and what it does. When the coordinator is gone the worker ends: nobody else may tell it what to do.
+
+A worker that joins a running training is alone at first: its control collectives are answered with its own part. When
+it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a member with the next step boundary.
 """
 
 from __future__ import annotations
@@ -19,30 +21,43 @@ from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.resilience.connection import MessageConnection
-from lightning_recycle.resilience.membership import Finished
 from lightning_recycle.resilience.messages import (
     Activity,
     Answer,
     Arrive,
+    Assign,
+    AtBoundary,
+    Boundary,
     Commit,
     Committed,
+    Confirm,
+    Confirmed,
     Heartbeat,
     Hello,
+    Leave,
+    Pause,
+    Paused,
     Publish,
+    Ready,
     Regroup,
     Report,
     Resume,
     StepLoss,
     Stop,
 )
+from lightning_recycle.resilience.state import Finished
 
-__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupted"]
+__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "LEFT", "ControlClient", "Interrupted"]
 
 log = logging.getLogger(__name__)
 
 EXIT_STOPPED = 75  # told to leave; BSD's EX_TEMPFAIL
 EXIT_LOST_COORDINATOR = 69  # BSD's EX_UNAVAILABLE
 
+LEFT = "Left"
+"""Reason of the Stop that a worker gets when it leaves at a step boundary, as it asked."""
+
+_LOOKUP_SECONDS = 0.1  # between two looks at whether the connecting was cancelled
 _LOSS_TIMEOUT = 300.0  # seconds; it is sent before the gradients that lead to a step
 
 _T = TypeVar("_T")
@@ -53,17 +68,34 @@ class Interrupted(Exception):
 
 
 class ControlClient:
-    """The connection of worker ``rank`` to the coordinator at ``address``.
+    """The connection of a worker to the coordinator.
+
+    Args:
+        rank: of the worker; None if the coordinator is to say (see :meth:`await_assignment`).
+        address: (host, port) of the coordinator.
+        authkey: the run's.
+        heartbeat_interval: seconds between two signs of life.
+        joining: whether the training may have begun.
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that is over; ``regroup`` from the main thread
     while it waits in :meth:`arrive`.
     """
 
-    def __init__(self, rank: int, address: tuple[str, int], authkey: bytes, heartbeat_interval: float) -> None:
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int | None,
+        address: tuple[str, int],
+        authkey: bytes,
+        heartbeat_interval: float,
+        joining: bool = False,
+    ) -> None:
+        self.rank = -1 if rank is None else rank
+        self.joining = joining
         self.generation = -1
+        self.leader = -1
         self.roster: tuple[int, ...] = ()
+        self.counters: Mapping[str, float] = {}
         self.activity = Activity(0, "start", "", time.monotonic())
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
@@ -73,12 +105,20 @@ class ControlClient:
         self._announced: Regroup | None = None
         self._resume: Resume | None = None
         self._committed: Committed | None = None
-        self._answers: dict[int, Mapping[int, Any]] = {}
-        self._losses: dict[int, float] = {}
+        self._answers: dict[int, Answer] = {}
+        self._losses: dict[int, StepLoss] = {}
         self._published: dict[str, bytes] = {}
-        self._next_collective = 0
+        self.next_collective = 0
+        self._assignment: Assign | None = None
+        self._confirmed = -1
+        self._begun = -1  # the newest step that the main thread has begun
+        self._paused_generation = -1
+        self._boundary: int | None = None
         self._leaving = False
-        self.send(Hello(rank, os.getpid()))
+        self._main_thread = threading.main_thread().ident
+        self._wake_heartbeat = threading.Event()
+        self._wants_to_leave = False
+        self.send(Hello(rank, os.getpid(), joining))
         for target in (self._receive, self._beat):
             threading.Thread(target=target, name=f"recycle-{target.__name__.strip('_')}", daemon=True).start()
 
@@ -100,8 +140,59 @@ class ControlClient:
         with self._changed:
             assert self._announced is not None
             self.generation, self.roster = self._announced.generation, self._announced.roster
+            self.leader = self._announced.leader
             self._published.clear()
             return self._announced
+
+    def begin_step(self, step: int) -> None:
+        """Says that this worker begins ``step`` now, or waits at its beginning if the roster is about to change there.
+
+        Raises:
+            Interrupted: when a generation was announced.
+        """
+        said = False
+        while True:
+            with self._changed:
+                if self.interrupted:
+                    raise Interrupted
+                paused = self._paused_generation == self.generation and step > self._begun
+                boundary = self._boundary if paused else None
+                if not paused or (boundary is not None and step < boundary):
+                    self._begun = max(self._begun, step)
+                    return
+            if boundary is not None and not said:
+                said = True
+                self.send(AtBoundary(self.rank, self.generation, step))
+            self._wait(
+                lambda known=boundary: True if self._boundary != known else None,  # type: ignore[misc]
+                "the change of the roster",
+                interruptible=True,
+            )
+
+    def wait_to_enter(self) -> None:
+        """Says that this worker is set up and waits until it is let in; then :meth:`enter_generation` is due."""
+        self.send(Ready(self.rank))
+        self._wait(lambda: self.interrupted or None, "a step boundary to enter at")
+        self.joining = False
+
+    def request_leave(self) -> None:
+        """Asks to leave at the next step boundary; callable from a signal handler."""
+        self._wants_to_leave = True
+        self._wake_heartbeat.set()
+
+    def confirm(self) -> None:
+        """Returns if this worker is still a member; one that is not ends instead. Before anything that a worker
+        outside the generation must not do.
+        """
+        number = self._confirmed + 1
+        self.send(Confirm(self.rank, number))
+        self._wait(lambda: True if self._confirmed >= number else None, "the word that it is a member")
+
+    def await_assignment(self) -> Assign:
+        """Waits for a position to become free and takes it."""
+        found = self._wait(lambda: self._assignment, "a free position")
+        self.rank = found.rank
+        return found
 
     def await_announcement(self, timeout: float) -> None:
         """Waits for a generation newer than the current one.
@@ -146,9 +237,10 @@ class ControlClient:
             Interrupted: when a generation was announced before it came.
             ControlPlaneError: if it does not come although every micro-batch was computed.
         """
-        loss = self._wait(lambda: self._losses.get(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
+        found = self._wait(lambda: self._losses.get(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
         self._losses = {known: value for known, value in self._losses.items() if known >= step}
-        return loss
+        self.counters = found.counters
+        return found.loss
 
     def publish(self, key: str, value: bytes) -> None:
         """Makes ``value`` known to all workers of the generation."""
@@ -156,26 +248,43 @@ class ControlClient:
         with self._changed:
             self._published[key] = value
 
-    def lookup(self, key: str) -> bytes:
-        """Waits for what a worker of the generation published.
+    def lookup(self, key: str, cancelled: threading.Event) -> bytes:
+        """Waits for what a worker of the generation published; for a thread that connects.
 
         Raises:
-            Interrupted: when a newer generation was announced before it came.
+            Interrupted: when ``cancelled`` is set, or a newer generation was announced before it came.
         """
-        return self._wait(lambda: self._published.get(key), f"{key} of a peer", interruptible=True)
+        with self._changed:
+            while key not in self._published:
+                if self.interrupted or cancelled.is_set():
+                    raise Interrupted
+                self._changed.wait(_LOOKUP_SECONDS)
+            return self._published[key]
+
+    def waiting_for(self, what: str) -> Activity:
+        """Says that the main thread waits for ``what`` from now on; returns what it did, to be put back."""
+        before = self.activity
+        self.activity = Activity(before.step, before.operation, what, time.monotonic())
+        return before
 
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
         """Takes part in the next control collective; returns the payloads of the live workers by rank.
 
         Failures of others do not show: a regroup that is announced while waiting is carried out here.
         """
-        number, self._next_collective = self._next_collective, self._next_collective + 1
+        if self.joining:
+            return {self.rank: payload}
+        number, self.next_collective = self.next_collective, self.next_collective + 1
         self.send(Arrive(self.rank, number, name, payload))
         while True:
             try:
                 # Before the executor exists there is nothing to regroup: the announcement waits until it does.
                 ready = self.regroup is not None
-                return self._wait(lambda: self._answers.pop(number, None), f"collective {name!r}", interruptible=ready)
+                answer = self._wait(
+                    lambda: self._answers.pop(number, None), f"collective {name!r}", interruptible=ready
+                )
+                self.leader = answer.leader
+                return answer.payloads
             except Interrupted:
                 assert self.regroup is not None
                 self.regroup()
@@ -213,8 +322,8 @@ class ControlClient:
             except (EOFError, OSError):
                 self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
             if isinstance(message, Stop):
-                if message.reason == Finished.__name__:
-                    self._leaving = True  # the results are delivered: nothing is left to do in this process
+                if message.reason in (Finished.__name__, LEFT):
+                    self._leaving = True  # the results are delivered, or others go on: nothing is left to do here
                 self._exit(f"was told to stop ({message.reason})", EXIT_STOPPED)
             with self._changed:
                 match message:
@@ -223,25 +332,44 @@ class ControlClient:
                     case Resume():
                         self._resume = message
                     case StepLoss():
-                        self._losses[message.step] = message.loss
+                        self._losses[message.step] = message
+                    case Pause():
+                        self._paused_generation, self._boundary = message.generation, None
+                        begun = self._begun
+                    case Boundary():
+                        if message.generation == self._paused_generation:
+                            self._boundary = message.step
+                    case Confirmed():
+                        self._confirmed = message.number
+                    case Assign():
+                        self._assignment = message
                     case Committed():
                         self._committed = message
                     case Publish():
                         if message.generation == self.generation:
                             self._published[message.key] = message.value
                     case Answer():
-                        self._answers[message.number] = message.payloads
+                        self._answers[message.number] = message
                 self._changed.notify_all()
+            if isinstance(message, Pause):
+                self.send(Paused(self.rank, message.generation, begun))
             if isinstance(message, Regroup) and self.on_interrupt is not None:
                 self.on_interrupt(message.generation - 1)
 
     def _beat(self) -> None:
         while not self._leaving:
             try:
-                self._connection.send(Heartbeat(self.rank, self.generation, self.activity))
+                if self._wants_to_leave:
+                    self._wants_to_leave = False
+                    self._connection.send(Leave(self.rank))
+                activity = self.activity
+                seconds = time.monotonic() - activity.since
+                debugged = _is_debugged(self._main_thread)
+                self._connection.send(Heartbeat(self.rank, self.generation, activity, seconds, debugged))
             except OSError:
                 return  # the receiver sees it too, and ends the process
-            time.sleep(self._heartbeat_interval)
+            self._wake_heartbeat.wait(self._heartbeat_interval)
+            self._wake_heartbeat.clear()
 
     def _exit(self, why: str, code: int) -> NoReturn:
         """Ends the process at once: its main thread may be blocked anywhere, and has nothing left to save."""
@@ -250,3 +378,19 @@ class ControlClient:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if self._leaving else code)
+
+
+def _is_debugged(main_thread: int | None) -> bool:
+    """Whether another process traces this one (gdb, strace), or its main thread is in Python's debugger."""
+    try:
+        with open("/proc/self/status") as status:
+            if any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in status):
+                return True
+    except OSError:
+        pass  # no /proc on this system: debuggers of other processes are not seen
+    frame = sys._current_frames().get(main_thread or -1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in ("bdb", "pdb"):
+            return True
+        frame = frame.f_back
+    return False

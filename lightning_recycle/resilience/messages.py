@@ -14,21 +14,32 @@ __all__ = [
     "Answer",
     "Applied",
     "Arrive",
+    "Assign",
+    "AtBoundary",
+    "Boundary",
     "Broken",
     "Commit",
     "Committed",
+    "Confirm",
+    "Confirmed",
     "Connected",
     "Crash",
+    "Entered",
     "Event",
     "FaultInjected",
     "Heartbeat",
     "Hello",
+    "Leave",
     "Losses",
+    "Pause",
+    "Paused",
     "Profiled",
     "Publish",
+    "Ready",
     "Regroup",
     "Report",
     "Resume",
+    "Saved",
     "StepLoss",
     "Stop",
 ]
@@ -39,29 +50,114 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message on a connection."""
+    """The first message on a connection.
 
-    rank: int
+    Args:
+        rank: the position that the worker was started for; None for one started by hand, which is given a position.
+        pid: of its process.
+        joining: whether the training may have begun without it: it enters at a step boundary.
+    """
+
+    rank: int | None
     pid: int
+    joining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker's main thread is doing; ``since`` is the worker's monotonic clock in seconds."""
+    """What a worker's main thread is doing.
+
+    Args:
+        step: optimizer step.
+        operation: for people.
+        waiting_for: what of other processes it waits for, for people; empty while it does something itself.
+        since: the worker's monotonic clock, in seconds.
+        kind: the operation's kind if its usual duration is known ("F", "B", ...), else empty.
+    """
 
     step: int
     operation: str
     waiting_for: str
     since: float
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life, with what the main thread does."""
+    """A sign of life, with what the main thread does.
+
+    Args:
+        rank: of the worker.
+        generation: that it has entered.
+        activity: of its main thread.
+        seconds: since when.
+        debugged: whether somebody looks at the process with a debugger, and may have stopped its main thread.
+    """
 
     rank: int
     generation: int
     activity: Activity
+    seconds: float = 0.0
+    debugged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker that joins later is set up; it waits to be let in."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The worker was told to end (SIGTERM) and leaves at the next step boundary."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Answer to :class:`Pause`: the newest step that the worker has begun. It begins no other until it is told where
+    to stop.
+    """
+
+    rank: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtBoundary:
+    """The worker has applied everything before ``step`` and waits at its beginning, as :class:`Boundary` asked."""
+
+    rank: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A worker that joined in ``generation`` has the state of its stage."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint of ``step`` steps is complete at ``path``."""
+
+    rank: int
+    path: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Asks whether the worker is still a member; only a member gets the answer."""
+
+    rank: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +280,50 @@ class FaultInjected:
 
 
 @dataclass(frozen=True, slots=True)
+class Assign:
+    """To a worker started by hand: the position that it takes.
+
+    ``joining``: whether the training has begun. ``setup`` is what the launching process has for it.
+    """
+
+    rank: int
+    incarnation: int
+    joining: bool
+    setup: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The roster is to change at a step boundary: say where you are, and begin no further step until you are told."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """All are to stop at the beginning of ``step``: nobody has begun it, and nothing is redone."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The worker is a member."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Regroup:
-    """Stop what you do and report: ``generation`` begins, with ``roster`` (the ranks of the live workers)."""
+    """Stop what you do and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
+
+    ``leader`` speaks for the run.
+    """
 
     generation: int
     roster: tuple[int, ...]
+    leader: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +336,8 @@ class Resume:
     schedule: Any
     commits: Mapping[int, Any]
     """What the stages brought to the commit of step ``decision.version - 1``, by stage, as far as known."""
+    donors: Mapping[int, int] = field(default_factory=dict)
+    """For each rank that joins, the peer that gives it its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,18 +351,26 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches."""
+    """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches.
+
+    ``counters``: of the run so far (failures, seconds of recovery, ...), the same for all workers.
+    """
 
     step: int
     loss: float
+    counters: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Control collective ``number`` is complete: the payloads of the live workers by rank, the same for all."""
+    """Control collective ``number`` is complete: the payloads of the live workers by rank, the same for all.
+
+    ``leader``: who speaks for the run at that moment.
+    """
 
     number: int
     payloads: Mapping[int, Any]
+    leader: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +389,15 @@ class Event:
 
     Args:
         kind: what happened. "resumed": all workers agreed on where to go on (first generation included).
-            "regrouped": all are connected. "step": a step was committed; ``seconds`` since the one before. "failure":
-            a worker was declared dead; ``seconds`` from its death, as far as known, to the declaration. "recovered":
-            the first commit after a failure. "disturbance": connections broke though nobody died. "stage_lost".
+            "regrouped": all are connected. "step": a step was committed; ``seconds`` since the one before.
+            "suspected": a worker is silent or makes no progress. "evicted": it was ended for that. "failure":
+            a worker is out; ``seconds`` from its death, as far as known, to the declaration. "redone": a step runs
+            again. "recovered": the first commit after a failure. "disturbance": connections broke though nobody died.
+            "paused": all wait at a step boundary; ``seconds`` since they were asked. "rejoined": a replacement has its
+            state; ``seconds`` that the others waited for it. "left": a worker was told to end and left at a step
+            boundary. "moved": a worker left its stage for another one. "restarting": a replacement is being started.
+            "saved": a checkpoint is complete.
+            "stage_lost": nobody holds a stage any more.
             Where a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: at that time.

@@ -10,6 +10,9 @@ is done. It computes the forward and the input gradients of step v for the other
 but neither reduces nor steps again, so its optimizer and Lightning's hooks see every step once, and nothing that was
 reduced is ever dropped.
 
+A step whose loss is not known cannot be committed: losses travel apart from the gradients and can die with a worker.
+Where all stages hold the gradient of such a step, all are ahead, and compute it once more for its losses.
+
 A worker that lacks a gradient which a peer holds adopts it. A worker keeps the gradient of a step until it begins the
 step after the next.
 """
@@ -63,8 +66,12 @@ class Decision:
     adoptions: tuple[Adoption, ...]
 
 
-def decide(statuses: Mapping[int, WorkerStatus]) -> Decision:
+def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None) -> Decision:
     """Computes the decision from the statuses of all survivors, by rank; every stage has at least one.
+
+    Args:
+        statuses: by rank.
+        known_losses: the number of steps whose loss is known; by default as many as are wanted.
 
     Raises:
         ReCycleError: for statuses that the commit protocol cannot produce. Going on would train on a mixture.
@@ -74,6 +81,8 @@ def decide(statuses: Mapping[int, WorkerStatus]) -> Decision:
         by_stage.setdefault(status.stage, {})[rank] = status
     reachable = {stage: max(s.version + s.reduced for s in workers.values()) for stage, workers in by_stage.items()}
     version = min(reachable.values())
+    if known_losses is not None:
+        version = min(version, known_losses)
     adoptions: list[Adoption] = []
     for stage, workers in sorted(by_stage.items()):
         if reachable[stage] > version + 1 or any(s.version < version - 1 for s in workers.values()):

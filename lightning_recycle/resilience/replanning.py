@@ -15,7 +15,19 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Technique, Worker, plan, retime
+from lightning_recycle.planning import (
+    Costs,
+    Grid,
+    Problem,
+    Schedule,
+    Technique,
+    Worker,
+    distribution_of,
+    lower_bound,
+    normalize,
+    plan,
+    retime,
+)
 from lightning_recycle.planning.library import PlanLibrary
 
 __all__ = ["OperationSeconds", "RunPlanner", "costs_from"]
@@ -26,6 +38,8 @@ OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 """Mean seconds of each kind of operation, by stage and name; empty before the first step."""
 
 _AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, judged by the first plan
+_MOVE_SECONDS = 1.0  # that a move to another stage holds everybody up, about
+_MOVE_HORIZON = 1000  # steps in which it must have paid
 
 
 def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
@@ -113,6 +127,34 @@ class RunPlanner:
             return schedule
         communication = self._costs.communication if self._costs is not None else 0.0
         return retime(schedule, replace(costs_from(seconds, self._grid.stages), communication=communication))
+
+    def propose_move(self, failed: frozenset[Worker], vacant: Worker, seconds: OperationSeconds) -> Worker | None:
+        """A healthy worker of another stage that had better take the position ``vacant``, if there is one.
+
+        There is one if failure normalization would have fewer failures in that stage and more in another, and the
+        shorter period pays for the transfer (see ``_MOVE_SECONDS``). Nobody moves before the operations are measured.
+        """
+        costs = self._costs or costs_from(seconds, self._grid.stages)
+        if len(seconds) < self._grid.stages and self._costs is None:
+            return None
+        actual = distribution_of(self._grid, failed)
+        wanted = normalize(self._grid, costs, len(failed), technique=self._technique)
+        if wanted[vacant.stage] >= actual[vacant.stage]:
+            return None
+
+        def period(gone: frozenset[Worker]) -> float:
+            return lower_bound(Problem(self._grid, costs, gone, self._technique))
+
+        movers = [
+            worker
+            for worker in reversed(self._grid.workers())  # the leader is among the first pipelines
+            if worker not in failed and wanted[worker.stage] > actual[worker.stage]
+        ]
+        if not movers:
+            return None
+        best = min(movers, key=lambda mover: period(failed - {vacant} | {mover}))
+        gain = period(failed) - period(failed - {vacant} | {best})
+        return best if gain * _MOVE_HORIZON > _MOVE_SECONDS else None
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds) -> None:
         """Begins to plan for every failure that may come next on top of ``failed``; replaces an earlier request."""

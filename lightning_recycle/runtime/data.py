@@ -130,18 +130,30 @@ class MicrobatchLoader:
         pipeline: of this worker; its micro-batches are prefetched.
         seed: of the run.
         prefetch: whether this worker's stage needs data at all.
+        batch_pipelines: number of pipelines that ``batch_size`` was chosen for, if not the grid's: the global batch
+            stays what it was when a training goes on with fewer pipelines.
 
     Raises:
         UnsupportedFeatureError: for an IterableDataset or a custom batch sampler.
         ConfigurationError: if the batch cannot be split into M micro-batches.
     """
 
-    def __init__(self, dataloader: Any, grid: Grid, pipeline: int, seed: int, prefetch: bool = True) -> None:
-        check_dataloader(dataloader, grid.microbatches)
+    def __init__(
+        self,
+        dataloader: Any,
+        grid: Grid,
+        pipeline: int,
+        seed: int,
+        prefetch: bool = True,
+        batch_pipelines: int | None = None,
+    ) -> None:
+        check_dataloader(dataloader, grid.global_microbatches // (batch_pipelines or grid.pipelines))
         self.grid = grid
         self.dataset = dataloader.dataset
+        self.first_step = 0  # of the next iteration: not 0 when training goes on in the middle of an epoch
         self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
         self.batch_size = dataloader.batch_size
+        self.global_batch_size = int(dataloader.batch_size) * (batch_pipelines or grid.pipelines)
         self._dataloader = dataloader
         self._pipeline = pipeline
         self._seed = seed
@@ -154,7 +166,7 @@ class MicrobatchLoader:
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
         self._prefetched_to: tuple[int, int, Microbatch] | None = None
         num_samples = len(dataloader.sampler)
-        self._num_steps = num_samples // (self.batch_size * grid.pipelines)
+        self._num_steps = num_samples // self.global_batch_size
         if self._num_steps == 0:
             raise ConfigurationError(
                 f"The training data has {num_samples} samples, fewer than one global batch of {grid.pipelines}"
@@ -173,7 +185,7 @@ class MicrobatchLoader:
 
     def __iter__(self) -> Iterator[StepHandle]:
         # The epoch is read at the first step: Lightning creates the iterator before it sets the epoch.
-        return (StepHandle(self._epoch, index) for index in range(self._num_steps))
+        return (StepHandle(self._epoch, index) for index in range(self.first_step, self._num_steps))
 
     # ------------------------------------------------------------------ what the executor sees
 
@@ -210,9 +222,9 @@ class MicrobatchLoader:
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
         """The samples of a micro-batch, as (epoch, dataset index)."""
         order, grid = self._order(epoch), self.grid
-        block = step * grid.pipelines * self.batch_size
+        block = step * self.global_batch_size
         first = global_index(grid, microbatch)
-        positions = range(block + first, block + grid.pipelines * self.batch_size, grid.global_microbatches)
+        positions = range(block + first, block + self.global_batch_size, grid.global_microbatches)
         return [(epoch, int(order[position])) for position in positions]
 
     def close(self) -> None:

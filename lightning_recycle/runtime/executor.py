@@ -17,9 +17,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from lightning_recycle.resilience.messages import (
     Applied,
     Broken,
     Connected,
+    Entered,
     FaultInjected,
     Losses,
     Profiled,
@@ -47,12 +48,14 @@ from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.timings import Timings
+from lightning_recycle.runtime.transfer import receive_object, send_object
 
 __all__ = ["CommitPayload", "Executor", "StepResult"]
 
 log = logging.getLogger(__name__)
 
-_SMOOTHING = 0.2  # weight of the newest measurement in the operation times
+_RECOVER = "RECOVER"  # kind of what a worker does itself during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's word on it
 
 
@@ -81,22 +84,6 @@ class _Step:
     result: StepResult | None = None
 
 
-@dataclass
-class _Timings:
-    """Smoothed seconds by kind of operation. REDUCE keeps its minimum: the rest of it is waiting for peers."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def add(self, kind: OpKind, seconds: float) -> None:
-        old = self.seconds.get(kind.value)
-        if old is None:
-            self.seconds[kind.value] = seconds
-        elif kind is OpKind.REDUCE:
-            self.seconds[kind.value] = min(old, seconds)
-        else:
-            self.seconds[kind.value] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
-
-
 class Executor:
     """Runs one worker.
 
@@ -111,7 +98,17 @@ class Executor:
         split: turns a collated micro-batch into (input, target) on the device.
         needs_norm: whether the norm of all gradients is wanted with each step.
         staggered: whether a stage may step before the others hold their gradients.
+        shadow_on_host: whether the parameters of the version before are kept in the host's memory.
         profiler: if the stage is to be profiled.
+
+    Attributes:
+        version: steps that are applied to the parameters.
+        before_operation: called with (step, operation) before each operation.
+        after_operation: called with (step, operation, seconds that it took) after each.
+        on_generation: called when the workers of a generation are connected.
+        on_recovery: called in the middle of a regroup, with the step that is to be run.
+        take_snapshot: returns all that a worker that joins this stage must have, at a step boundary.
+        restore_snapshot: takes that over.
     """
 
     def __init__(
@@ -126,13 +123,18 @@ class Executor:
         split: Callable[[Any], tuple[Any, Any]],
         needs_norm: bool = False,
         staggered: bool = True,
+        shadow_on_host: bool = False,
         profiler: StageProfiler | None = None,
     ) -> None:
         self.worker = worker
         self.grid = grid
         self.version = 0
         self.before_operation: list[Callable[[int, Op], None]] = []
+        self.after_operation: list[Callable[[int, Op, float], None]] = []
         self.on_generation: Callable[[], None] = lambda: None
+        self.on_recovery: Callable[[int], None] = lambda step: None
+        self.take_snapshot: Callable[[], Any] = lambda: None
+        self.restore_snapshot: Callable[[Any], None] = lambda snapshot: None
         self._client = client
         self._communicator = communicator
         self._stage = stage
@@ -141,12 +143,13 @@ class Executor:
         self._needs_norm = needs_norm
         self._profiler = profiler
         self._commits = needs_norm or not staggered
-        self._shadow = None if self._commits else Shadow(parameters)
+        self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
         self._payload: CommitPayload | None = None
         self._steps: dict[int, _Step] = {}
-        self._timings = _Timings()
+        self._timings = Timings()
+        self._joining = False
         self._program: tuple[Task, ...] = ()
         self._incoming: dict[Task, Incoming] = {}
         self._losses: dict[int, float] = {}
@@ -170,14 +173,14 @@ class Executor:
         loader.begin_step(handle)
         while self.version == number:
             try:
-                if self._client.interrupted:
-                    raise Interrupted
+                self._client.begin_step(number)
                 self._run_program(number)
             except Interrupted:
                 self.regroup()
             except CommunicationError as error:
                 self._await_verdict(error)
                 self.regroup()
+        self._client.activity = Activity(self.version, "hooks and callbacks", "", time.monotonic())
         assert step.result is not None
         return step.result
 
@@ -200,10 +203,11 @@ class Executor:
         for task in program:
             if self._client.interrupted:
                 raise Interrupted
-            self._client.activity = Activity(step, task.label, "", time.monotonic())
+            kind = task.op.kind
+            started = time.monotonic()
+            self._client.activity = Activity(step, task.label, "", started, kind.value)
             for hook in self.before_operation:
                 hook(step, task.op)
-            kind = task.op.kind
             if kind is OpKind.FORWARD:
                 self._forward(step, task)
                 forwards_left -= 1
@@ -212,23 +216,27 @@ class Executor:
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
             elif kind is OpKind.BACKWARD_WEIGHT:
-                with self._timed(kind):
+                with self._timings.measure(kind, self._communicator.device):
                     self._stage.backward_weight(task.index)
             elif kind is OpKind.REDUCE:
                 self._reduce(step)
             elif kind is OpKind.STEP and step == self.version:
                 self._commit_and_apply()
-        self._communicator.flush()
+            for after in self.after_operation:
+                after(step, task.op, time.monotonic() - started)
+        with self._waiting("messages to leave"):
+            self._communicator.flush()
 
     def _forward(self, step: int, task: Task) -> None:
         inputs = target = None
         if task.op.stage == 0 or self._is_last:
             assert task.op.microbatch is not None
             data = self._steps[step]
-            inputs, target = self._split(data.loader.fetch(data.handle, task.op.microbatch))
+            with self._busy("reading data"):
+                inputs, target = self._split(data.loader.fetch(data.handle, task.op.microbatch))
         if task.source is not None:
             inputs = self._receive(step, task)
-        with self._profiled(step), self._timed(OpKind.FORWARD):
+        with self._profiled(step), self._timings.measure(OpKind.FORWARD, self._communicator.device):
             output = self._stage.forward(step, task.index, inputs, decoupled=task.decoupled)
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
@@ -241,7 +249,7 @@ class Executor:
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
         kind = task.op.kind
-        with self._timed(kind):
+        with self._timings.measure(kind, self._communicator.device):
             if kind is OpKind.BACKWARD:
                 input_grads = self._stage.backward(task.index, grads)
             else:
@@ -251,7 +259,7 @@ class Executor:
 
     def _reduce(self, step: int) -> None:
         self._gradients.check(step)
-        with self._timed(OpKind.REDUCE):
+        with self._waiting("peers"), self._timings.measure(OpKind.REDUCE, self._communicator.device):
             for buffer in self._gradients.of_step(step):
                 self._communicator.all_reduce(buffer)
         squared_norm = self._gradients.squared_norm(step) if self._needs_norm else math.nan
@@ -291,23 +299,34 @@ class Executor:
         """Tells the coordinator that this worker is about to fail on purpose, for the record."""
         self._client.send(fault)
 
+    def join(self) -> None:
+        """Enters a running training at a step boundary, with the state that a peer gives."""
+        self._joining = True
+        self._client.wait_to_enter()
+        self.regroup()
+
     def regroup(self) -> None:
         """Takes part in the announced generation, and in any that follows before this worker has done its part."""
         while True:
             self._stage.clear()
             self._incoming = {}
             announced = self._client.enter_generation()
-            status = WorkerStatus(self.worker.stage, self.version, self._reduced)
+            status = WorkerStatus(self.worker.stage, -1 if self._joining else self.version, self._reduced)
             report = Report(self._client.rank, announced.generation, status, self._payload)
+            self._client.activity = Activity(self.version, "recovery", "", time.monotonic(), _RECOVER)
             try:
                 resume = self._client.report(report)
+                if resume.generation > 0:
+                    self.on_recovery(resume.decision.version)
                 stage_roster = [r for r in resume.roster if self.grid.worker(r).stage == self.worker.stage]
-                self._communicator.configure(resume.generation, resume.roster, stage_roster)
+                with self._waiting("connections"):
+                    self._communicator.configure(resume.generation, resume.roster, stage_roster)
                 self._program = worker_program(resume.schedule, self.worker)
                 self._client.send(Connected(self._client.rank, resume.generation))
                 self.on_generation()
                 if self._profiler is not None and resume.generation == 0:
                     self._measure_links(self._profiler)
+                self._exchange_state(resume)
                 self._catch_up(resume)
                 if self.version > resume.decision.version:
                     self._serve(resume.decision.version)
@@ -316,7 +335,27 @@ class Executor:
             except CommunicationError as error:
                 self._await_verdict(error)
                 continue
+            self._client.activity = Activity(self.version, "hooks and callbacks", "", time.monotonic())
             return
+
+    def _exchange_state(self, resume: Resume) -> None:
+        """Gives this worker's state to those that join its stage, or gets it from a peer."""
+        mine = [rank for rank, donor in sorted(resume.donors.items()) if donor == self._client.rank]
+        if mine:
+            with self._busy("taking a snapshot"):
+                snapshot = self.take_snapshot()
+            with self._waiting("the transfer of state"):
+                for rank in mine:
+                    send_object(self._communicator, snapshot, rank)
+        donor = resume.donors.get(self._client.rank)
+        if donor is not None:
+            with self._waiting("the transfer of state"):
+                snapshot = receive_object(self._communicator, donor)
+            with self._busy("taking over the state"):
+                self.restore_snapshot(snapshot)
+            self.version = resume.decision.version
+            self._joining = False
+            self._client.send(Entered(self._client.rank, resume.generation))
 
     def _catch_up(self, resume: Resume) -> None:
         """Applies what the committed version requires and adopts the gradients that this worker lacks."""
@@ -325,13 +364,15 @@ class Executor:
         for adoption in adoptions:
             if adoption.step == version and self.version < version:
                 self._apply(resume.commits)
-            for buffer in self._gradients.of_step(adoption.step):
-                self._communicator.broadcast(buffer, adoption.donor)
+            with self._waiting("a gradient"):
+                for buffer in self._gradients.of_step(adoption.step):
+                    self._communicator.broadcast(buffer, adoption.donor)
             if self.version == adoption.step and not self._reduced:
                 norm = self._gradients.squared_norm(adoption.step) if self._needs_norm else math.nan
                 self._payload, self._reduced = CommitPayload(norm), True
         if adoptions:  # nobody may go on and overwrite what it gave before all others have it
-            self._communicator.all_reduce(torch.zeros(1))
+            with self._waiting("peers"):
+                self._communicator.all_reduce(torch.zeros(1))
         if self.version < version:
             payloads = resume.commits
             if self._commits and any(a.step == version - 1 for a in resume.decision.adoptions):
@@ -365,6 +406,7 @@ class Executor:
         """Measures the link to the next stage of the pipeline: even stages begin, then odd ones."""
         rank, stage = self._client.rank, self.worker.stage
         for parity in (0, 1):
+            self._client.waiting_for("its neighbours")
             if stage % 2 == parity and not self._is_last:
                 profiler.latency, profiler.bandwidth = measure_link(
                     lambda size: self._communicator.exchange(rank + 1, size, initiate=True)
@@ -384,30 +426,29 @@ class Executor:
         if not self._has_read_ahead and step == self.version:
             self._has_read_ahead = True  # the first wait of a step is the longest: the pipeline fills
             data = self._steps[step]
-            data.loader.read_ahead(data.handle)
-        activity = self._client.activity
-        waiting_for = f"worker {self.grid.worker(task.source)}" if task.source is not None else ""
-        self._client.activity = Activity(activity.step, activity.operation, waiting_for, time.monotonic())
-        value = self._communicator.receive(self._incoming[task])
-        self._client.activity = activity
-        return value
+            with self._busy("reading data"):
+                data.loader.read_ahead(data.handle)
+        with self._waiting(f"rank {task.source}"):
+            return self._communicator.receive(self._incoming[task])
 
-    def _timed(self, kind: OpKind) -> _Stopwatch:
-        return _Stopwatch(self._timings, kind, self._communicator.device)
+    @contextmanager
+    def _busy(self, what: str) -> Iterator[None]:
+        """Says that this worker does something of which nobody knows how long it takes."""
+        before = self._client.activity
+        self._client.activity = Activity(before.step, what, "", time.monotonic())
+        try:
+            yield
+        finally:
+            self._client.activity = Activity(before.step, before.operation, "", time.monotonic(), before.kind)
 
-
-class _Stopwatch:
-    def __init__(self, timings: _Timings, kind: OpKind, device: torch.device) -> None:
-        self._timings, self._kind, self._cuda = timings, kind, device.type == "cuda"
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, exception_type: Any, *_: Any) -> None:
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
-        if exception_type is None:
-            self._timings.add(self._kind, time.perf_counter() - self._started)
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Says that this worker waits for others within the block."""
+        before = self._client.waiting_for(what)
+        try:
+            yield
+        finally:
+            self._client.activity = before
 
 
 def _channel(op: Op) -> Channel:

@@ -15,11 +15,20 @@ __all__ = ["Shadow"]
 
 
 class Shadow:
-    """A copy of ``parameters`` of one version back, on their device."""
+    """A copy of ``parameters`` of one version back.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    Args:
+        parameters: of the stage.
+        on_host: whether the copy is kept in the host's memory instead of the device's; it costs a transfer per step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> None:
         self._parameters = list(parameters)
-        self._copies: list[Tensor] = [p.detach().clone() for p in self._parameters]
+        pinned = on_host and any(p.device.type == "cuda" for p in self._parameters)
+        self._copies: list[Tensor] = [
+            torch.empty_like(p, device="cpu" if on_host else p.device, pin_memory=pinned).copy_(p.detach())
+            for p in self._parameters
+        ]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -29,12 +38,11 @@ class Shadow:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the block the parameters hold the values of the version before."""
-        self._swap()
+        newest = [p.data for p in self._parameters]
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            parameter.data = copy.to(parameter.device)
         try:
             yield
         finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        for i, parameter in enumerate(self._parameters):
-            parameter.data, self._copies[i] = self._copies[i], parameter.data
+            for parameter, data in zip(self._parameters, newest, strict=True):
+                parameter.data = data

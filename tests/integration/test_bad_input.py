@@ -156,11 +156,11 @@ def test_validation_inside_fit_is_refused_and_can_be_switched_off() -> None:
     trainer(2, 2, limit_val_batches=0, max_steps=1).fit(WithValidation().double(), loader, loader)
 
 
-def test_other_entry_points_and_resuming_are_refused() -> None:
+def test_other_entry_points_and_missing_checkpoints_are_refused() -> None:
     loader = DataLoader(dataset(), batch_size=12)
     with pytest.raises(UnsupportedFeatureError, match="validate"):
         trainer(2, 2).validate(WithValidation().double(), loader)
-    with pytest.raises(UnsupportedFeatureError, match="ckpt_path='nowhere'"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         trainer(2, 2).fit(Regression().double(), loader, ckpt_path="nowhere")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lightning_recycle.launcher import _process_context
+from lightning_recycle.processes import process_context
 from lightning_recycle.resilience.client import Interrupted
 from lightning_recycle.runtime.communicator import Channel, Communicator
 
@@ -51,10 +51,10 @@ class Meeting:
         path.with_suffix(f".{os.getpid()}").write_bytes(value)
         path.with_suffix(f".{os.getpid()}").rename(path)
 
-    def lookup(self, key: str) -> bytes:
+    def lookup(self, key: str, cancelled: threading.Event) -> bytes:
         path = self._directory / key.replace("/", "_")
         while not path.exists():
-            if self._interrupted >= self.generation:
+            if self._interrupted >= self.generation or cancelled.is_set():
                 raise Interrupted
             time.sleep(0.001)
         return path.read_bytes()
@@ -67,7 +67,7 @@ class Member:
     """One process."""
 
     def __init__(self, rank: int, directory: str) -> None:
-        context = _process_context()
+        context = process_context()
         self.rank = rank
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(rank, directory, theirs), daemon=True)  # type: ignore[attr-defined]

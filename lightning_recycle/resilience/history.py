@@ -1,0 +1,136 @@
+"""The record of a run: what happened, when, and for how long; as a list, as log lines and as counters.
+
+Times are in seconds since the epoch, durations in seconds. Each entry is also one line of JSON in the log
+``lightning_recycle.events`` (level INFO, steps DEBUG).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.resilience.messages import Event, FaultInjected
+from lightning_recycle.resilience.state import MembershipState, Record
+
+__all__ = ["History"]
+
+log = logging.getLogger(__name__)
+_events = logging.getLogger("lightning_recycle.events")
+
+
+class History:
+    """Collects the events of one run on ``grid``."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.events: list[Event] = []
+        self.counters: dict[str, float] = {
+            "failures": 0.0,
+            "recovery_seconds": 0.0,
+            "redone_steps": 0.0,
+            "rejoined_workers": 0.0,
+        }
+        self._grid = grid
+        self._injected: dict[int, FaultInjected] = {}
+        self._failure_time: float | None = None
+        self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
+        self._last_step_time: float | None = None
+        self._paused_time: float | None = None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was committed."""
+        return self._last_step_time is not None and any(event.kind == "step" for event in self.events)
+
+    def fault_injected(self, message: FaultInjected) -> None:
+        """Remembers that a worker is about to fail on purpose: that is when it died."""
+        self._injected[message.rank] = message
+
+    def add(
+        self,
+        kind: str,
+        state: MembershipState,
+        rank: int | None = None,
+        details: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Adds an event as it is."""
+        worker = None
+        if rank is not None:
+            position = self._grid.worker(rank)
+            worker = (position.pipeline, position.stage)
+        event = Event(
+            kind,
+            time.time(),
+            state.generation,
+            state.version if step is None else step,
+            worker,
+            seconds,
+            dict(details or {}),
+        )
+        self.events.append(event)
+        _events.log(
+            logging.DEBUG if kind == "step" else logging.INFO, "%s", json.dumps(dataclasses.asdict(event), default=str)
+        )
+
+    def record(self, record: Record, state: MembershipState) -> None:
+        """Adds what the state machine asks to record, with the durations that belong to it."""
+        now = time.time()
+        details = dict(record.details)
+        seconds: float | None = None
+        match record.kind:
+            case "failure":
+                seconds = self._fail(record, details, now)
+                log.warning(
+                    "Worker %s was lost at step %d: %s. Live workers: %d of %d.",
+                    self._grid.worker(record.rank or 0),
+                    record.step,
+                    details["cause"],
+                    len(state.live),
+                    self._grid.num_workers,
+                )
+            case "step":
+                seconds = now - self._last_step_time if self._last_step_time is not None else None
+                self._last_step_time = now
+            case "resumed":
+                if self._failure_time is not None:
+                    seconds = now - self._failure_time
+                    self._recovering = True
+                    self.counters["redone_steps"] += 1
+                    self.add("redone", state, step=record.step, details={"ahead": details["ahead"]})
+                elif self._last_step_time is None or self._paused_time is None:
+                    self._last_step_time = now
+            case "paused":
+                self._paused_time = now
+            case "rejoined":
+                self.counters["rejoined_workers"] += 1
+                seconds = now - self._paused_time if self._paused_time is not None else None
+        self.add(record.kind, state, record.rank, details, step=record.step, seconds=seconds)
+        if record.kind == "step" and self._recovering and self._failure_time is not None:
+            self._recovering = False
+            recovered = now - self._failure_time
+            self.counters["recovery_seconds"] += recovered
+            self.add("recovered", state, step=record.step, seconds=recovered)
+            self._failure_time = None
+
+    def connected(self, state: MembershipState) -> None:
+        """All workers of the generation are connected."""
+        seconds = time.time() - self._failure_time if self._failure_time is not None else None
+        self.add("regrouped", state, details={"roster": state.roster}, seconds=seconds)
+
+    def _fail(self, record: Record, details: dict[str, Any], now: float) -> float:
+        self.counters["failures"] += 1
+        injected = self._injected.pop(record.rank, None) if record.rank is not None else None
+        died = injected.time if injected is not None else now
+        details["kind"] = injected.kind if injected is not None else "unknown"
+        if injected is not None:
+            details["operation"] = injected.operation
+        if self._failure_time is None:
+            self._failure_time = died
+        return now - died

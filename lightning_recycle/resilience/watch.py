@@ -1,0 +1,109 @@
+"""Who is silent, late or stuck: the coordinator's clocks over what it heard of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.resilience.messages import Heartbeat
+from lightning_recycle.resilience.options import CoordinatorOptions
+from lightning_recycle.resilience.progress import Observation, Verdict, judge
+from lightning_recycle.resilience.state import MembershipState
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Remembers when workers were heard and what they did. All times are of one monotonic clock, in seconds."""
+
+    def __init__(self, grid: Grid, options: CoordinatorOptions) -> None:
+        self._grid = grid
+        self._options = options
+        self._heard: dict[int, float] = {}
+        self._beats: dict[int, tuple[Heartbeat, float]] = {}
+        self._have_reported: set[int] = set()  # ever; before its first report a worker sets up, which may take long
+        self._deadline: float | None = None
+
+    # ------------------------------------------------------------------ what is heard
+
+    def heard(self, rank: int, now: float) -> None:
+        self._heard[rank] = now
+
+    def beat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        self._heard[rank] = now
+        self._beats[rank] = (heartbeat, now)
+
+    def reported(self, rank: int) -> None:
+        self._have_reported.add(rank)
+
+    def forget(self, rank: int) -> None:
+        """The process at ``rank`` is gone; another one may come."""
+        self._heard.pop(rank, None)
+        self._beats.pop(rank, None)
+        self._have_reported.discard(rank)
+
+    def forgive(self, now: float) -> None:
+        """Nobody could be heard until now."""
+        self._heard = dict.fromkeys(self._heard, now)
+        self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
+
+    # ------------------------------------------------------------------ what there is a bound for
+
+    def begin_start(self, now: float) -> None:
+        self._deadline = now + self._options.start_timeout
+
+    def begin_regroup(self, now: float) -> None:
+        self._deadline = now + self._options.report_timeout
+
+    def end_regroup(self) -> None:
+        self._deadline = None
+
+    # ------------------------------------------------------------------ judgements: why, by rank
+
+    def silent(self, now: float, connected: Iterable[int]) -> dict[int, str]:
+        timeout = self._options.heartbeat_timeout
+        return {
+            rank: f"it was silent for more than {timeout:g} s"
+            for rank in connected
+            if now - self._heard.get(rank, now) > timeout
+        }
+
+    def late(self, now: float, state: MembershipState) -> dict[int, str]:
+        """Who has not joined, or not stopped for a regroup, although there was time."""
+        if self._deadline is None or now <= self._deadline:
+            return {}
+        self._deadline = None
+        if state.generation < 0:
+            cause = f"it did not start within {self._options.start_timeout:g} s"
+            return dict.fromkeys(sorted(state.live - state.joined), cause)
+        if not state.regrouping:
+            return {}
+        cause = f"it did not stop for a regroup within {self._options.report_timeout:g} s"
+        return dict.fromkeys(sorted(self._have_reported & state.live - state.reports.keys()), cause)
+
+    def judge(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> Verdict:
+        """Who makes no progress; ``seconds``: usual ones, by stage and kind of operation."""
+        if state.generation < 0:
+            return Verdict({})
+        observations: dict[int, Observation] = {}
+        for rank in state.live:
+            if rank not in self._beats:
+                return Verdict({})
+            beat, received = self._beats[rank]
+            activity = beat.activity
+            done = state.regrouping and rank in state.reports
+            # What it did in an earlier generation says nothing about this one, but for how long it has been there.
+            observations[rank] = Observation(
+                activity.operation,
+                activity.kind,
+                done or bool(activity.waiting_for),
+                beat.seconds + now - received,
+                beat.debugged,
+            )
+        verdict = judge(
+            observations,
+            lambda rank, kind: seconds.get(self._grid.worker(rank).stage, {}).get(kind),
+            self._options.heartbeat_timeout,
+            self._options.patience,
+        )
+        return Verdict(verdict.stuck) if state.regrouping else verdict

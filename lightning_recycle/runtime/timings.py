@@ -1,0 +1,50 @@
+"""How long the operations of a worker take: smoothed, by kind."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_recycle.planning.ops import OpKind
+
+__all__ = ["Timings"]
+
+_SMOOTHING = 0.2  # weight of the newest measurement in the operation times
+
+
+@dataclass
+class Timings:
+    """Smoothed seconds by kind of operation. REDUCE keeps its minimum: the rest of it is waiting for peers."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: OpKind, seconds: float) -> None:
+        """Takes a measurement into account."""
+        old = self.seconds.get(kind.value)
+        if old is None:
+            self.seconds[kind.value] = seconds
+        elif kind is OpKind.REDUCE:
+            self.seconds[kind.value] = min(old, seconds)
+        else:
+            self.seconds[kind.value] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
+
+    def measure(self, kind: OpKind, device: torch.device) -> _Stopwatch:
+        """A context whose duration is added, unless it raises; work on the device counts."""
+        return _Stopwatch(self, kind, device)
+
+
+class _Stopwatch:
+    def __init__(self, timings: Timings, kind: OpKind, device: torch.device) -> None:
+        self._timings, self._kind, self._cuda = timings, kind, device.type == "cuda"
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, exception_type: Any, *_: Any) -> None:
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
+        if exception_type is None:
+            self._timings.add(self._kind, time.perf_counter() - self._started)

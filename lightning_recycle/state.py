@@ -1,0 +1,94 @@
+"""State dicts of stages and of the whole model: joined for checkpoints, cut for the stages that read them.
+
+A checkpoint is the one of a single device: names ``layers.<index>...``, one optimizer over all parameters. In the
+optimizer's state parameters are numbers, counted through the groups and, within a group, in the order of the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = ["merge_optimizer_states", "split_optimizer_state", "to_cpu"]
+
+
+def to_cpu(value: Any) -> Any:
+    """A copy of ``value`` with its tensors on the CPU in storages of their own, fit for pickling."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: to_cpu(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(to_cpu(item) for item in value)
+    return value
+
+
+def merge_optimizer_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Joins the state dicts of the stages' optimizers into that of one optimizer over all layers in order.
+
+    Args:
+        parts: one per stage, with the same number of parameter groups.
+
+    Raises:
+        ConfigurationError: if the stages have different numbers of groups.
+    """
+    num_groups = {len(part["param_groups"]) for part in parts}
+    if len(num_groups) > 1:
+        raise ConfigurationError(
+            f"The stages' optimizers have different numbers of parameter groups {sorted(num_groups)}: create the same"
+            " groups on every stage in configure_optimizers(), empty ones included."
+        )
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    next_index = 0
+    for group_index in range(num_groups.pop()):
+        indices: list[int] = []
+        for part in parts:
+            for old in part["param_groups"][group_index]["params"]:
+                if old in part["state"]:
+                    state[next_index] = part["state"][old]
+                indices.append(next_index)
+                next_index += 1
+        groups.append({**parts[0]["param_groups"][group_index], "params": indices})
+    return {"state": state, "param_groups": groups}
+
+
+def split_optimizer_state(whole: dict[str, Any], sizes: Sequence[Sequence[int]], stage: int) -> dict[str, Any]:
+    """The part of ``whole`` that is ``stage``'s: the inverse of :func:`merge_optimizer_states`.
+
+    Args:
+        whole: the state dict of one optimizer over all layers.
+        sizes: number of parameters by stage and group.
+        stage: whose part.
+
+    Raises:
+        ConfigurationError: if the groups do not have as many parameters as the stages together.
+    """
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    if len(whole["param_groups"]) != len(sizes[stage]):
+        raise ConfigurationError(
+            f"The checkpoint's optimizer has {len(whole['param_groups'])} parameter groups, this one"
+            f" {len(sizes[stage])}: create the groups as when the checkpoint was written."
+        )
+    next_index = 0
+    for index, group in enumerate(whole["param_groups"]):
+        counts = [part[index] for part in sizes]
+        if len(group["params"]) != sum(counts):
+            raise ConfigurationError(
+                f"Parameter group {index} of the checkpoint's optimizer has {len(group['params'])} parameters, that of"
+                f" this model {sum(counts)}: the model or configure_optimizers() differs from the one that was saved."
+            )
+        first = sum(counts[:stage])
+        indices = []
+        for old in group["params"][first : first + counts[stage]]:
+            if old in whole["state"]:
+                state[next_index] = whole["state"][old]
+            indices.append(next_index)
+            next_index += 1
+        groups.append({**group, "params": indices})
+    return {"state": state, "param_groups": groups}

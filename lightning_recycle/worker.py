@@ -1,0 +1,221 @@
+"""The life of a worker process: it connects, runs the Trainer's function, delivers its part of the result.
+
+Private Lightning API used here, and nowhere else: ``_GlobalStateSnapshot``, ``_set_num_threads_if_needed`` and
+``call._call_callbacks_state_dict``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerState
+
+from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.resilience.client import EXIT_STOPPED, ControlClient
+from lightning_recycle.resilience.messages import Crash
+from lightning_recycle.runtime.data import die_with_parent
+
+__all__ = ["Extras", "RunSetup", "WorkerStart", "global_state", "run_outside", "worker_main"]
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What is the same for all workers of a run.
+
+    Args:
+        grid: of the run.
+        heartbeat_interval: seconds between two signs of life.
+        profiles: whether the model is to be measured.
+        batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
+    """
+
+    grid: Grid
+    heartbeat_interval: float
+    profiles: bool
+    batch_pipelines: int
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """What a worker process of this machine is started with."""
+
+    rank: int
+    incarnation: int
+    device: int
+    joining: bool
+    setup: RunSetup
+    address: tuple[str, int]
+    authkey: bytes
+    payload_path: str
+    supervisor_pid: int
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the leader tells besides the weights."""
+
+    trainer_state: TrainerState
+    callback_metrics: dict[str, Any]
+    logged_metrics: dict[str, Any]
+    callbacks: dict[str, Any]
+    fit_loop: dict[str, Any]
+
+
+def global_state() -> tuple[Any, torch.dtype]:
+    """What of torch's global settings the workers must share."""
+    return _GlobalStateSnapshot.capture(), torch.get_default_dtype()
+
+
+def worker_main(start: WorkerStart) -> None:
+    """Runs in a process that the supervisor started."""
+    die_with_parent()
+    _watch_supervisor(start.supervisor_pid)
+    warnings.filterwarnings(
+        "ignore", message=r".*treespec, LeafSpec.*"
+    )  # Lightning 2.6 on newer torch, in every worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
+    if "fork" in multiprocessing.get_all_start_methods():
+        # A fork server's child would start one of its own for DataLoader processes, which outlives a killed worker.
+        multiprocessing.set_start_method("fork", force=True)
+    client = ControlClient(
+        start.rank, start.address, start.authkey, start.setup.heartbeat_interval, joining=start.joining
+    )
+    signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
+    with _crashes_reported(client):
+        with open(start.payload_path, "rb") as file:
+            trainer, function, args, kwargs, (states, default_dtype) = pickle.load(file)
+        states.restore()
+        torch.set_default_dtype(default_dtype)
+        _run(client, start.setup, trainer, function, args, kwargs, start.incarnation, start.device)
+
+
+def run_outside(
+    address: tuple[str, int],
+    authkey: bytes,
+    host: str,
+    trainer: pl.Trainer,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Runs as a worker in this process, which was started by hand or by a cluster manager.
+
+    Waits as a spare until there is a position for it.
+
+    Raises:
+        ConfigurationError: if nobody listens at ``address``, or the key is not the run's.
+    """
+    try:
+        client = ControlClient(None, address, authkey, heartbeat_interval=0.5)
+    except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
+        raise ConfigurationError(
+            f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: no run can be joined there ({type(error).__name__}:"
+            f" {error}). Start the run first, with RECYCLE_LISTEN set to that address, and give RECYCLE_KEY the same"
+            " value here and there."
+        ) from error
+    assignment = client.await_assignment()
+    client.joining = assignment.joining
+    with _crashes_reported(client):
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        _run(client, assignment.setup, trainer, function, args, kwargs, assignment.incarnation, local, host)
+
+
+def _run(
+    client: ControlClient,
+    setup: RunSetup,
+    trainer: pl.Trainer,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    incarnation: int,
+    device: int,
+    host: str | None = None,
+) -> None:
+    from lightning_recycle.strategy import ReCycleStrategy, WorkerContext
+
+    _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
+    strategy = trainer.strategy
+    assert isinstance(strategy, ReCycleStrategy)
+    strategy.enter_worker(
+        WorkerContext(
+            client.rank,
+            setup.grid,
+            client,
+            host or "127.0.0.1",
+            setup.profiles,
+            incarnation,
+            device,
+            setup.batch_pipelines,
+        )
+    )
+    function(*args, **kwargs)
+    strategy.deliver_result(lambda: _extras(trainer))
+    client.leave()
+
+
+@contextlib.contextmanager
+def _crashes_reported(client: ControlClient) -> Any:
+    """Tells the coordinator why this worker ends; the supervisor decides whether it shows the traceback."""
+    try:
+        yield
+    except BaseException as error:
+        # A worker that has not entered yet cannot end the run: it is the first to meet whatever it met.
+        fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
+        text = "".join(traceback.format_exception(error))
+        summary = f"{type(error).__name__}: {error}"
+        try:
+            dumped = pickle.dumps(error)
+            pickle.loads(dumped)
+            data: bytes | None = dumped
+        except Exception:  # its class cannot be pickled or loaded: the summary and the traceback must do
+            data = None
+        client.send(Crash(client.rank, fault, summary, data, text))
+        client.leave()
+        sys.exit(1)
+
+
+def _watch_supervisor(pid: int) -> None:
+    """Ends this process soon after the supervisor: covers the time before it is connected and a death of the fork
+    server's.
+    """
+
+    def watch() -> None:
+        while True:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                os._exit(EXIT_STOPPED)
+            time.sleep(1.0)
+
+    threading.Thread(target=watch, name="recycle-supervisor-watch", daemon=True).start()
+
+
+def _extras(trainer: pl.Trainer) -> Extras:
+    def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+
+    return Extras(
+        trainer.state,
+        plain(trainer.callback_metrics),
+        plain(trainer.logged_metrics),
+        call._call_callbacks_state_dict(trainer),
+        trainer.fit_loop.state_dict(),
+    )
