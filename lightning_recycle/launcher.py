@@ -14,6 +14,7 @@ Private Lightning API used here, and nowhere else: ``_Launcher``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -52,6 +53,7 @@ __all__ = ["SupervisorLauncher"]
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
+_INCARNATIONS = 1_000_000  # more than the processes of one position in one attempt
 _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
 _CKPT_PATH = 4  # position of ckpt_path among the arguments of Trainer._fit_impl
 
@@ -92,8 +94,8 @@ class SupervisorLauncher(_Launcher):
             return None
         strategy.history, strategy.schedules = [], []
         batch_pipelines = grid.pipelines
-        while True:
-            outcome, survivors = self._run(function, args, kwargs, trainer, grid, heartbeat, batch_pipelines)
+        for attempt in itertools.count():
+            outcome, survivors = self._run(function, args, kwargs, trainer, grid, heartbeat, batch_pipelines, attempt)
             if isinstance(outcome, Finished):
                 take_results(trainer, outcome.results)
                 return None
@@ -115,6 +117,7 @@ class SupervisorLauncher(_Launcher):
         grid: Grid,
         heartbeat: HeartbeatCallback,
         batch_pipelines: int,
+        attempt: int,
     ) -> tuple[Outcome | None, int]:
         """Runs the workers of ``grid`` once; returns how it ended, and how many workers were alive then."""
         strategy = self._strategy
@@ -143,6 +146,7 @@ class SupervisorLauncher(_Launcher):
         with Crew(worker_main, (trainer, function, args, kwargs, global_state())) as crew:
 
             def start(rank: int, incarnation: int, device: int, joining: bool = True) -> LocalWorker:
+                incarnation += attempt * _INCARNATIONS  # whatever happened to a position once has happened
                 address = coordinator.address
                 if listen and address[0] == "0.0.0.0":
                     address = (_HOST, address[1])

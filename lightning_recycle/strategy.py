@@ -38,7 +38,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience.client import ControlClient
-from lightning_recycle.resilience.messages import Event, Saved
+from lightning_recycle.resilience.messages import Event, Restored, Saved
 from lightning_recycle.resilience.state import RESULT, leader, stage_leads
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
@@ -183,6 +183,7 @@ class ReCycleStrategy(ParallelStrategy):
         self._loader: MicrobatchLoader | None = None
         self._transfers = True
         self._absent: frozenset[int] = frozenset()
+        self._restored_steps = 0
 
     @classmethod
     @override
@@ -377,6 +378,9 @@ class ReCycleStrategy(ParallelStrategy):
             signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
         if client.joining:
             self.executor.join()
+        elif self._restored_steps:
+            self.executor.version = self._restored_steps
+            client.send(Restored(self.global_rank, self._restored_steps))
 
     def _take_over(self, trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
         assert self._context is not None
@@ -528,6 +532,12 @@ class ReCycleStrategy(ParallelStrategy):
             optimizer = optimizer._optimizer
         return merge_optimizer_states(self._gather_stages("optimizer state", lambda: to_cpu(optimizer.state_dict())))
 
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._restored_steps = int(checkpoint.get("global_step", 0))  # randomness is numbered by the step
+        return checkpoint
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
@@ -578,7 +588,8 @@ class ReCycleStrategy(ParallelStrategy):
             roster = self.live_workers
             part = None
             if stage_leads(self.grid, roster)[self.worker.stage] == self.global_rank:
-                part = (to_cpu(self.lightning_module.state_dict()), extras() if self.is_global_zero else None)
+                is_last = self.worker.stage == self.grid.stages - 1
+                part = (to_cpu(self.lightning_module.state_dict()), extras() if is_last else None)
             delivered = self._gather(RESULT, part)
             if {self.grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(self.grid.stages)):
                 return

@@ -88,9 +88,9 @@ def worker_main(start: WorkerStart) -> None:
     """Runs in a process that the supervisor started."""
     die_with_parent()
     _watch_supervisor(start.supervisor_pid)
-    warnings.filterwarnings(
-        "ignore", message=r".*treespec, LeafSpec.*"
-    )  # Lightning 2.6 on newer torch, in every worker
+    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")  # Lightning 2.6 on newer torch
+    # Data is addressed: any epoch can go on in its middle.
+    warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
     if "fork" in multiprocessing.get_all_start_methods():
         # A fork server's child would start one of its own for DataLoader processes, which outlives a killed worker.

@@ -1,6 +1,7 @@
 """Callbacks of the pipeline strategy."""
 
-from lightning_recycle.callbacks.faults import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks.faults import Fault
 from lightning_recycle.callbacks.heartbeat import HeartbeatCallback
+from lightning_recycle.callbacks.injection import FaultInjectionCallback
 
 __all__ = ["Fault", "FaultInjectionCallback", "HeartbeatCallback"]

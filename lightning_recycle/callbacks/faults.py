@@ -1,128 +1,141 @@
-"""Fault injection: failures on purpose, at an exact point of the schedule."""
+"""A fault: which worker fails, in what way, and at which point of its work.
+
+Concept: a :class:`Fault` is data. It knows when it is due, given what the worker is about to do or has just done.
+
+Contract: immutable and comparable; a combination that makes no sense is refused when it is built.
+
+Must not know: processes, how a failure is made (``failing``), who asks (``injection``).
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
-import lightning.pytorch as pl
-from typing_extensions import override
-
-from lightning_recycle.errors import ConfigurationError, InjectedFaultError
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import Op, OpKind
-from lightning_recycle.resilience.messages import FaultInjected
 
-__all__ = ["Fault", "FaultInjectionCallback"]
+__all__ = ["KINDS", "POINTS", "Fault"]
 
-_KINDS = ("kill", "exception")
-_POINTS: dict[str, tuple[OpKind, ...]] = {
+KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt")
+"""The ways in which a worker can fail."""
+
+POINTS = ("setup", "recovery", "checkpoint", "validation", "end")
+"""The points of a worker's life outside the operations of a step."""
+
+_OPERATIONS: dict[str, tuple[OpKind, ...]] = {
     "forward": (OpKind.FORWARD,),
     "backward_input": (OpKind.BACKWARD_INPUT, OpKind.BACKWARD),
     "backward_weight": (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD),
     "reduce": (OpKind.REDUCE,),
     "optimizer": (OpKind.STEP,),
 }
+_OF_A_MICROBATCH = ("forward", "backward_input", "backward_weight")
+_MOMENTS = ("before", "after")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure.
+    """One failure of one worker. It happens once: a process that replaces the worker does not suffer it again.
+
+    =============  ==================================================================================================
+    kind           what happens
+    =============  ==================================================================================================
+    ``kill``       SIGKILL
+    ``exit``       the process ends with exit code 1, without any clean-up
+    ``exception``  an error of the infrastructure is raised (not the user's: the others survive it)
+    ``hang``       SIGSTOP: every thread of the process stops, heartbeats too; its connections stay open
+    ``deadlock``   the main thread blocks in Python while the heartbeats go on
+    ``slow``       every operation takes ``factor`` times as long, for ``steps`` steps
+    ``partition``  no packet reaches the process or leaves it any more, though its TCP connections stay open
+    ``preempt``    SIGTERM: the worker leaves at the end of the step
+    =============  ==================================================================================================
 
     Args:
-        kind: "kill" (SIGKILL) or "exception" (an infrastructure error in the worker).
-        pipeline: of the worker that fails.
+        kind: one of these.
+        pipeline: of the worker that fails, as the grid was at the start.
         stage: of the worker that fails.
-        step: optimizer step, counted from 0.
-        at: right before the worker's first operation of this kind in that step: "forward", "backward_input",
-            "backward_weight", "reduce" or "optimizer". Where the schedule fuses the backward, both backward points
-            are the fused operation.
-        microbatch: only before the operation on micro-batch ``microbatch`` (of any pipeline; 0 to M - 1).
+        step: optimizer step, counted from 0. With a point instead of an operation it may be left out: then the fault
+            happens when that point is first reached.
+        at: an operation: "forward", "backward_input", "backward_weight", "reduce" or "optimizer"; the fault happens
+            at the worker's first one of this kind in that step. Where the schedule fuses the backward, both backward
+            operations are the fused one. Or a point: "setup" (the worker is set up, before its first generation),
+            "recovery" (in the middle of the recovery from another failure), "checkpoint" (before a checkpoint is
+            written), "validation" (before a validation batch), "end" (training is over, the results are not yet home).
+        microbatch: only at the operation on micro-batch ``microbatch`` (of any pipeline; 0 to M - 1).
+        when: "before" the operation or "after" it.
+        factor: of a "slow" fault: more than 1.
+        steps: of a "slow" fault: the number of steps that it lasts, the one in which it begins included.
 
     Raises:
-        ConfigurationError: for an unknown kind or point, or a negative number.
+        ConfigurationError: for unknown names, numbers out of range, and arguments that do not belong together.
     """
 
     kind: str
     pipeline: int
     stage: int
-    step: int
+    step: int | None = None
     at: str = "forward"
     microbatch: int | None = None
+    when: str = field(default="before", kw_only=True)
+    factor: float | None = field(default=None, kw_only=True)
+    steps: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise ConfigurationError(f"{self}: unknown kind {self.kind!r}; use one of {', '.join(map(repr, _KINDS))}.")
-        if self.at not in _POINTS:
-            raise ConfigurationError(f"{self}: unknown point {self.at!r}; use one of {', '.join(map(repr, _POINTS))}.")
-        for name in ("pipeline", "stage", "step"):
+        if self.kind not in KINDS:
+            self._refuse(f"unknown kind {self.kind!r}; use one of {_listed(KINDS)}.")
+        if self.at not in _OPERATIONS and self.at not in POINTS:
+            self._refuse(f"unknown point {self.at!r}; use one of {_listed((*_OPERATIONS, *POINTS))}.")
+        if self.when not in _MOMENTS:
+            self._refuse(f"when={self.when!r}: use one of {_listed(_MOMENTS)}.")
+        for name in ("pipeline", "stage", "step", "microbatch"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise ConfigurationError(f"{self}: {name} must be an integer of at least 0.")
-        if self.microbatch is not None and self.at in ("reduce", "optimizer"):
-            raise ConfigurationError(f"{self}: {self.at!r} happens once a step; leave microbatch out.")
+            if (value is not None or name in ("pipeline", "stage")) and not _is_whole(value, at_least=0):
+                self._refuse(f"{name}={value!r} must be an integer of at least 0.")
+        if self.at in POINTS:
+            if self.when == "after":
+                self._refuse(f"{self.at!r} is a point, not an operation: nothing is after it; leave when out.")
+        elif self.step is None:
+            self._refuse(f"{self.at!r} happens in every step: give step=0 or another one.")
+        if self.microbatch is not None and self.at not in _OF_A_MICROBATCH:
+            self._refuse(f"{self.at!r} is of no micro-batch; leave microbatch out.")
+        if self.kind == "slow":
+            self._check_slow()
+        elif self.factor is not None or self.steps is not None:
+            self._refuse(f"factor and steps belong to the kind 'slow'; leave them out with {self.kind!r}.")
 
-    def matches(self, step: int, op: Op) -> bool:
-        """Whether the fault is due before ``op`` of ``step`` (on the right worker)."""
-        if step != self.step or op.kind not in _POINTS[self.at]:
+    def _check_slow(self) -> None:
+        number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
+        if not number or not (math.isfinite(self.factor) and self.factor > 1):  # type: ignore[arg-type, operator]
+            self._refuse(f"factor={self.factor!r}: say how many times as long operations take, e.g. factor=3.0.")
+        if not _is_whole(self.steps, at_least=1):
+            self._refuse(f"steps={self.steps!r}: say for how many steps the worker is slow, e.g. steps=2.")
+        if self.at == "end":
+            self._refuse("no operation follows the end that could be slow; use another point.")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ConfigurationError(f"{self}: {reason}")
+
+    def __str__(self) -> str:
+        """As it would be written, without what is at its default."""
+        shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Fault({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+    def matches(self, step: int, op: Op, when: str = "before") -> bool:
+        """Whether the fault is due ``when`` ("before" or "after") the right worker runs ``op`` of ``step``."""
+        if step != self.step or when != self.when or op.kind not in _OPERATIONS.get(self.at, ()):
             return False
         return self.microbatch is None or (op.microbatch is not None and op.microbatch.index == self.microbatch)
 
-
-class FaultInjectionCallback(pl.Callback):
-    """Makes workers fail.
-
-    Args:
-        faults: what fails when; each happens once.
-    """
-
-    def __init__(self, faults: Sequence[Fault] = ()) -> None:
-        self.faults = tuple(faults)
-        for fault in self.faults:
-            if not isinstance(fault, Fault):
-                raise ConfigurationError(f"FaultInjectionCallback expects Fault(...) objects, got {fault!r}.")
-
-    def check(self, grid: Grid) -> None:
-        """Raises ConfigurationError for a fault outside ``grid``."""
-        for fault in self.faults:
-            if fault.pipeline >= grid.pipelines or fault.stage >= grid.stages:
-                raise ConfigurationError(
-                    f"{fault}: there is no worker ({fault.pipeline}, {fault.stage}) in a grid of {grid.pipelines}"
-                    " pipelines"
-                    f" x {grid.stages} stages."
-                )
-            if fault.microbatch is not None and not 0 <= fault.microbatch < grid.microbatches:
-                raise ConfigurationError(f"{fault}: microbatch must be one of 0 to {grid.microbatches - 1}.")
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        executor = getattr(trainer.strategy, "executor", None)
-        if executor is None:
-            if self.faults:
-                raise ConfigurationError(
-                    f"FaultInjectionCallback needs strategy='recycle', not {type(trainer.strategy).__name__}:"
-                    " with another strategy a fault would end the run."
-                )
-            return
-        mine = [f for f in self.faults if (f.pipeline, f.stage) == (executor.worker.pipeline, executor.worker.stage)]
-
-        def fail_if_due(step: int, op: Op) -> None:
-            for fault in mine:
-                if fault.matches(step, op):
-                    mine.remove(fault)
-                    executor.announce_fault(FaultInjected(trainer.global_rank, fault.kind, str(op), time.time()))
-                    _fail(fault)
-
-        if mine:
-            executor.before_operation.append(fail_if_due)
+    def matches_point(self, point: str, step: int) -> bool:
+        """Whether the fault is due when the right worker reaches ``point`` in ``step``."""
+        return point == self.at and point in POINTS and self.step in (None, step)
 
 
-def _fail(fault: Fault) -> NoReturn:
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)  # SIGKILL is delivered before this returns
-    raise InjectedFaultError(f"Injected: {fault}")
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _is_whole(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least

@@ -64,6 +64,8 @@ def add_losses(state: MembershipState, event: Losses) -> tuple[MembershipState, 
 
 def add_applied(state: MembershipState, event: Applied) -> tuple[MembershipState, tuple[Command, ...]]:
     """A worker has applied a step."""
+    if event.step <= state.applied.get(event.rank, -1):
+        return state, ()
     return count_steps(replace(state, applied={**state.applied, event.rank: event.step}))
 
 
@@ -95,6 +97,8 @@ def add_commit(state: MembershipState, event: Commit) -> tuple[MembershipState, 
 
 def add_arrival(state: MembershipState, event: Arrive) -> tuple[MembershipState, tuple[Command, ...]]:
     """A worker has arrived at a control collective."""
+    if event.number < state.next_collective:
+        return state, ()
     arrived = {**state.collectives.get(event.number, {}), event.rank: event}
     others = {arrive.name for arrive in arrived.values()}
     if len(others) > 1:
@@ -117,7 +121,7 @@ def _answer_if_complete(state: MembershipState, number: int) -> tuple[Membership
         return state, ()
     payloads = {rank: arrived[rank].payload for rank in state.roster}
     collectives = {other: value for other, value in state.collectives.items() if other != number}
-    state = replace(state, collectives=collectives)
+    state = replace(state, collectives=collectives, next_collective=number + 1)
     if next(iter(arrived.values())).name != RESULT:
         return state, (Send(state.roster, Answer(number, payloads, state.leader)),)
     # The payloads stay here: the results are big, and only the supervisor wants them. The workers learn who delivered.

@@ -132,6 +132,7 @@ class Coordinator:
         self._watch = Watch(grid, self.options)
         self._vacancies = Vacancies(self.options, start_worker, self._wake)
         self._connected: set[int] = set()
+        self._may_move = self.options.normalize  # once for each failure: what is measured then differs a little
         self._graces: dict[int, float] = {}
         self._unreachable: list[int] = []
         self._done = threading.Event()
@@ -324,7 +325,7 @@ class Coordinator:
             if self.options.restart_workers:
                 self._history.add("restarting", self._state, rank)
                 self._vacancies.start(rank)
-            elif self.options.normalize and not self._state.moves:
+            elif self._may_move and not self._state.moves:
                 mover = self._planner.propose_move(self._failed(), self.grid.worker(rank), self.operation_seconds)
                 if mover is not None:
                     self._handle(MovePlanned(rank, self.grid.rank(mover)))
@@ -528,6 +529,8 @@ class Coordinator:
             self.schedules[-1] = self._planner.retime(self.schedules[-1], self.operation_seconds)
 
     def _record(self, record: Record) -> None:
+        if record.kind in ("failure", "moved"):
+            self._may_move = self.options.normalize and record.kind == "failure"
         if record.kind in ("left", "moved") and record.rank is not None:
             self._dismiss(record.rank)
         if record.kind == "resumed" and not self._history.has_steps:

@@ -39,6 +39,7 @@ from lightning_recycle.resilience.messages import (
     Ready,
     Regroup,
     Report,
+    Restored,
     Resume,
 )
 from lightning_recycle.resilience.recovery import decide
@@ -114,6 +115,10 @@ def _handle(state: MembershipState, event: Event) -> _Next:
             return _at_boundary(state, event)
         case Entered():
             return _entered(state, event)
+        case Restored():
+            if state.applied or event.version <= state.version:
+                return state, ()
+            return replace(state, version=event.version, summed=event.version), ()
         case Losses():
             return agreements.add_losses(state, event)
         case Applied():

@@ -38,6 +38,7 @@ __all__ = [
     "Ready",
     "Regroup",
     "Report",
+    "Restored",
     "Resume",
     "Saved",
     "StepLoss",
@@ -141,6 +142,14 @@ class Entered:
 
     rank: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Before its first step: the worker goes on from a checkpoint of ``version`` steps, as all others do."""
+
+    rank: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

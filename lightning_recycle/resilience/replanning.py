@@ -40,6 +40,7 @@ OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 _AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, judged by the first plan
 _MOVE_SECONDS = 1.0  # that a move to another stage holds everybody up, about
 _MOVE_HORIZON = 1000  # steps in which it must have paid
+_MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
 
 
 def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
@@ -153,8 +154,9 @@ class RunPlanner:
         if not movers:
             return None
         best = min(movers, key=lambda mover: period(failed - {vacant} | {mover}))
-        gain = period(failed) - period(failed - {vacant} | {best})
-        return best if gain * _MOVE_HORIZON > _MOVE_SECONDS else None
+        now = period(failed)
+        gain = now - period(failed - {vacant} | {best})
+        return best if gain > _MOVE_GAIN * now and gain * _MOVE_HORIZON > _MOVE_SECONDS else None
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds) -> None:
         """Begins to plan for every failure that may come next on top of ``failed``; replaces an earlier request."""

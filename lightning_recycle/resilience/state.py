@@ -25,6 +25,7 @@ from lightning_recycle.resilience.messages import (
     Paused,
     Ready,
     Report,
+    Restored,
 )
 
 __all__ = [
@@ -113,6 +114,7 @@ Event: TypeAlias = (
     | Paused
     | AtBoundary
     | Entered
+    | Restored
 )
 
 
@@ -220,6 +222,7 @@ class MembershipState:
         losses: of the steps that are not complete: step -> global micro-batch -> loss.
         summed: steps whose loss is known.
         collectives: open control collectives: number -> rank -> contribution.
+        next_collective: those of lower numbers are answered.
         causes: why workers were lost, by rank.
         version: steps that every live worker has applied.
         disturbances: regroups in a row without a loss or a commit.
@@ -245,6 +248,7 @@ class MembershipState:
     losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     summed: int = 0
     collectives: Mapping[int, Mapping[int, Arrive]] = field(default_factory=dict)
+    next_collective: int = 0
     causes: Mapping[int, str] = field(default_factory=dict)
     version: int = 0
     disturbances: int = 0

@@ -13,6 +13,9 @@ from lightning_recycle.resilience.state import MembershipState
 __all__ = ["Watch"]
 
 
+_LEAST_START_TIMEOUT = 10.0  # seconds of silence
+
+
 class Watch:
     """Remembers when workers were heard and what they did. All times are of one monotonic clock, in seconds."""
 
@@ -61,12 +64,14 @@ class Watch:
     # ------------------------------------------------------------------ judgements: why, by rank
 
     def silent(self, now: float, connected: Iterable[int]) -> dict[int, str]:
-        timeout = self._options.heartbeat_timeout
-        return {
-            rank: f"it was silent for more than {timeout:g} s"
-            for rank in connected
-            if now - self._heard.get(rank, now) > timeout
-        }
+        found = {}
+        for rank in connected:
+            timeout = self._options.heartbeat_timeout
+            if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
+                timeout = max(timeout, _LEAST_START_TIMEOUT)
+            if now - self._heard.get(rank, now) > timeout:
+                found[rank] = f"it was silent for more than {timeout:g} s"
+        return found
 
     def late(self, now: float, state: MembershipState) -> dict[int, str]:
         """Who has not joined, or not stopped for a regroup, although there was time."""

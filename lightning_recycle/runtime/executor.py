@@ -104,7 +104,9 @@ class Executor:
     Attributes:
         version: steps that are applied to the parameters.
         before_operation: called with (step, operation) before each operation.
-        after_operation: called with (step, operation, seconds that it took) after each.
+        after_operation: called with (step, operation) after each.
+        stretch_operation: called with the seconds that an operation has computed; the time that it takes itself counts
+            as computing. For fault injection.
         on_generation: called when the workers of a generation are connected.
         on_recovery: called in the middle of a regroup, with the step that is to be run.
         take_snapshot: returns all that a worker that joins this stage must have, at a step boundary.
@@ -130,7 +132,8 @@ class Executor:
         self.grid = grid
         self.version = 0
         self.before_operation: list[Callable[[int, Op], None]] = []
-        self.after_operation: list[Callable[[int, Op, float], None]] = []
+        self.after_operation: list[Callable[[int, Op], None]] = []
+        self.stretch_operation: Callable[[float], None] | None = None
         self.on_generation: Callable[[], None] = lambda: None
         self.on_recovery: Callable[[int], None] = lambda step: None
         self.take_snapshot: Callable[[], Any] = lambda: None
@@ -204,8 +207,7 @@ class Executor:
             if self._client.interrupted:
                 raise Interrupted
             kind = task.op.kind
-            started = time.monotonic()
-            self._client.activity = Activity(step, task.label, "", started, kind.value)
+            self._client.activity = Activity(step, task.label, "", time.monotonic(), kind.value)
             for hook in self.before_operation:
                 hook(step, task.op)
             if kind is OpKind.FORWARD:
@@ -216,14 +218,14 @@ class Executor:
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
             elif kind is OpKind.BACKWARD_WEIGHT:
-                with self._timings.measure(kind, self._communicator.device):
+                with self._measured(kind):
                     self._stage.backward_weight(task.index)
             elif kind is OpKind.REDUCE:
                 self._reduce(step)
             elif kind is OpKind.STEP and step == self.version:
                 self._commit_and_apply()
             for after in self.after_operation:
-                after(step, task.op, time.monotonic() - started)
+                after(step, task.op)
         with self._waiting("messages to leave"):
             self._communicator.flush()
 
@@ -236,7 +238,7 @@ class Executor:
                 inputs, target = self._split(data.loader.fetch(data.handle, task.op.microbatch))
         if task.source is not None:
             inputs = self._receive(step, task)
-        with self._profiled(step), self._timings.measure(OpKind.FORWARD, self._communicator.device):
+        with self._profiled(step), self._measured(OpKind.FORWARD):
             output = self._stage.forward(step, task.index, inputs, decoupled=task.decoupled)
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
@@ -249,7 +251,7 @@ class Executor:
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
         kind = task.op.kind
-        with self._timings.measure(kind, self._communicator.device):
+        with self._measured(kind):
             if kind is OpKind.BACKWARD:
                 input_grads = self._stage.backward(task.index, grads)
             else:
@@ -259,7 +261,7 @@ class Executor:
 
     def _reduce(self, step: int) -> None:
         self._gradients.check(step)
-        with self._waiting("peers"), self._timings.measure(OpKind.REDUCE, self._communicator.device):
+        with self._waiting("peers"), self._measured(OpKind.REDUCE):
             for buffer in self._gradients.of_step(step):
                 self._communicator.all_reduce(buffer)
         squared_norm = self._gradients.squared_norm(step) if self._needs_norm else math.nan
@@ -430,6 +432,9 @@ class Executor:
                 data.loader.read_ahead(data.handle)
         with self._waiting(f"rank {task.source}"):
             return self._communicator.receive(self._incoming[task])
+
+    def _measured(self, kind: OpKind) -> AbstractContextManager[None]:
+        return self._timings.measure(kind, self._communicator.device, self.stretch_operation)
 
     @contextmanager
     def _busy(self, what: str) -> Iterator[None]:

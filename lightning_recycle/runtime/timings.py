@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,14 +32,20 @@ class Timings:
         else:
             self.seconds[kind.value] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
 
-    def measure(self, kind: OpKind, device: torch.device) -> _Stopwatch:
-        """A context whose duration is added, unless it raises; work on the device counts."""
-        return _Stopwatch(self, kind, device)
+    def measure(self, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None = None) -> _Stopwatch:
+        """A context whose duration is added, unless it raises; work on the device counts.
+
+        ``stretch`` is called with the seconds at its end and may take more of them.
+        """
+        return _Stopwatch(self, kind, device, stretch)
 
 
 class _Stopwatch:
-    def __init__(self, timings: Timings, kind: OpKind, device: torch.device) -> None:
+    def __init__(
+        self, timings: Timings, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None
+    ) -> None:
         self._timings, self._kind, self._cuda = timings, kind, device.type == "cuda"
+        self._stretch = stretch
 
     def __enter__(self) -> None:
         self._started = time.perf_counter()
@@ -47,4 +54,6 @@ class _Stopwatch:
         if self._cuda:
             torch.cuda.current_stream().synchronize()
         if exception_type is None:
+            if self._stretch is not None:
+                self._stretch(time.perf_counter() - self._started)
             self._timings.add(self._kind, time.perf_counter() - self._started)

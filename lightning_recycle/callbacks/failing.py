@@ -1,0 +1,145 @@
+"""How a process fails: one function for each kind of fault.
+
+Concept: each function makes the process that calls it fail in the way that a cluster would make it fail, so whoever
+watches it cannot tell the difference. None needs privileges.
+
+Contract: called in the main thread. What ends or stops the process does so before the function returns.
+
+Must not know: faults, schedules, Lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_recycle.errors import InjectedFaultError
+
+__all__ = ["Slowdown", "deadlock", "exit_at_once", "hang", "kill", "partition", "preempt", "raise_error"]
+
+_DEADLOCK_SECONDS = 3600.0  # whoever is to find the deadlock has long given up
+_PARTITION_INTERVAL = 0.05  # seconds until a socket opened later is cut off
+
+# From asm-generic/socket.h; the socket module does not have them.
+_SO_ATTACH_FILTER = 26
+_SO_MAX_PACING_RATE = 47
+_BPF_RETURN_CONSTANT = 0x06
+
+
+def kill() -> None:
+    """SIGKILL: the process is gone, its connections are closed by the system."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_at_once() -> None:
+    """Ends the process with exit code 1: no ``finally``, no exit handlers, no word to anybody."""
+    os._exit(1)
+
+
+def raise_error(reason: str) -> None:
+    """Raises InjectedFaultError, which counts as a failure of the infrastructure."""
+    raise InjectedFaultError(reason)
+
+
+def hang() -> None:
+    """SIGSTOP: all threads stop, connections stay open. Returns if the process is continued (SIGCONT)."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def deadlock() -> None:
+    """Blocks the calling thread in Python; other threads and signal handlers go on.
+
+    Raises:
+        InjectedFaultError: if nobody ended the process for an hour.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=_DEADLOCK_SECONDS)
+    raise InjectedFaultError(f"An injected deadlock was not found within {_DEADLOCK_SECONDS:.0f} seconds.")
+
+
+def preempt() -> None:
+    """SIGTERM, as from a cluster manager that wants the machine back; what follows is up to its handler."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Operations take longer for a while.
+
+    Args:
+        factor: of the time that an operation takes.
+        first_step: the step in which it begins.
+        steps: how many steps it lasts.
+    """
+
+    factor: float
+    first_step: int
+    steps: int
+
+    def sleep_after(self, step: int, seconds: float) -> None:
+        """Sleeps as long as an operation of ``step`` that took ``seconds`` has to take longer."""
+        if self.first_step <= step < self.first_step + self.steps:
+            time.sleep((self.factor - 1) * seconds)
+
+
+# ---------------------------------------------------------------------- partition
+
+
+def partition() -> None:
+    """Cuts this process off for good: nothing more arrives at its TCP sockets or leaves them, but they stay open.
+
+    Sockets that exist are cut off when this returns, those opened later within 50 ms. One or two packets of each may
+    still get out (more on a connection that is new and sends full segments). Unix sockets, pipes, shared memory and
+    RDMA go on.
+    """
+    _cut_all_sockets()
+    threading.Thread(target=_keep_cutting, name="recycle-partition", daemon=True).start()
+
+
+def _keep_cutting() -> None:
+    while True:
+        time.sleep(_PARTITION_INTERVAL)
+        _cut_all_sockets()
+
+
+def _cut_all_sockets() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        # A descriptor can be closed by another thread at any moment: there is nothing to cut off then.
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with _borrowed(int(name)) as sock:
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                        _cut(sock)
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """The socket behind ``descriptor``, which stays its owner's. Not a duplicate: others count the open descriptors."""
+    sock = socket.socket(fileno=descriptor)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def _cut(sock: socket.socket) -> None:
+    """Incoming packets are dropped by a filter that accepts 0 bytes of each; it is inherited by accepted connections.
+
+    Outgoing ones wait for a pace of 1 byte/s. Linux does not pace the first ten segments of a connection
+    (``tcp_update_skb_after_send``); Nagle's algorithm holds small ones back until what was sent before is acknowledged,
+    and the acknowledgements are dropped.
+    """
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN_CONSTANT, 0, 0, 0))
+    program = struct.pack("HP", 1, ctypes.addressof(instruction))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)

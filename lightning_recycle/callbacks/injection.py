@@ -1,0 +1,286 @@
+"""Fault injection: workers fail on purpose, at exact points of the schedule, at random, or as a trace has it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, cast
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_recycle.callbacks import failing
+from lightning_recycle.callbacks.availability import Agenda, TimedFault, random_faults, trace_faults
+from lightning_recycle.callbacks.faults import KINDS, Fault
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.ops import Op
+from lightning_recycle.resilience.messages import FaultInjected
+from lightning_recycle.traces import load_trace
+
+__all__ = ["FaultInjectionCallback"]
+
+log = logging.getLogger(__name__)
+
+_SLOW_FACTOR = 3.0  # of "slow" faults at random
+_SLOW_STEPS = 2
+
+
+class FaultInjectionCallback(pl.Callback):
+    """Makes workers fail during ``fit``.
+
+    ``faults`` happen at exact points; besides, workers fail at random times (``mtbf``) or as a real cluster lost them
+    (``trace``). Everything is decided in the worker concerned, from the arguments alone: the same arguments give the
+    same faults. The launching process never fails. Nothing prevents the failures by time from taking all replicas of
+    a stage; ``max_faults`` and ``ReCycleStrategy(restart_workers=True)`` make that unlikely.
+
+    Args:
+        faults: what fails when. Each happens once, to the first process of its position, wherever that is moved to.
+        mtbf: mean seconds between two failures anywhere in the grid. Each worker fails at its first operation after a
+            time of its own, counted from its first operation; replacements draw again.
+        kinds: the kinds of the failures at random and of the trace, each with equal probability; with "slow", 3 times
+            as long for 2 steps.
+        trace: the name of a shipped trace (see :func:`lightning_recycle.traces.available_traces`), or a path. At its
+            peak all workers are available, at fewer nodes as many in proportion; when that number falls, workers fail,
+            see :func:`~lightning_recycle.callbacks.availability.trace_faults`. Its clock starts when the run is
+            launched; what falls due before a worker's first operation does not hit it. Use ``kinds=("preempt",)`` for
+            a cloud that gives notice.
+        time_scale: seconds of wall-clock for one second of the trace: 0.01 plays an hour in 36 s.
+        seed: of the draws.
+        max_faults: the most failures at random or of the trace in the whole run. With ``mtbf`` this means the first so
+            many that are drawn for the workers of the beginning; replacements do not fail then.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault] = (),
+        *,
+        mtbf: float | None = None,
+        kinds: Sequence[str] = ("kill",),
+        trace: str | os.PathLike[str] | None = None,
+        time_scale: float = 1.0,
+        seed: int = 0,
+        max_faults: int | None = None,
+    ) -> None:
+        self.faults = tuple(faults)
+        for fault in self.faults:
+            if not isinstance(fault, Fault):
+                raise ConfigurationError(f"FaultInjectionCallback expects Fault(...) objects, got {fault!r}.")
+        if mtbf is not None and trace is not None:
+            _refuse(f"mtbf={mtbf!r} and trace={trace!r} exclude each other; leave one out.")
+        if mtbf is None and trace is None and max_faults is not None:
+            _refuse(f"max_faults={max_faults!r} bounds failures at random: give mtbf or trace, or leave it out.")
+        if mtbf is not None:
+            _check_positive("mtbf", mtbf, "seconds between failures")
+        _check_positive("time_scale", time_scale, "seconds of wall-clock for one of the trace")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            _refuse(f"seed={seed!r}: give an integer.")
+        whole = isinstance(max_faults, int) and not isinstance(max_faults, bool)
+        if max_faults is not None and (not whole or max_faults < 1):
+            _refuse(f"max_faults={max_faults!r}: give an integer of at least 1, or None.")
+        if isinstance(kinds, str) or not kinds or not all(kind in KINDS for kind in kinds):
+            _refuse(f"kinds={kinds!r}: give a sequence of some of {', '.join(map(repr, KINDS))}, e.g. ('kill',).")
+        self.mtbf = mtbf
+        self.kinds = tuple(kinds)
+        self.trace = None if trace is None else os.fspath(trace)
+        self.time_scale = time_scale
+        self.seed = seed
+        self.max_faults = max_faults
+        self._availability = () if self.trace is None else load_trace(self.trace).availability
+        self._launched: float | None = None
+        self._injector: _Injector | None = None
+
+    def check(self, grid: Grid) -> None:
+        """Called in the launching process right before it starts the workers: the clock of the trace begins here.
+
+        Raises:
+            ConfigurationError: for a fault outside ``grid``.
+        """
+        self._launched = time.time()
+        for fault in self.faults:
+            if Worker(fault.pipeline, fault.stage) not in grid:
+                raise ConfigurationError(
+                    f"{fault}: there is no worker ({fault.pipeline}, {fault.stage}) in a grid of {grid.pipelines}"
+                    f" pipelines x {grid.stages} stages."
+                )
+            if fault.microbatch is not None and fault.microbatch >= grid.microbatches:
+                raise ConfigurationError(f"{fault}: microbatch must be one of 0 to {grid.microbatches - 1}.")
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Prepares this process, which may be about to fail in the middle of the strategy's own setup."""
+        if stage != "fit" or not (self.faults or self.mtbf is not None or self.trace is not None):
+            return
+        if getattr(trainer.strategy, "strategy_name", None) != "recycle":
+            raise ConfigurationError(
+                f"FaultInjectionCallback needs strategy='recycle', not {type(trainer.strategy).__name__}:"
+                " with another strategy a fault would end the run."
+            )
+        strategy = cast(_Strategy, trainer.strategy)
+        rank = trainer.global_rank
+        agenda = self._agenda(trainer.world_size, rank, strategy.incarnation)
+        self._injector = _Injector(self.faults, agenda, strategy, rank)
+        strategy.at_point.append(self._injector.at_point)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._injector is not None:
+            self._injector.watch_operations()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._injector is not None and stage == "fit":
+            for fault in self._injector.left_over():
+                log.warning("%s never happened: its worker ended the run without reaching that point.", fault)
+
+    def _agenda(self, num_workers: int, rank: int, incarnation: int) -> Agenda:
+        """The failures by time of one process."""
+        if self.mtbf is not None:
+            drawn = random_faults(self.mtbf, num_workers, self.kinds, self.seed, rank, incarnation, self.max_faults)
+            return Agenda(drawn, clock=time.monotonic)
+        plan = trace_faults(self._availability, num_workers, self.kinds, self.seed, self.time_scale, self.max_faults)
+        # Without a launching process of this program's (a worker started by hand), the clock begins with the worker.
+        launched = time.time() if self._launched is None else self._launched
+        return Agenda((fault for fault in plan if fault.rank == rank), origin=launched, clock=time.time)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_injector": None}
+
+
+# ---------------------------------------------------------------------- in a worker
+
+
+class _Executor(Protocol):
+    """What this module needs of a worker's executor."""
+
+    worker: Worker
+    version: int
+    before_operation: list[Callable[[int, Op], None]]
+    after_operation: list[Callable[[int, Op], None]]
+    stretch_operation: Callable[[float], None] | None
+
+    def announce_fault(self, fault: FaultInjected) -> None: ...
+
+
+class _Strategy(Protocol):
+    """What this module needs of the strategy."""
+
+    executor: _Executor | None
+    incarnation: int
+    at_point: list[Callable[[str, int], None]]
+
+
+class _Injector:
+    """Makes this process fail when a fault of its is due.
+
+    Args:
+        faults: of all workers; this process picks its own when it first acts.
+        agenda: failures of this process by time.
+        strategy: of this process. Without an executor it is no worker's, and nothing ever happens.
+        rank: of this process.
+    """
+
+    def __init__(self, faults: Sequence[Fault], agenda: Agenda, strategy: _Strategy, rank: int) -> None:
+        self._all_faults = faults
+        self._faults: list[Fault] | None = None
+        self._agenda = agenda
+        self._strategy = strategy
+        self._rank = rank
+        self._slowdowns: list[failing.Slowdown] = []
+
+    def watch_operations(self) -> None:
+        executor = self._strategy.executor
+        if executor is not None:
+            executor.before_operation.append(self.before_operation)
+            executor.after_operation.append(self.after_operation)
+            executor.stretch_operation = self.stretch
+
+    def left_over(self) -> tuple[Fault, ...]:
+        """The faults at exact points that this process has not suffered."""
+        return tuple(self._mine())
+
+    def at_point(self, point: str, step: int) -> None:
+        self._strike_all(lambda fault: fault.matches_point(point, step), step, point)
+
+    def before_operation(self, step: int, op: Op) -> None:
+        self._strike_all(lambda fault: fault.matches(step, op, "before"), step, str(op))
+        timed = self._agenda.take_due()
+        if timed is not None:
+            self._strike(self._as_fault(timed, step), step, str(op))
+
+    def stretch(self, seconds: float) -> None:
+        """Makes the operation that has just computed for so many ``seconds`` take longer."""
+        for slowdown in self._slowdowns:
+            assert self._strategy.executor is not None
+            slowdown.sleep_after(self._strategy.executor.version, seconds)
+
+    def after_operation(self, step: int, op: Op) -> None:
+        self._strike_all(lambda fault: fault.matches(step, op, "after"), step, f"after {op}")
+
+    def _strike_all(self, is_due: Callable[[Fault], bool], step: int, where: str) -> None:
+        faults = self._mine()
+        for fault in [fault for fault in faults if is_due(fault)]:
+            faults.remove(fault)
+            self._strike(fault, step, where)
+
+    def _mine(self) -> list[Fault]:
+        """The faults that this process has yet to suffer. Its position is that of the beginning, wherever it moves."""
+        executor = self._strategy.executor
+        if executor is None:
+            return []
+        if self._faults is None:
+            first = self._strategy.incarnation == 0
+            worker = executor.worker
+            self._faults = [f for f in self._all_faults if first and Worker(f.pipeline, f.stage) == worker]
+        return self._faults
+
+    def _as_fault(self, timed: TimedFault, step: int) -> Fault:
+        executor = self._strategy.executor
+        assert executor is not None
+        place = (executor.worker.pipeline, executor.worker.stage, step)
+        if timed.kind == "slow":
+            return Fault("slow", *place, factor=_SLOW_FACTOR, steps=_SLOW_STEPS)
+        return Fault(timed.kind, *place)
+
+    def _strike(self, fault: Fault, step: int, where: str) -> None:
+        executor = self._strategy.executor
+        assert executor is not None
+        executor.announce_fault(FaultInjected(self._rank, fault.kind, where, time.time()))
+        match fault.kind:
+            case "kill":
+                failing.kill()
+            case "exit":
+                failing.exit_at_once()
+            case "exception":
+                failing.raise_error(f"Injected: {fault}")
+            case "hang":
+                failing.hang()
+            case "deadlock":
+                failing.deadlock()
+            case "slow":
+                assert fault.factor is not None
+                assert fault.steps is not None
+                self._slowdowns.append(failing.Slowdown(fault.factor, step, fault.steps))
+            case "partition":
+                failing.partition()
+            case "preempt":
+                failing.preempt()
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ConfigurationError(f"FaultInjectionCallback: {reason}")
+
+
+def _check_positive(name: str, value: object, meaning: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (math.isfinite(value) and value > 0):  # type: ignore[arg-type, operator]
+        _refuse(f"{name}={value!r}: give a positive number ({meaning}).")

@@ -1,0 +1,440 @@
+"""The callback in a worker, and where it must do nothing, on fakes of the strategy and its executor."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback, failing, injection
+from lightning_recycle.errors import ConfigurationError, InjectedFaultError
+from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.resilience.messages import FaultInjected
+from lightning_recycle.traces import Trace, load_trace
+
+GRID = Grid(2, 2, 2)
+HERE = Worker(0, 1)
+F, REDUCE, STEP = OpKind.FORWARD, OpKind.REDUCE, OpKind.STEP
+PROGRAM = (Op(F, 1, Microbatch(0, 0)), Op(F, 1, Microbatch(0, 1)), Op(REDUCE, 1), Op(STEP, 1))
+
+
+class FakeExecutor:
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.version = 0
+        self.before_operation: list[Callable[[int, Op], None]] = []
+        self.after_operation: list[Callable[[int, Op], None]] = []
+        self.stretch_operation: Callable[[float], None] | None = None
+        self.announced: list[FaultInjected] = []
+
+    def announce_fault(self, fault: FaultInjected) -> None:
+        self.announced.append(fault)
+
+    def run(self, steps: int = 1, seconds: float = 0.01) -> None:
+        for _ in range(steps):
+            for op in PROGRAM:
+                for before in self.before_operation:
+                    before(self.version, op)
+                if self.stretch_operation is not None:
+                    self.stretch_operation(seconds)
+                for after in self.after_operation:
+                    after(self.version, op)
+            self.version += 1
+
+
+class FakeStrategy:
+    strategy_name = "recycle"
+
+    def __init__(self, incarnation: int = 0) -> None:
+        self.executor: FakeExecutor | None = None
+        self.incarnation = incarnation
+        self.at_point: list[Callable[[str, int], None]] = []
+
+    def reach(self, point: str, step: int = 0) -> None:
+        for hook in self.at_point:
+            hook(point, step)
+
+
+class FakeWorker:
+    """A worker process as far as it has come: the callback travelled to it and its setup is over."""
+
+    def __init__(self, callback: FaultInjectionCallback, worker: Worker, incarnation: int = 0) -> None:
+        self.callback = pickle.loads(pickle.dumps(callback))
+        self.strategy = FakeStrategy(incarnation)
+        self.trainer: Any = SimpleNamespace(
+            strategy=self.strategy, global_rank=GRID.rank(worker), world_size=GRID.num_workers
+        )
+        self.callback.setup(self.trainer, None, "fit")
+        self.executor = self.strategy.executor = FakeExecutor(worker)
+
+    def start(self) -> FakeWorker:
+        self.callback.on_fit_start(self.trainer, None)
+        return self
+
+    @property
+    def announced(self) -> list[tuple[str, str]]:
+        return [(fault.kind, fault.operation) for fault in self.executor.announced]
+
+
+def worker(*faults: Fault, place: Worker = HERE, incarnation: int = 0, **options: Any) -> FakeWorker:
+    callback = FaultInjectionCallback(faults, **options)
+    callback.check(GRID)
+    return FakeWorker(callback, place, incarnation).start()
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    return slept
+
+
+# ---------------------------------------------------------------------- at exact points
+
+
+@pytest.mark.parametrize(
+    ("fault", "steps_done", "where"),
+    [
+        (Fault("exception", 0, 1, 0), 0, "F(0, 0)@1"),
+        (Fault("exception", 0, 1, 2, microbatch=1), 2, "F(0, 1)@1"),
+        (Fault("exception", 0, 1, 1, at="reduce"), 1, "REDUCE@1"),
+        (Fault("exception", 0, 1, 1, at="optimizer", when="after"), 1, "after STEP@1"),
+    ],
+)
+def test_a_fault_strikes_at_its_point_and_is_announced(fault: Fault, steps_done: int, where: str) -> None:
+    process = worker(fault)
+    with pytest.raises(InjectedFaultError, match="Injected: Fault"):
+        process.executor.run(5)
+    assert process.executor.version == steps_done
+    assert process.announced == [("exception", where)]
+    assert process.executor.announced[0].rank == 1
+    assert abs(process.executor.announced[0].time - time.time()) < 5
+
+
+def test_a_fault_strikes_once() -> None:
+    process = worker(Fault("exception", 0, 1, 0))
+    with pytest.raises(InjectedFaultError):
+        process.executor.run()
+    process.executor.run(3)  # the step is redone, by chance in the same process
+    assert len(process.announced) == 1
+
+
+@pytest.mark.parametrize("place", [Worker(0, 0), Worker(1, 0), Worker(1, 1)])
+def test_other_workers_do_not_fail(place: Worker) -> None:
+    process = worker(Fault("exception", 0, 1, 0), Fault("exception", 0, 1, at="end"), place=place)
+    process.executor.run(3)
+    process.strategy.reach("end", 3)
+    assert process.announced == []
+
+
+def test_a_replacement_does_not_die_of_the_same_fault() -> None:
+    faults = (Fault("exception", 0, 1, 0), Fault("exception", 0, 1, at="setup"))
+    replacement = worker(*faults, incarnation=1)
+    replacement.strategy.reach("setup")
+    replacement.executor.run(3)
+    assert replacement.announced == []
+
+
+def test_faults_stay_with_the_process_when_it_moves_to_another_position() -> None:
+    process = worker(Fault("exception", 0, 1, 1), Fault("exception", 1, 0, 1))
+    process.executor.run(1)
+    process.executor.worker = Worker(1, 0)
+    with pytest.raises(InjectedFaultError, match="pipeline=0, stage=1"):
+        process.executor.run(1)
+    process.executor.run(2)
+    assert len(process.announced) == 1
+
+
+@pytest.mark.parametrize("point", ["recovery", "checkpoint", "validation", "end"])
+def test_points_strike_the_first_time_or_in_their_step(point: str) -> None:
+    process = worker(Fault("exception", 0, 1, at=point), Fault("exception", 0, 1, 2, point))
+    with pytest.raises(InjectedFaultError):
+        process.strategy.reach(point, 0)
+    process.strategy.reach(point, 1)
+    with pytest.raises(InjectedFaultError):
+        process.strategy.reach(point, 2)
+    process.strategy.reach(point, 2)
+    assert process.announced == [("exception", point)] * 2
+
+
+def test_setup_strikes_before_lightning_calls_the_start_of_fit() -> None:
+    callback = FaultInjectionCallback([Fault("exception", 0, 1, at="setup")])
+    process = FakeWorker(callback, Worker(0, 1))
+    with pytest.raises(InjectedFaultError):
+        process.strategy.reach("setup")
+    assert process.announced == [("exception", "setup")]
+
+
+def test_several_faults_at_one_point_all_strike(sleeps: list[float]) -> None:
+    slow = Fault("slow", 0, 1, 0, factor=2.0, steps=1)
+    process = worker(slow, slow, Fault("exception", 0, 1, 0, at="reduce"))
+    with pytest.raises(InjectedFaultError):
+        process.executor.run()
+    assert process.announced == [("slow", "F(0, 0)@1")] * 2 + [("exception", "REDUCE@1")]
+
+
+def test_slow_sleeps_after_each_operation_from_its_point_on(sleeps: list[float]) -> None:
+    process = worker(Fault("slow", 0, 1, 1, at="reduce", factor=3.0, steps=2))
+    process.executor.run(1, seconds=0.5)
+    assert sleeps == []
+    process.executor.run(1, seconds=0.5)
+    assert sleeps == [1.0] * 2  # REDUCE and STEP
+    process.executor.run(3, seconds=0.25)
+    assert sleeps == [1.0] * 2 + [0.5] * 4
+
+
+def test_slow_after_an_operation_spares_that_operation(sleeps: list[float]) -> None:
+    process = worker(Fault("slow", 0, 1, 0, at="reduce", when="after", factor=2.0, steps=1))
+    process.executor.run(1, seconds=0.5)
+    assert sleeps == [0.5]
+
+
+def test_preempt_sends_sigterm_and_the_step_goes_on() -> None:
+    received: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        process = worker(Fault("preempt", 0, 1, 1))
+        process.executor.run(3)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert received == [signal.SIGTERM]
+    assert process.executor.version == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        ("kill", "kill"),
+        ("exit", "exit_at_once"),
+        ("hang", "hang"),
+        ("deadlock", "deadlock"),
+        ("partition", "partition"),
+        ("preempt", "preempt"),
+    ],
+)
+def test_each_kind_fails_in_its_own_way(kind: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("kill", "exit_at_once", "hang", "deadlock", "partition", "preempt"):
+        monkeypatch.setattr(failing, name, lambda name=name: called.append(name))
+    worker(Fault(kind, 0, 1, 0)).executor.run()
+    assert called == [function]
+
+
+def test_a_fault_that_never_happened_is_reported_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    process = worker(Fault("kill", 0, 1, 7), Fault("kill", 1, 1, 7), Fault("exception", 0, 1, 0))
+    with pytest.raises(InjectedFaultError):
+        process.executor.run()
+    process.callback.teardown(process.trainer, None, "fit")
+    assert [record.args for record in caplog.records] == [(Fault("kill", 0, 1, 7),)]
+
+
+# ---------------------------------------------------------------------- by time
+
+
+class Clocks:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "time", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
+
+
+def seconds_to_failure(process: FakeWorker, clocks: Clocks, most: float = 200.0) -> float | None:
+    """Runs operations for ``most`` seconds; the seconds until the worker fails."""
+    began = clocks.now
+    while clocks.now < began + most:
+        try:
+            process.executor.run(seconds=0.0)
+        except InjectedFaultError:
+            return clocks.now - began
+        clocks.now += 0.5
+    return None
+
+
+def test_mtbf_strikes_at_the_first_operation_after_the_drawn_time(clocks: Clocks) -> None:
+    found = {}
+    for rank in range(4):
+        process = worker(place=GRID.worker(rank), mtbf=5.0, kinds=("exception",), seed=2)
+        clocks.now += 50.0  # start-up does not count
+        found[rank] = seconds_to_failure(process, clocks)
+        drawn = next(injection.random_faults(5.0, 4, ("exception",), 2, rank)).time
+        assert found[rank] is not None
+        assert drawn <= found[rank] < drawn + 0.5
+    assert len(set(found.values())) == 4
+
+
+def test_a_replacement_draws_again(clocks: Clocks) -> None:
+    lives = [
+        seconds_to_failure(worker(mtbf=5.0, kinds=("exception",), seed=2, incarnation=life), clocks)
+        for life in range(3)
+    ]
+    assert None not in lives
+    assert len(set(lives)) == 3
+
+
+def test_max_faults_holds_over_all_workers_and_replacements(clocks: Clocks) -> None:
+    options: dict[str, Any] = {"mtbf": 5.0, "kinds": ("exception",), "seed": 2, "max_faults": 2}
+    places = [(GRID.worker(rank), life) for rank in range(4) for life in range(2)]
+    processes = [worker(place=place, incarnation=life, **options) for place, life in places]
+    assert sum(seconds_to_failure(process, clocks) is not None for process in processes) == 2
+
+
+def test_slow_at_random_goes_on_and_comes_again(clocks: Clocks, sleeps: list[float]) -> None:
+    process = worker(mtbf=1.0, kinds=("slow",), seed=0)
+    for _ in range(100):
+        process.executor.run(seconds=1.0)
+        clocks.now += 1.0
+    assert len(process.announced) > 5
+    assert set(sleeps) == {2.0}
+
+
+def test_a_trace_strikes_on_the_clock_of_the_run(clocks: Clocks) -> None:
+    options: dict[str, Any] = {"trace": "aws-p3", "time_scale": 0.01, "kinds": ("exception",), "seed": 5}
+    callback = FaultInjectionCallback(**options)
+    callback.check(GRID)
+    plan = injection.trace_faults(load_trace("aws-p3").availability, 4, ("exception",), 5, 0.01)
+    launched = clocks.now
+    clocks.now = launched + 7.0
+    for rank in range(4):
+        expected = [fault.time for fault in plan if fault.rank == rank and fault.time >= 7.0]
+        process = FakeWorker(callback, GRID.worker(rank)).start()
+        for moment in expected:
+            clocks.now = launched + moment - 0.01
+            process.executor.run()
+            clocks.now = launched + moment + 0.01
+            with pytest.raises(InjectedFaultError):
+                process.executor.run()
+        clocks.now = launched + 7.0
+        assert len(process.announced) == len(expected) > 1
+
+
+def test_a_replacement_is_not_struck_by_what_hit_its_predecessor(clocks: Clocks) -> None:
+    callback = FaultInjectionCallback(trace="aws-p3", time_scale=0.01, kinds=("exception",), seed=5)
+    callback.check(GRID)
+    plan = injection.trace_faults(load_trace("aws-p3").availability, 4, ("exception",), 5, 0.01)
+    mine = [fault.time for fault in plan if fault.rank == 1]
+    clocks.now += mine[0] + 0.01
+    replacement = FakeWorker(callback, Worker(0, 1), incarnation=1).start()
+    replacement.executor.run(3)
+    clocks.now += mine[1] - mine[0]
+    with pytest.raises(InjectedFaultError):
+        replacement.executor.run()
+
+
+def test_a_trace_is_read_where_the_callback_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read: list[str] = []
+
+    def load(name: str) -> Trace:
+        read.append(name)
+        return load_trace("aws-g4dn")
+
+    monkeypatch.setattr(injection, "load_trace", load)
+    callback = FaultInjectionCallback(trace=tmp_path / "mine.csv")
+    FakeWorker(callback, Worker(0, 0))
+    assert read == [str(tmp_path / "mine.csv")]
+
+
+# ---------------------------------------------------------------------- where nothing may happen
+
+
+ALWAYS = {"mtbf": 1e-9, "kinds": ("exception",)}
+
+
+def test_the_launching_process_never_fails() -> None:
+    callback = FaultInjectionCallback([Fault("exception", 0, 0, 0), Fault("exception", 0, 0, at="setup")], **ALWAYS)
+    callback.check(GRID)
+    strategy = FakeStrategy()  # without an executor
+    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, world_size=4)
+    callback.setup(trainer, None, "fit")
+    callback.on_fit_start(trainer, None)
+    for point in ("setup", "recovery", "checkpoint", "validation", "end"):
+        strategy.reach(point)
+    callback.teardown(trainer, None, "fit")
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_only_fit_is_disturbed(stage: str) -> None:
+    callback = FaultInjectionCallback([Fault("kill", 0, 0, 0)], **ALWAYS)
+    strategy = FakeStrategy()
+    callback.setup(SimpleNamespace(strategy=strategy), None, stage)
+    assert strategy.at_point == []
+
+
+def test_without_faults_nothing_is_attached_and_any_strategy_will_do() -> None:
+    callback = FaultInjectionCallback()
+    trainer: Any = SimpleNamespace(strategy=object())
+    callback.setup(trainer, None, "fit")
+    callback.on_fit_start(trainer, None)
+    callback.teardown(trainer, None, "fit")
+
+
+@pytest.mark.parametrize("options", [{"faults": [Fault("kill", 0, 0, 0)]}, {"mtbf": 5.0}, {"trace": "aws-p3"}])
+def test_another_strategy_is_refused(options: dict[str, Any]) -> None:
+    class SingleDeviceStrategy:
+        strategy_name = "single_device"
+
+    callback = FaultInjectionCallback(**options)
+    with pytest.raises(ConfigurationError, match="needs strategy='recycle', not SingleDeviceStrategy"):
+        callback.setup(SimpleNamespace(strategy=SingleDeviceStrategy()), None, "fit")
+
+
+def test_the_callback_travels_without_what_it_is_attached_to() -> None:
+    process = worker(Fault("exception", 0, 1, 0), mtbf=5.0)
+    process.strategy.at_point.append(lambda *_: None)  # cannot be pickled
+    copy = pickle.loads(pickle.dumps(process.callback))
+    assert copy.faults == process.callback.faults
+    copy.on_fit_start(process.trainer, None)
+    assert len(process.executor.before_operation) == 1
+
+
+# ---------------------------------------------------------------------- wrong values
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"faults": ["kill"]}, ["'kill'", "Fault("]),
+        ({"mtbf": 0}, ["mtbf=0", "positive"]),
+        ({"mtbf": float("inf")}, ["mtbf=inf", "positive"]),
+        ({"mtbf": "1h"}, ["mtbf='1h'", "seconds"]),
+        ({"mtbf": 1.0, "kinds": ("murder",)}, ["'murder'", "'kill'"]),
+        ({"mtbf": 1.0, "kinds": "kill"}, ["kinds='kill'", "sequence"]),
+        ({"mtbf": 1.0, "kinds": ()}, ["kinds=()", "'kill'"]),
+        ({"mtbf": 1.0, "seed": "x"}, ["seed='x'", "integer"]),
+        ({"mtbf": 1.0, "max_faults": 0}, ["max_faults=0", "at least 1"]),
+        ({"mtbf": 1.0, "max_faults": 1.5}, ["max_faults=1.5", "at least 1"]),
+        ({"max_faults": 3}, ["max_faults=3", "mtbf or trace"]),
+        ({"mtbf": 1.0, "trace": "aws-p3"}, ["mtbf=1.0", "trace='aws-p3'", "leave one out"]),
+        ({"trace": "aws-p3", "time_scale": -1}, ["time_scale=-1", "positive"]),
+        ({"trace": "aws-p33"}, ["aws-p33", "aws-p3,"]),
+    ],
+)
+def test_nonsense_is_refused_with_the_value_and_the_remedy(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        FaultInjectionCallback(**options)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault("kill", 2, 0, 1), ["(2, 0)", "2 pipelines"]),
+        (Fault("kill", 0, 2, at="end"), ["(0, 2)", "2 stages"]),
+        (Fault("kill", 1, 0, 1, microbatch=2), ["microbatch", "0 to 1"]),
+    ],
+)
+def test_a_fault_outside_the_grid_is_refused(fault: Fault, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        FaultInjectionCallback([fault]).check(GRID)
+    assert all(word in str(caught.value) for word in words), caught.value

@@ -1,0 +1,276 @@
+"""Each way of failing, in a process of its own that really fails."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_recycle.callbacks import failing
+from lightning_recycle.errors import InjectedFaultError
+
+SECONDS = 10.0  # more than anything here takes
+context: Any = multiprocessing.get_context("fork")
+
+
+@contextlib.contextmanager
+def child(target: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
+    """A process that runs ``target`` and is gone afterwards, whatever it does."""
+    process = context.Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join(SECONDS)
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + SECONDS
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return value
+
+
+def state_of(process: BaseProcess) -> str:
+    """The letter of /proc: R running, S sleeping, T stopped, Z ended."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+# ---------------------------------------------------------------------- processes that end
+
+
+def fail_with_all_sorts_of_clean_up(fail: Callable[[], None], path: Path) -> None:
+    try:
+        fail()
+        path.write_text("went on")
+    finally:
+        path.write_text("cleaned up")
+
+
+@pytest.mark.parametrize(("fail", "code"), [(failing.kill, -signal.SIGKILL), (failing.exit_at_once, 1)])
+def test_the_process_ends_at_once_without_clean_up(fail: Callable[[], None], code: int, tmp_path: Path) -> None:
+    with child(fail_with_all_sorts_of_clean_up, fail, tmp_path / "witness") as process:
+        process.join(SECONDS)
+        assert process.exitcode == code
+    assert not (tmp_path / "witness").exists()
+
+
+def test_the_exception_is_the_infrastructures() -> None:
+    with pytest.raises(InjectedFaultError, match="the reason"):
+        failing.raise_error("the reason")
+
+
+# ---------------------------------------------------------------------- processes that stay
+
+
+def beat(pipe: Any) -> None:
+    while True:
+        pipe.send("beat")
+        time.sleep(0.02)
+
+
+def beat_and(fail: Callable[[], None], pipe: Any) -> None:
+    threading.Thread(target=beat, args=(pipe,), daemon=True).start()
+    fail()
+    pipe.send("went on")
+    time.sleep(SECONDS)
+
+
+def drain(pipe: Any) -> list[str]:
+    received = []
+    while pipe.poll():
+        received.append(pipe.recv())
+    return received
+
+
+def test_hang_stops_all_threads_until_the_process_is_continued() -> None:
+    ours, theirs = context.Pipe()
+    with child(beat_and, failing.hang, theirs) as process:
+        assert wait_for(lambda: state_of(process) == "T")
+        drain(ours)
+        time.sleep(0.2)
+        assert not ours.poll(), "a stopped process sent something"
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGCONT)
+        assert wait_for(lambda: "went on" in drain(ours))
+
+
+def test_deadlock_blocks_the_main_thread_while_others_live() -> None:
+    ours, theirs = context.Pipe()
+    with child(beat_and, failing.deadlock, theirs) as process:
+        assert ours.poll(SECONDS)
+        time.sleep(0.3)
+        received = drain(ours)
+        assert received.count("beat") >= 3
+        assert "went on" not in received
+        assert state_of(process) == "S"
+
+
+def test_a_deadlock_that_nobody_finds_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failing, "_DEADLOCK_SECONDS", 0.05)
+    with pytest.raises(InjectedFaultError, match="not found"):
+        failing.deadlock()
+
+
+def note_sigterm_and_preempt(pipe: Any) -> None:
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    failing.preempt()
+    pipe.send(received)
+
+
+def test_preempt_is_a_sigterm_after_which_the_process_goes_on() -> None:
+    ours, theirs = context.Pipe()
+    with child(note_sigterm_and_preempt, theirs):
+        assert ours.poll(SECONDS)
+        assert ours.recv() == [signal.SIGTERM]
+
+
+def test_slow_sleeps_in_proportion_for_its_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    slowdown = failing.Slowdown(factor=3.0, first_step=4, steps=2)
+    for step in range(3, 8):
+        slowdown.sleep_after(step, 0.25)
+    assert slept == [0.5, 0.5]
+
+
+# ---------------------------------------------------------------------- partition
+
+CHATTER = 0.02  # seconds between two messages
+PACKETS = 2  # that may slip through in a second: without the partition it is 50
+
+
+def chat(sock: socket.socket, received: list[bytes]) -> None:
+    """Sends a line again and again, and notes what arrives."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as everything does that trains
+    sock.settimeout(CHATTER)
+    while True:
+        sock.send(b"line\n")
+        with contextlib.suppress(TimeoutError):
+            received.append(sock.recv(1 << 16))
+
+
+def live_cut_off(server: socket.socket, pipe: Any) -> None:
+    """Talks over a connection, is cut off, opens another one, and reports what still arrives."""
+    port = server.getsockname()[1]
+    server.close()  # inherited: it is the other side's
+    old_lines: list[bytes] = []
+    new_lines: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    unconnected = socket.socket()
+    old = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+    in_background(chat, old, old_lines)
+    assert wait_for(lambda: old_lines)
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    failing.partition()
+    pipe.send(listener.getsockname()[1])
+    kept = len(os.listdir("/proc/self/fd")) - descriptors
+    unconnected.settimeout(0.3)
+    reached = unconnected.connect_ex(("127.0.0.1", port)) == 0
+    new = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)  # cut off within 50 ms
+    in_background(chat, new, new_lines)
+    time.sleep(0.2)
+    old_lines.clear()
+    new_lines.clear()
+    pipe.send("both are cut off")
+    time.sleep(1.0)
+    pipe.send((kept, reached, old_lines, new_lines))
+    time.sleep(SECONDS)
+
+
+def in_background(target: Callable[..., None], *args: Any) -> None:
+    def run() -> None:
+        with contextlib.suppress(OSError):  # the connection is closed at the end of the test
+            target(*args)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def test_partition_drops_everything_both_ways_and_keeps_connections_open() -> None:
+    ours, theirs = context.Pipe()
+    old_lines: list[bytes] = []
+    new_lines: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, child(live_cut_off, server, theirs):
+        server.settimeout(SECONDS)
+        old, _ = server.accept()
+        in_background(chat, old, old_lines)
+        assert ours.poll(SECONDS)
+        port = ours.recv()
+        assert old_lines, "nothing was said before the partition"
+        old_lines.clear()
+        new, _ = server.accept()
+        in_background(chat, new, new_lines)
+        assert ours.poll(SECONDS)
+        assert ours.recv() == "both are cut off"
+        new_lines.clear()
+
+        with pytest.raises(TimeoutError):  # nobody reaches what listens there
+            socket.create_connection(("127.0.0.1", port), timeout=0.3)
+        assert ours.poll(SECONDS)
+        kept, reached, old_arrived, new_arrived = ours.recv()
+        assert (old_arrived, new_arrived) == ([], []), "the partitioned process received something"
+        assert not reached, "a socket that was not connected yet could connect"
+        assert kept == 0, "the partition keeps descriptors open"
+        assert len(old_lines) <= PACKETS
+        assert len(new_lines) <= PACKETS
+        assert b"" not in old_lines + new_lines, "a connection was closed"
+        old.close()
+        new.close()
+
+
+def send_and_be_cut_off(server: socket.socket, pipe: Any, messages: int, size: int) -> None:
+    port = server.getsockname()[1]
+    server.close()  # inherited: it is the other side's
+    sock = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for _ in range(messages):
+        sock.sendall(bytes(size))
+    time.sleep(0.2)
+    failing.partition()
+    pipe.send("cut off")
+    sock.settimeout(0.01)
+    for _ in range(50):
+        with contextlib.suppress(TimeoutError):  # the buffer of the system is full
+            sock.send(bytes(size))
+        time.sleep(0.01)
+    pipe.send("sent")
+    time.sleep(SECONDS)
+
+
+@pytest.mark.parametrize(("messages", "size"), [(0, 10), (50, 10), (30, 200_000)])
+def test_partition_holds_back_what_a_new_a_chatty_or_a_busy_connection_sends(messages: int, size: int) -> None:
+    ours, theirs = context.Pipe()
+    received: list[int] = []
+
+    def read(sock: socket.socket) -> None:
+        while data := sock.recv(1 << 16):  # not less than a packet of loopback
+            received.append(len(data))
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        child(send_and_be_cut_off, server, theirs, messages, size),
+    ):
+        server.settimeout(SECONDS)
+        peer, _ = server.accept()
+        in_background(read, peer)
+        assert ours.poll(SECONDS)
+        assert ours.recv() == "cut off"
+        assert wait_for(lambda: sum(received) >= messages * size)
+        received.clear()
+        assert ours.poll(SECONDS)
+        assert ours.recv() == "sent"
+        assert len(received) <= PACKETS
+        peer.close()

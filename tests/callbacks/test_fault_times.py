@@ -1,0 +1,178 @@
+"""Faults by time: the draws, the way from a trace to workers, and the agenda of one process."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+import pytest
+
+from lightning_recycle.callbacks.availability import Agenda, TimedFault, random_faults, trace_faults
+from lightning_recycle.traces import available_traces, load_trace
+
+KILL = ("kill",)
+
+
+# ---------------------------------------------------------------------- at random
+
+
+def first(rank: int, seed: int = 0, incarnation: int = 0) -> float:
+    return next(random_faults(10.0, 4, KILL, seed, rank, incarnation)).time
+
+
+def test_the_same_arguments_draw_the_same_faults_and_others_draw_others() -> None:
+    drawn = [first(rank, seed, life) for rank, seed, life in itertools.product(range(4), range(3), range(2))]
+    assert drawn == [first(rank, seed, life) for rank, seed, life in itertools.product(range(4), range(3), range(2))]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_draws_are_the_same_in_every_process_and_release() -> None:
+    """Python guarantees the stream of a seeded generator; this fails if the way of seeding changes."""
+    assert first(rank=0) == pytest.approx(27.83802143699423, rel=1e-12)
+
+
+def test_one_failure_of_the_grid_comes_every_mtbf_seconds() -> None:
+    gaps = [min(first(rank, seed) for rank in range(4)) for seed in range(2000)]
+    assert statistics.mean(gaps) == pytest.approx(10.0, rel=0.1)  # four standard errors
+    assert statistics.stdev(gaps) == pytest.approx(10.0, rel=0.15)  # exponential: as large as the mean
+
+
+def test_nothing_follows_a_fault_that_a_process_does_not_survive() -> None:
+    assert len(list(random_faults(10.0, 4, KILL, 0, 0))) == 1
+    for seed in range(20):
+        kinds = [fault.kind for fault in random_faults(10.0, 4, ("slow", "hang"), seed, 0)]
+        assert kinds == ["slow"] * (len(kinds) - 1) + ["hang"]
+
+
+def test_all_kinds_are_drawn() -> None:
+    kinds = ("kill", "exit", "hang")
+    drawn = [next(random_faults(1.0, 2, kinds, seed, 1)).kind for seed in range(300)]
+    assert all(60 < drawn.count(kind) < 140 for kind in kinds)
+
+
+@pytest.mark.parametrize("kinds", [KILL, ("slow",), ("slow", "kill")])
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_max_faults_bounds_all_workers_together_to_the_earliest(kinds: Sequence[str], most: int) -> None:
+    for seed in range(10):
+        drawn = [fault for rank in range(4) for fault in random_faults(10.0, 4, kinds, seed, rank, 0, most)]
+        endless = [
+            fault for rank in range(4) for fault in itertools.islice(random_faults(10.0, 4, kinds, seed, rank), most)
+        ]
+        assert sorted(drawn) == sorted(endless)[:most]
+
+
+def test_with_max_faults_replacements_do_not_fail_and_without_they_do() -> None:
+    assert not list(random_faults(10.0, 4, KILL, 0, 1, incarnation=1, max_faults=3))
+    assert list(random_faults(10.0, 4, KILL, 0, 1, incarnation=1))
+
+
+# ---------------------------------------------------------------------- from a trace
+
+
+@pytest.mark.parametrize(
+    ("availability", "workers", "counts"),
+    [
+        ([(0, 8), (10, 6), (20, 4)], 4, {10: 1, 20: 1}),
+        ([(0, 8), (10, 7), (20, 6)], 4, {20: 1}),  # 3.5 of 4 round to 4
+        ([(0, 8), (10, 4), (20, 8), (30, 2)], 4, {10: 2, 30: 3}),
+        ([(0, 4), (10, 8), (20, 4)], 4, {20: 2}),  # what the trace begins with is not a fall
+        ([(0, 8), (10, 0)], 4, {10: 4}),
+        ([(0, 2), (10, 1)], 6, {10: 3}),
+        ([(0, 5), (10, 9)], 6, {}),
+        ([], 6, {}),
+        ([(0, 0)], 6, {}),
+    ],
+)
+def test_as_many_workers_fail_as_the_trace_falls_in_proportion_to_its_peak(
+    availability: list[tuple[float, int]], workers: int, counts: dict[float, int]
+) -> None:
+    faults = trace_faults(availability, workers, KILL, seed=0)
+    assert {t: len(list(group)) for t, group in itertools.groupby(faults, lambda f: f.time)} == counts
+
+
+def test_a_place_fails_again_only_after_it_counts_as_filled() -> None:
+    availability = [(t, 8 - 2 * (t % 2)) for t in range(40)]  # one of four goes and comes, again and again
+    for fault, after in itertools.pairwise(trace_faults(availability, 4, KILL, seed=1)):
+        assert fault.time < after.time
+    falling = [(0, 8), (1, 6), (2, 4), (3, 2), (4, 0)]
+    assert sorted(fault.rank for fault in trace_faults(falling, 4, KILL, seed=1)) == [0, 1, 2, 3]
+
+
+def test_the_choice_of_workers_depends_on_the_seed_and_on_the_event_alone() -> None:
+    availability = [(t, 8 - 2 * (t % 2)) for t in range(40)]
+    ranks = [fault.rank for fault in trace_faults(availability, 4, KILL, seed=1)]
+    assert ranks == [fault.rank for fault in trace_faults(availability, 4, KILL, seed=1)]
+    assert ranks != [fault.rank for fault in trace_faults(availability, 4, KILL, seed=2)]
+    assert set(ranks) == {0, 1, 2, 3}
+
+
+def test_time_scale_stretches_the_trace_and_max_faults_ends_it() -> None:
+    availability = [(0, 4), (100, 3), (200, 2), (300, 1)]
+    plain = trace_faults(availability, 4, KILL, 0)
+    assert [fault.time for fault in plain] == [100, 200, 300]
+    assert [fault.time for fault in trace_faults(availability, 4, KILL, 0, time_scale=0.01)] == [1, 2, 3]
+    assert trace_faults(availability, 4, KILL, 0, max_faults=2) == plain[:2]
+
+
+@pytest.mark.parametrize("name", available_traces())
+def test_every_shipped_trace_takes_workers_and_never_one_twice_at_once(name: str) -> None:
+    trace = load_trace(name)
+    faults = trace_faults(trace.availability, 8, ("kill", "preempt"), seed=3)
+    assert len(faults) >= 8
+    assert {fault.kind for fault in faults} == {"kill", "preempt"}
+    assert len({fault.rank for fault in faults} & set(range(8))) >= 4
+    assert len({(fault.time, fault.rank) for fault in faults}) == len(faults)
+    assert list(faults) == sorted(faults, key=lambda fault: fault.time)
+    assert faults[-1].time <= trace.duration
+
+
+# ---------------------------------------------------------------------- the agenda
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def faults_at(*times: float) -> list[TimedFault]:
+    return [TimedFault(time, 0, "kill") for time in times]
+
+
+def test_without_an_origin_times_count_from_the_first_look() -> None:
+    clock = Clock(100.0)
+    agenda = Agenda(faults_at(1.0, 2.0), clock=clock)
+    clock.now = 500.0
+    assert agenda.take_due() is None
+    clock.now = 500.9
+    assert agenda.take_due() is None
+    clock.now = 501.0
+    assert agenda.take_due() == faults_at(1.0)[0]
+    assert agenda.take_due() is None
+
+
+def test_what_became_due_meanwhile_is_taken_one_by_one() -> None:
+    clock = Clock(0.0)
+    agenda = Agenda(faults_at(1.0, 2.0, 9.0), clock=clock)
+    assert agenda.take_due() is None
+    clock.now = 5.0
+    assert [agenda.take_due() for _ in range(3)] == [*faults_at(1.0, 2.0), None]
+
+
+def test_what_lies_before_the_first_look_hits_nobody() -> None:
+    clock = Clock(110.0)
+    agenda = Agenda(faults_at(1.0, 9.9, 10.5), origin=100.0, clock=clock)
+    assert agenda.take_due() is None
+    clock.now = 110.5
+    assert agenda.take_due() == faults_at(10.5)[0]
+    assert agenda.take_due() is None
+
+
+def test_an_empty_agenda_never_looks_at_the_clock() -> None:
+    def no_clock() -> float:
+        raise AssertionError("looked at the clock")
+
+    assert Agenda((), clock=no_clock).take_due() is None
