@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime.randomness import derive_seed
+from lightning_recycle.layers import AbsentLayer, LayerSpec, needed_elsewhere, tie
+from lightning_recycle.partition import even_parts as stage_layers
+from lightning_recycle.runtime.tying import merge_groups, shared_parameters, split_name
 
-__all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "global_seed"]
+if TYPE_CHECKING:
+    from lightning_recycle.adapters.sequential import SequentialPipeline
+
+__all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "global_seed", "stage_layers"]
 
 
 def global_seed() -> int:
@@ -27,87 +31,28 @@ def global_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-class LayerSpec:
-    """A recipe for a layer, so that no worker has to hold layers that it does not own.
-
-    Args:
-        cls: a subclass of ``nn.Module`` (or a callable that returns a module).
-        *args, **kwargs: the arguments of its constructor.
-
-    The layer is built with torch's generator seeded from (seed, layer index): the same weights on every grid.
-    """
-
-    def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
-        if not callable(cls):
-            raise ConfigurationError(
-                f"LayerSpec expects a class or a callable that builds a layer, got {cls!r}."
-                " Write LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))."
-            )
-        self.cls, self.args, self.kwargs = cls, args, kwargs
-
-    def build(self, index: int, seed: int) -> nn.Module:
-        """Builds the layer.
-
-        Raises:
-            ConfigurationError: if the constructor fails or returns no module.
-        """
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive_seed(seed, index))
-            try:
-                layer = self.cls(*self.args, **self.kwargs)
-            except Exception as error:
-                raise ConfigurationError(
-                    f"Layer {index}, {self!r}, cannot be built: {type(error).__name__}: {error}."
-                    " Check the arguments in configure_pipeline()."
-                ) from error
-        if not isinstance(layer, nn.Module):
-            raise ConfigurationError(f"Layer {index}, {self!r}, built a {type(layer).__name__}, not an nn.Module.")
-        return layer
-
-    def __repr__(self) -> str:
-        arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
-        return f"LayerSpec({', '.join([getattr(self.cls, '__name__', repr(self.cls)), *arguments])})"
-
-
-class AbsentLayer(nn.Module):
-    """A layer that is not in this process: not built yet, or owned by another stage."""
-
-    def __init__(self, spec: LayerSpec | None = None) -> None:
-        super().__init__()
-        self.spec = spec
-        self.dtype: torch.dtype | None = (
-            None  # what a conversion such as model.double() asked for before the layer exists
-        )
-
-    def build(self, index: int, seed: int) -> nn.Module:
-        """Builds the layer that this one stands for."""
-        assert self.spec is not None
-        layer = self.spec.build(index, seed)
-        return layer if self.dtype is None else layer.to(self.dtype)
-
-    @override
-    def _apply(self, fn: Any, recurse: bool = True) -> AbsentLayer:
-        probe = torch.empty(0, dtype=self.dtype or torch.get_default_dtype())
-        converted = fn(probe)
-        if converted.dtype != probe.dtype:
-            self.dtype = converted.dtype
-        return self
-
-    @override
-    def forward(self, *_: Any) -> Tensor:
-        raise RuntimeError(f"{self!r} was called in a process that does not own it.")
-
-    @override
-    def extra_repr(self) -> str:
-        return repr(self.spec) if self.spec is not None else ""
-
-
 class PipelineModule(pl.LightningModule):
     """A LightningModule for :class:`~lightning_recycle.ReCycleStrategy`; trains unchanged on one device too.
 
     Implement :meth:`configure_pipeline`, :meth:`loss` and ``configure_optimizers`` (which sees the parameters of one
-    stage). A layer that returns a tuple passes its items as positional arguments to the next layer.
+    stage).
+
+    **What passes between layers.** A layer that returns a tuple passes its items as positional arguments to the next
+    layer. Where a stage ends these may be tensors of any dtype (gradients flow through floating-point and complex ones)
+    and of shapes that differ from micro-batch to micro-batch, and, inside a tuple, None.
+
+    **Tied weights.** A parameter that several layers use, such as an input embedding and the output projection, is tied
+    by being the same object in concrete modules, or by name with :meth:`tied_parameters`. It counts once for the
+    optimizer, and all its names are in the state dict. Its initial values are those of its first concrete layer; if
+    all are given as :class:`LayerSpec`, those of the first.
+
+    **Buffers** belong to their layer. What depends on the data of a micro-batch only is as on one device. Running
+    statistics, as BatchNorm's, are not: a forward in training mode normalises with the statistics of its *micro-batch*
+    (of batch_size / M samples), and updates the running ones of the worker that runs it. Peers therefore hold different
+    ones. LayerNorm, GroupNorm and RMSNorm have no such state and are exact on every grid.
     """
+
+    _tied: tuple[tuple[str, ...], ...] = ()
 
     # ------------------------------------------------------------------ what the user implements
 
@@ -135,6 +80,45 @@ class PipelineModule(pl.LightningModule):
     def on_training_loss(self, loss: Tensor) -> None:
         """Called once per step with the mean loss of the global batch; logs it as ``train_loss``."""
         self.log("train_loss", loss, prog_bar=True)
+
+    def tied_parameters(self) -> Iterable[Sequence[str]]:
+        """Returns groups of names of parameters that are one, e.g. ``[("layers.0.weight", "layers.9.logits.weight")]``.
+
+        Needed for layers given as :class:`LayerSpec`; that concrete modules share a parameter is seen by itself. Called
+        once, after :meth:`configure_pipeline`. The members of a group must have the same shape.
+        """
+        return ()
+
+    @classmethod
+    def from_sequential(
+        cls,
+        model: nn.Sequential,
+        loss: Callable[[Any, Any], Tensor],
+        optimizer: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
+    ) -> SequentialPipeline:
+        """Makes a pipeline of the children of ``model``, each of which is a layer.
+
+        Args:
+            model: is used, not copied. As in ``nn.Sequential``, a layer gets what the one before returned as its only
+                argument, a tuple too.
+            loss: (output, target) -> mean over the micro-batch, a scalar; or an ``nn.Module`` without parameters.
+            optimizer: parameters -> optimizer, such as ``functools.partial(torch.optim.AdamW, lr=1e-3)``; it may also
+                return (optimizer, scheduler). Or a pair of (parameters -> optimizer, optimizer -> scheduler).
+
+        Raises:
+            ConfigurationError: if one of them is something else.
+        """
+        from lightning_recycle.adapters.sequential import SequentialPipeline
+
+        if issubclass(cls, SequentialPipeline):
+            return cls(model, loss, optimizer)
+        if cls is not PipelineModule:
+            raise ConfigurationError(
+                f"{cls.__name__}.from_sequential() would ignore what {cls.__name__} defines. Call"
+                " PipelineModule.from_sequential(), or derive the class from"
+                " lightning_recycle.adapters.sequential.SequentialPipeline to override hooks."
+            )
+        return SequentialPipeline(model, loss, optimizer)
 
     # ------------------------------------------------------------------ one device
 
@@ -190,28 +174,76 @@ class PipelineModule(pl.LightningModule):
                     " be an nn.Module or a LayerSpec."
                 )
         self._modules["layers"] = layers  # add_module() would look the name up first, and so come back here
+        try:
+            groups = merge_groups([*shared_parameters(list(layers)), *map(self._checked_group, self.tied_parameters())])
+            tie(layers, groups)
+        except BaseException:
+            del self._modules["layers"]  # the next access meets the same error, not layers half made
+            raise
+        self._tied = groups
         return layers
 
     def materialize(self, indices: Iterable[int] | None = None, seed: int | None = None) -> None:
-        """Builds layers given as :class:`LayerSpec`.
+        """Builds layers given as :class:`LayerSpec`, and ties their parameters.
+
+        A parameter tied to one of a layer that is not here starts as there: that layer is built too, for a moment, if
+        it is a LayerSpec.
 
         Args:
-            indices: which layers; by default all.
+            indices: which layers; by default all that belong to this process.
             seed: of the initialisation; by default the one given to ``seed_everything``, else 0.
         """
         layers = self._build_layers()
+        seed = global_seed() if seed is None else seed
+        absent: dict[int, AbsentLayer] = {}
         for index in range(len(layers)) if indices is None else indices:
             layer = layers[index]
-            if isinstance(layer, AbsentLayer) and layer.spec is not None:
-                built = layer.build(index, global_seed() if seed is None else seed)
-                layers[index] = built.train(self.training)
+            if isinstance(layer, AbsentLayer) and not layer.elsewhere:
+                layers[index] = layer.build(index, seed).train(self.training)
+                absent[index] = layer
+        if absent:
+            try:
+                tie(layers, self._tied, absent, seed)
+            except BaseException:
+                for index, layer in absent.items():  # the next attempt meets the same error
+                    layers[index] = layer
+                raise
 
     def keep_layers(self, indices: range) -> None:
-        """Replaces every layer outside ``indices`` by a placeholder and frees it."""
+        """Replaces every layer outside ``indices`` by a placeholder and frees it; :meth:`tied_groups` stay known."""
         layers = self._build_layers()
+        kept = needed_elsewhere(layers, self._tied, indices)
         for index in range(len(layers)):
             if index not in indices:
-                layers[index] = AbsentLayer()
+                layer = layers[index]
+                if not isinstance(layer, AbsentLayer):
+                    layers[index] = layer = AbsentLayer()
+                layer.elsewhere = True
+                layer.kept.update(kept.get(index, {}))
+
+    def tied_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each parameter that several layers share, in the order of the layers, whoever owns these.
+
+        The answer is the same in every process. On one device and within a stage the members of a group are one object.
+        Across stages every stage owns a copy, and the run time must keep the copies equal; what that takes is written
+        in :mod:`lightning_recycle.runtime.tying`.
+        """
+        self._build_layers()
+        return self._tied
+
+    def _checked_group(self, group: Sequence[str]) -> tuple[str, ...]:
+        if isinstance(group, str) or len(set(group)) < 2:
+            raise ConfigurationError(
+                f"{type(self).__name__}.tied_parameters() returned the group {group!r}; a group is at least two"
+                " different names, such as ('layers.0.weight', 'layers.9.weight')."
+            )
+        count = len(self._modules["layers"])  # type: ignore[arg-type]
+        for name in group:
+            if split_name(name)[0] >= count:
+                raise ConfigurationError(
+                    f"{type(self).__name__}.tied_parameters() names {name!r}; the model has {count} layers."
+                )
+        return tuple(group)
 
     # Everything below makes ``layers`` exist on first access, whichever of nn.Module's doors it comes through.
 
@@ -246,21 +278,3 @@ class PipelineModule(pl.LightningModule):
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         self._build_layers()
         return super()._apply(fn, *args, **kwargs)
-
-
-def stage_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Cuts ``num_layers`` layers into ``num_stages`` contiguous parts whose sizes differ by at most one.
-
-    Later stages get the larger parts: the first holds more micro-batches in flight.
-
-    Raises:
-        ConfigurationError: if there are fewer layers than stages.
-    """
-    if num_layers < num_stages:
-        raise ConfigurationError(
-            f"The model has {num_layers} layers, fewer than pipeline_parallel_size={num_stages} stages."
-            f" Use pipeline_parallel_size={num_layers} or less, or split the model into more layers in"
-            " configure_pipeline()."
-        )
-    bounds = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
-    return tuple(range(bounds[stage], bounds[stage + 1]) for stage in range(num_stages))

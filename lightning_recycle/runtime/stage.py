@@ -114,16 +114,16 @@ class Stage:
         self._in_flight[microbatch] = held
         if self._loss is not None:
             return output  # type: ignore[no-any-return]
-        for tensor in outputs:
-            if not isinstance(tensor, Tensor):
+        for item in outputs:
+            if not (isinstance(item, Tensor) or (item is None and isinstance(output, tuple))):
                 raise ConfigurationError(
                     f"Layer {self._first_layer + len(self._layers) - 1} ({type(self._layers[-1]).__name__}) is the"
                     " last of"
-                    f" its stage and returned a {type(tensor).__name__}; between stages only tensors and tuples of"
-                    " tensors"
+                    f" its stage and returned a {type(item).__name__}; between stages only tensors and tuples of"
+                    " tensors and None"
                     " can be passed."
                 )
-        return tuple(t.detach() for t in outputs) if isinstance(output, tuple) else output.detach()
+        return tuple(_detached(item) for item in outputs) if isinstance(output, tuple) else output.detach()
 
     def _run_layers(self, step: int, microbatch: int, inputs: tuple[Any, ...]) -> Any:
         value: Any = inputs
@@ -193,9 +193,17 @@ class Stage:
             torch.autograd.backward(held.outputs)
             return
         received = grads if isinstance(grads, tuple) else (grads,)
-        pairs = [(t, g) for t, g in zip(held.outputs, received, strict=True) if g is not None and t.requires_grad]
+        pairs = [
+            (output, grad)
+            for output, grad in zip(held.outputs, received, strict=True)
+            if output is not None and grad is not None and output.requires_grad
+        ]
         if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
     def _input_grads(self, held: _InFlight) -> Value | None:
         return tuple(held.input_grads) if self._first_layer > 0 else None
+
+
+def _detached(item: Tensor | None) -> Tensor | None:
+    return None if item is None else item.detach()

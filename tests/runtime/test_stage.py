@@ -302,3 +302,144 @@ def test_a_stage_that_ends_in_something_else_than_tensors_is_an_error_that_names
     stage = Stage([nn.Identity(), Dictionary()], 4, SEED, CPU)
     with pytest.raises(ConfigurationError, match=r"Layer 5 \(Dictionary\).*dict"):
         stage.forward(STEP, 0, torch.ones(2), decoupled=False)
+
+
+# ---------------------------------------------------------------------- what passes between stages
+
+
+class Tagged(nn.Module):
+    """Passes on values of every kind: one that needs a gradient, none, integers, truth values, one of no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x = self.embedding(tokens)
+        return x, None, tokens, mask, self.linear(x).mean(), torch.linspace(0, 1, tokens.shape[-1], dtype=x.dtype)
+
+
+class Relay(nn.Module):
+    """Uses and changes some of them; its None is in another place when it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: Tensor, nothing: None, tokens: Tensor, mask: Tensor | None, mean: Tensor, ramp: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        assert nothing is None
+        assert (tokens.dtype, mean.shape) == (torch.int64, ())
+        y = self.linear(x) * ramp[:, None]
+        if mask is not None:
+            assert mask.dtype == torch.bool
+            y = y.masked_fill(~mask[..., None], 0.0)
+        return y, tokens + 1, mean, None
+
+
+class Gather(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, WIDTH)
+
+    def forward(self, y: Tensor, tokens: Tensor, mean: Tensor, nothing: None) -> Tensor:
+        assert nothing is None
+        return y * mean + self.embedding(tokens)
+
+
+def tagged_batches() -> list[tuple[Any, Tensor]]:
+    """Three micro-batches of different lengths, one without a mask."""
+    generator = torch.Generator().manual_seed(2)
+    found: list[tuple[Any, Tensor]] = []
+    for samples, length, masked in ((2, 5, True), (1, 3, False), (3, 7, True)):
+        tokens = torch.randint(0, 16, (samples, length), generator=generator)
+        mask = torch.rand(samples, length, generator=generator) > 0.3 if masked else None
+        found.append(((tokens, mask), torch.randn(samples, length, WIDTH, dtype=torch.float64, generator=generator)))
+    return found
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]], ids=str)
+def test_none_integers_truth_values_scalars_and_lengths_that_vary_pass_between_stages(
+    cuts: list[int], decoupled: bool
+) -> None:
+    def build_tagged() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [layer.double() for layer in (Tagged(), Relay(), Gather())]
+
+    batches = tagged_batches()
+    layers = build_tagged()
+    expected_losses = []
+    for inputs, target in batches:
+        value: Any = inputs
+        for layer in layers:
+            value = layer(*value) if isinstance(value, tuple) else layer(value)
+        loss = mse(value, target)
+        (loss / len(batches)).backward()
+        expected_losses.append(loss.item())
+    expected = {f"{i}.{n}": p.grad for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
+
+    layers = build_tagged()
+    stages = cut(layers, cuts)
+    losses = []
+    for m, (inputs, target) in enumerate(batches):  # all in flight at once
+        value = inputs
+        for stage in stages:
+            value = stage.forward(STEP, m, copied(value), decoupled=decoupled)
+        losses.append(stages[-1].loss(STEP, m, value, target, len(batches)).item())
+    for m in range(len(batches)):
+        grads: Any = None
+        for stage in reversed(stages):
+            grads = copied(grads)
+            grads = stage.backward_input(m, grads) if decoupled else stage.backward(m, grads)
+        if decoupled:
+            for stage in stages:
+                stage.backward_weight(m)
+    found = {f"{i}.{n}": p.grad for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
+    assert_close((losses, found), (expected_losses, expected))  # type: ignore[arg-type]
+
+
+def test_gradients_go_back_for_what_has_some_and_are_none_for_the_rest() -> None:
+    stage = Stage([Relay().double()], 1, SEED, CPU)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=generator)
+    tokens, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool)
+    sent = stage.forward(STEP, 0, (x, None, tokens, mask, x.mean(), torch.ones(4, dtype=torch.float64)), decoupled=True)
+    assert [None if item is None else item.requires_grad for item in sent] == [False, False, False, None]
+    grads = stage.backward_input(0, (torch.ones_like(x), None, torch.tensor(2.0, dtype=torch.float64), None))
+    assert grads is not None
+    assert [grad is None for grad in grads] == [False, True, True, True, False, False]
+    assert grads[4].item() == 2.0  # type: ignore[union-attr]
+    assert grads[5].shape == (4,)  # type: ignore[union-attr]
+
+
+def test_a_gradient_that_the_next_stage_does_not_have_is_none() -> None:
+    """The next stage ignores the only differentiable output: there is nothing to compute, and no error."""
+    stage = Stage([Residual().double()], 1, SEED, CPU)
+    stage.forward(STEP, 0, torch.ones(2, WIDTH, dtype=torch.float64), decoupled=True)
+    assert stage.backward_input(0, (None, None, None)) == (None,)
+    stage.backward_weight(0)
+
+
+@pytest.mark.parametrize("output", [None, [torch.ones(1)], (torch.ones(1), 3), (torch.ones(1), (None,))], ids=repr)
+def test_only_tensors_and_none_in_tuples_pass_between_stages(output: Any) -> None:
+    class Returns(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return output
+
+    stage = Stage([Returns()], 2, SEED, CPU)
+    with pytest.raises(ConfigurationError, match=r"Layer 2 \(Returns\).*tuples of tensors and None"):
+        stage.forward(STEP, 0, torch.ones(1), decoupled=False)
+
+
+def test_running_statistics_are_updated_by_each_microbatch_that_the_stage_runs() -> None:
+    """The documented semantics of BatchNorm: F updates, whoever runs it and however often."""
+    layer = nn.BatchNorm1d(WIDTH, momentum=0.5).double()
+    reference = nn.BatchNorm1d(WIDTH, momentum=0.5).double()
+    stage = Stage([layer], 1, SEED, CPU)
+    for m, (x, _) in enumerate(data(3)):
+        stage.forward(STEP, m, x, decoupled=True)
+        reference(x)
+    assert torch.equal(layer.running_mean, reference.running_mean)  # type: ignore[arg-type]
+    assert int(layer.num_batches_tracked) == 3  # type: ignore[arg-type]

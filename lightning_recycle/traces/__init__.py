@@ -1,0 +1,153 @@
+"""Availability traces of public clouds: how many nodes were up, and when.
+
+Concept: a trace is a list of changes of a number of nodes. Two of the files name their nodes, the others only count;
+where nodes are only counted, those that left last are the first to return.
+
+Contract: pure Python, no other module of the package needed but ``errors``; times are seconds from the first record.
+The data and their licence (MIT, Bamboo project) lie beside this file, see README.md there.
+
+Must not know: simulation, training.
+
+>>> trace = load_trace("aws-p3")
+>>> trace.peak, round(trace.duration / 3600, 1)
+(32, 11.4)
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+from dataclasses import dataclass
+from importlib import resources
+from os import PathLike, fspath
+from pathlib import Path
+
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = ["NodeEvent", "Trace", "available_traces", "load_trace"]
+
+_FILES = {
+    "aws-g4dn": "aws-g4dn-trace.csv",
+    "aws-p3": "aws-p3-trace.csv",
+    "gcp-a100": "gcp-a100x1-east1b.txt",
+    "gcp-v100": "gcp-v100x1-east1c.txt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEvent:
+    """At ``time`` (seconds) the node ``node`` (from 0) comes (``up``) or goes.
+
+    A node number stands for a place in the cluster, not for a machine: it is used again when a new machine takes the
+    place of one that has left.
+    """
+
+    time: float
+    node: int
+    up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One trace.
+
+    Args:
+        name: as in :func:`available_traces`, or the file's path.
+        events: arrivals and departures in the order of time, departures first where times are equal.
+        duration: time of the last record, in seconds.
+    """
+
+    name: str
+    events: tuple[NodeEvent, ...]
+    duration: float
+
+    @property
+    def availability(self) -> tuple[tuple[float, int], ...]:
+        """(time in seconds, available nodes from then on), one entry for each moment at which the number changes."""
+        found: list[tuple[float, int]] = []
+        count = 0
+        for event in self.events:
+            count += 1 if event.up else -1
+            if found and found[-1][0] == event.time:
+                found.pop()
+            if not found or found[-1][1] != count:
+                found.append((event.time, count))
+        return tuple(found)
+
+    @property
+    def peak(self) -> int:
+        """The largest number of nodes available at once."""
+        return max((count for _, count in self.availability), default=0)
+
+    @property
+    def mean(self) -> float:
+        """Mean number of available nodes over the duration."""
+        steps = self.availability
+        ends = [time for time, _ in steps[1:]] + [self.duration]
+        total = sum(count * (end - time) for (time, count), end in zip(steps, ends, strict=True))
+        return total / self.duration if self.duration else 0.0
+
+
+def available_traces() -> tuple[str, ...]:
+    """The names that :func:`load_trace` knows."""
+    return tuple(sorted(_FILES))
+
+
+def load_trace(name: str | PathLike[str]) -> Trace:
+    """The shipped trace called ``name``, or the one in a file of the same formats.
+
+    Args:
+        name: one of :func:`available_traces`, or a path. The file's rows are (milliseconds, "add" or "remove", node's
+            name), or (date, time of day, instances up).
+
+    Raises:
+        ConfigurationError: when there is no such trace or file, or it cannot be understood.
+    """
+    name = fspath(name)
+    try:
+        if name in _FILES:
+            text = resources.files(__name__).joinpath(_FILES[name]).read_text(encoding="utf-8")
+        else:
+            text = Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        known = ", ".join(available_traces())
+        raise ConfigurationError(
+            f"unknown trace {name!r}: choose one of {known}, or give the path of a file."
+        ) from None
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
+    try:
+        return _named(name, rows) if rows[0][1] in ("add", "remove") else _counted(name, rows)
+    except (ValueError, IndexError) as error:
+        raise ConfigurationError(
+            f"the trace {name} cannot be understood ({error}): each row must be 'milliseconds,add or remove,node', or "
+            "'date, time, instances up'."
+        ) from error
+
+
+def _named(name: str, rows: list[list[str]]) -> Trace:
+    """Rows of (milliseconds, "add" or "remove", node's name)."""
+    records = sorted(((int(time) / 1e3, action == "add", who) for time, action, who in rows), key=lambda r: r[:2])
+    places: dict[str, int] = {}
+    events = []
+    for time, up, who in records:
+        if up and who not in places:
+            taken = set(places.values())
+            places[who] = next(place for place in range(len(taken) + 1) if place not in taken)
+            events.append(NodeEvent(time, places[who], True))
+        elif not up and who in places:
+            events.append(NodeEvent(time, places.pop(who), False))
+    return Trace(name, tuple(events), records[-1][0])
+
+
+def _counted(name: str, rows: list[list[str]]) -> Trace:
+    """Rows of (date, time of day, instances up), some of them out of order."""
+    records = sorted((datetime.datetime.fromisoformat(f"{date} {time}"), int(count)) for date, time, count in rows)
+    begin = records[0][0]
+    up = 0
+    events = []
+    for moment, count in records:
+        seconds = (moment - begin).total_seconds()
+        events += [NodeEvent(seconds, node, True) for node in range(up, count)]
+        events += [NodeEvent(seconds, node, False) for node in reversed(range(count, up))]
+        up = count
+    return Trace(name, tuple(events), (records[-1][0] - begin).total_seconds())

@@ -1,0 +1,190 @@
+"""Activation checkpointing inside layers: what the backward computes again has the same masks, and is deferred too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from lightning_recycle.runtime.stage import Stage
+
+WIDTH, SEED, STEP = 8, 3, 5
+CPU = torch.device("cpu")
+
+
+class Inner(nn.Module):
+    """Dropout before, between and after linear layers; counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.4)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.dropout(x))))))
+
+
+class Layer(nn.Module):
+    """A layer with two inner parts.
+
+    Args:
+        mode: None for no checkpointing, "reentrant", "non-reentrant", "nested" or "sequential".
+    """
+
+    def __init__(self, mode: str | None) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode is None:
+            return self.second(self.first(x))
+        if self.mode == "nested":
+            return checkpoint(self._nested, x, use_reentrant=False)
+        if self.mode == "sequential":
+            return checkpoint_sequential([self.first, self.second], 2, x, use_reentrant=False)
+        reentrant = self.mode == "reentrant"
+        return checkpoint(self.second, checkpoint(self.first, x, use_reentrant=reentrant), use_reentrant=reentrant)
+
+    def _nested(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
+MODES = ["reentrant", "non-reentrant", "nested", "sequential"]
+
+
+def model(mode: str | None) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [layer.double() for layer in (nn.Linear(WIDTH, WIDTH), Layer(mode), nn.Dropout(0.3), Layer(mode))]
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def train_step(layers: Sequence[nn.Module], cuts: Sequence[int], *, decoupled: bool) -> dict[str, Tensor]:
+    """Losses and gradients of two micro-batches whose operations interleave: F0 F1 B1 B0 W1 W0."""
+    bounds = [0, *cuts, len(layers)]
+    stages = [
+        Stage(layers[a:b], a, SEED, CPU, loss=mse if b == len(layers) else None) for a, b in itertools.pairwise(bounds)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(2, 3, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2)]
+    found = {}
+    for m, (x, y) in enumerate(data):
+        value: Any = x
+        for stage in stages:
+            value = stage.forward(STEP, m, value, decoupled=decoupled)
+        found[f"loss {m}"] = stages[-1].loss(STEP, m, value, y, 2)
+        torch.manual_seed(100 + m)  # the state of the process must not matter, in the recomputation neither
+    for m in (1, 0):
+        grads: Any = None
+        for stage in reversed(stages):
+            grads = stage.backward_input(m, grads) if decoupled else stage.backward(m, grads)
+    if decoupled:
+        for m in (1, 0):
+            for stage in stages:
+                stage.backward_weight(m)
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None, f"{index}.{name}"
+            found[f"{index}.{name}"] = parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("cuts", [[], [1], [3], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_and_gradients_have_the_bits_of_those_without_checkpointing(
+    mode: str, cuts: list[int], decoupled: bool
+) -> None:
+    expected = train_step(model(None), [], decoupled=False)
+    actual = train_step(model(mode), cuts, decoupled=decoupled)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def test_the_masks_of_the_comparison_matter() -> None:
+    """The test above would fail if the recomputation drew other masks."""
+
+    class Redrawn(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.first, x, use_reentrant=False, preserve_rng_state=False)
+
+    def gradient(layer: nn.Module) -> Tensor:
+        return train_step([nn.Linear(WIDTH, WIDTH).double(), layer.double()], [1], decoupled=True)["1.first.up.weight"]
+
+    class Kept(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x)
+
+    def make(kind: type[Layer]) -> Layer:
+        torch.manual_seed(0)
+        layer = kind("non-reentrant")
+        layer.second = nn.Identity()  # type: ignore[assignment]
+        return layer
+
+    torch.manual_seed(0)
+    expected = gradient(make(Kept))
+    torch.manual_seed(0)
+    assert not torch.equal(gradient(make(Redrawn)), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode: str) -> None:
+    layer = Layer(mode).double()
+    stage = Stage([layer], 1, SEED, CPU)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    output = stage.forward(STEP, 0, x, decoupled=True)
+    assert (layer.first.runs, layer.second.runs) == (1, 1)
+    stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
+    assert layer.first.runs >= 2
+    assert layer.second.runs == (1 if mode == "sequential" else 2)  # torch does not checkpoint the last of a sequence
+    assert all(p.grad is None for p in layer.parameters())
+    runs = layer.first.runs
+    stage.backward_weight(0)
+    assert layer.first.runs == runs, "W computes nothing again"
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_backward_leaves_the_generator_of_the_process_alone(mode: str) -> None:
+    stage = Stage([Layer(mode).double()], 1, SEED, CPU)
+    output = stage.forward(STEP, 0, torch.randn(2, WIDTH, dtype=torch.float64), decoupled=True)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+def test_autocast_is_the_same_in_the_recomputation(mode: str) -> None:
+    def gradients(mode: str | None, *, decoupled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = Layer(mode)
+        stage = Stage([layer], 1, SEED, CPU, forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+        x = torch.randn(2, 3, WIDTH)
+        output = stage.forward(STEP, 0, x, decoupled=decoupled)
+        grad = torch.ones_like(output)  # type: ignore[arg-type]
+        if decoupled:
+            found = stage.backward_input(0, grad)
+            stage.backward_weight(0)
+        else:
+            found = stage.backward(0, grad)
+        assert isinstance(found, tuple)
+        return [found[0], *(p.grad for p in layer.parameters())]  # type: ignore[list-item]
+
+    expected = gradients(None, decoupled=False)
+    for decoupled in (False, True):
+        for actual, value in zip(gradients(mode, decoupled=decoupled), expected, strict=True):
+            assert torch.equal(actual, value)
