@@ -26,10 +26,6 @@ def check_trainer(trainer: pl.Trainer) -> None:
             trainer.accumulate_grad_batches != 1,
             "use more micro-batches instead: ReCycleStrategy(num_microbatches=...) and a larger batch_size",
         ),
-        "a validation loop inside fit": (
-            trainer.enable_validation,
-            "pass limit_val_batches=0 and validate afterwards on one device",
-        ),
         f"num_nodes={trainer.num_nodes}": (trainer.num_nodes != 1, "use one node"),
         "manual optimization": (
             not trainer.lightning_module.automatic_optimization,

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.module import PipelineModule, stage_layers
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
@@ -97,10 +97,10 @@ class SupervisorLauncher(_Launcher):
         for attempt in itertools.count():
             outcome, survivors = self._run(function, args, kwargs, trainer, grid, heartbeat, batch_pipelines, attempt)
             if isinstance(outcome, Finished):
-                take_results(trainer, outcome.results)
-                return None
+                return take_results(trainer, outcome.results)
             error = error_of(outcome, grid, strategy.history)
-            if not isinstance(outcome, StageLost) or strategy.on_stage_lost != "restart":
+            fitting = trainer.state.fn == TrainerFn.FITTING
+            if not isinstance(outcome, StageLost) or strategy.on_stage_lost != "restart" or not fitting:
                 raise error
             smaller, checkpoint = _smaller_grid(grid, survivors), _newest_checkpoint(strategy)
             if smaller is None or checkpoint is None:
@@ -135,11 +135,12 @@ class SupervisorLauncher(_Launcher):
         setup = RunSetup(
             grid, heartbeat.interval, profile_path is not None and profile is None, batch_pipelines=batch_pipelines
         )
+        fitting = trainer.state.fn == TrainerFn.FITTING  # else there are no steps to enter between
         options = CoordinatorOptions(
             heartbeat_timeout=heartbeat.timeout,
-            restart_workers=strategy.restart_workers,
+            restart_workers=strategy.restart_workers and fitting,
             max_restarts=strategy.max_restarts,
-            normalize=strategy.normalize,
+            normalize=strategy.normalize and fitting,
         )
         listen = "RECYCLE_LISTEN" in os.environ
         host, port = _address("RECYCLE_LISTEN") if listen else (_HOST, 0)
@@ -191,11 +192,7 @@ class SupervisorLauncher(_Launcher):
         strategy = self._strategy
         module = trainer.lightning_module
         assert trainer.state.fn is not None
-        if trainer.state.fn != TrainerFn.FITTING:
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' supports trainer.fit() only so far, not trainer.{trainer.state.fn.value}():"
-                " use another Trainer on one device for that; the module works there unchanged."
-            )
+        fitting = trainer.state.fn == TrainerFn.FITTING
         if not isinstance(module, PipelineModule):
             raise ConfigurationError(
                 f"strategy='recycle' needs a PipelineModule, got {type(module).__name__}. Derive your module from"
@@ -205,7 +202,8 @@ class SupervisorLauncher(_Launcher):
         batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
         grid = strategy.choose_grid(strategy.world_size, batch_size)
         if loaders is not None and not isinstance(loaders, pl.LightningDataModule):
-            check_dataloader(loaders, grid.microbatches)
+            for loader in loaders if isinstance(loaders, (list, tuple)) and not fitting else [loaders]:
+                check_dataloader(loader, grid.microbatches if fitting else None)
         stage_layers(len(module.layers), grid.stages)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]
         if heartbeat is None:

@@ -59,16 +59,18 @@ class PipelineOptimization(_AutomaticOptimization):
 
         result = strategy.run_step(handle, apply)
         loss = strategy.as_loss(result.loss)
-        self._log_loss(module, loss)
+        self._log(module, loss, result)
         return {"loss": loss}
 
-    def _log_loss(self, module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """Calls the module's hook in the place of ``training_step``, where Lightning allows logging."""
+    def _log(self, module: pl.LightningModule, loss: torch.Tensor, result: StepResult) -> None:
+        """Calls the module's hooks in the place of ``training_step``, where Lightning allows logging."""
+        strategy: ReCycleStrategy = self.trainer.strategy  # type: ignore[assignment]
         results = self.trainer._results
         if results is not None:
-            results.batch_size = self.trainer.strategy.global_batch_size  # type: ignore[attr-defined]
+            results.batch_size = strategy.global_batch_size
         previous, module._current_fx_name = module._current_fx_name, "training_step"
         try:
+            strategy.replay_outputs(result.outputs)
             module.on_training_loss(loss)  # type: ignore[operator]
         finally:
             module._current_fx_name = previous

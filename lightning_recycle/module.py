@@ -7,11 +7,14 @@ Entries that a worker does not own are parameterless :class:`AbsentLayer` placeh
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from lightning_recycle.adapters.sequential import SequentialPipeline
 
 __all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "global_seed", "stage_layers"]
+
+
+_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 
 
 def global_seed() -> int:
@@ -53,6 +59,8 @@ class PipelineModule(pl.LightningModule):
     """
 
     _tied: tuple[tuple[str, ...], ...] = ()
+    recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
+    """While a hook runs whose logging is put down instead of done: (name, value, further arguments)."""
 
     # ------------------------------------------------------------------ what the user implements
 
@@ -76,6 +84,32 @@ class PipelineModule(pl.LightningModule):
             f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''} and expects (input, target)."
             " Override split_batch(batch) to return the two."
         )
+
+    # Hooks that see outputs run on the worker that computed them, for one micro-batch at a time, without gradients.
+    # What they log and update metrics with is gathered from all micro-batches and is the same on every worker.
+
+    def on_training_output(self, output: Any, target: Any) -> None:
+        """Called with the output of the last layer in training: log values, or update metrics. Does nothing."""
+
+    def on_validation_output(self, output: Any, target: Any) -> None:
+        """Called with the output of the last layer in validation; logs the loss as ``val_loss``."""
+        self.log("val_loss", self.loss(output, target), prog_bar=True)
+
+    def on_test_output(self, output: Any, target: Any) -> None:
+        """Called with the output of the last layer in a test; logs the loss as ``test_loss``."""
+        self.log("test_loss", self.loss(output, target), prog_bar=True)
+
+    def on_predict_output(self, output: Any) -> Any:
+        """Returns the prediction for the output of the last layer: tensors whose first dimension counts samples, or
+        tuples, lists and dicts of them. By default the output itself.
+        """
+        return output
+
+    def predict_input(self, batch: Any) -> Any:
+        """Returns the input of the first layer for what the DataLoader collated, in ``predict``: the first of a pair,
+        else the batch itself.
+        """
+        return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
 
     def on_training_loss(self, loss: Tensor) -> None:
         """Called once per step with the mean loss of the global batch; logs it as ``train_loss``."""
@@ -135,9 +169,44 @@ class PipelineModule(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The step on one device; :class:`~lightning_recycle.ReCycleStrategy` runs its schedule instead."""
         inputs, target = self.split_batch(batch)
-        loss = self.loss(self(*inputs) if isinstance(inputs, tuple) else self(inputs), target)
+        output = self(*inputs) if isinstance(inputs, tuple) else self(inputs)
+        loss = self.loss(output, target)
+        if is_overridden("on_training_output", self, PipelineModule):
+            with torch.no_grad():
+                self.on_training_output(_detached(output), target)
         self.on_training_loss(loss.detach())
         return loss
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Validation on one device; the strategy runs its schedule instead."""
+        self._evaluate(batch, self.on_validation_output)
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """A test on one device; the strategy runs its schedule instead."""
+        self._evaluate(batch, self.on_test_output)
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Prediction on one device; the strategy runs its schedule instead."""
+        inputs = self.predict_input(batch)
+        return self.on_predict_output(self(*inputs) if isinstance(inputs, tuple) else self(inputs))
+
+    def _evaluate(self, batch: Any, hook: Callable[[Any, Any], None]) -> None:
+        inputs, target = self.split_batch(batch)
+        hook(self(*inputs) if isinstance(inputs, tuple) else self(inputs), target)
+
+    @override
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As in Lightning; in a hook that sees outputs it is put down, and done on all workers with the whole step."""
+        if self.recorded_logs is None:
+            super().log(*args, **kwargs)
+            return
+        bound = _LOG_SIGNATURE.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
+        self.recorded_logs.append((arguments.pop("name"), arguments.pop("value"), arguments))
 
     @override
     def configure_model(self) -> None:
@@ -278,3 +347,9 @@ class PipelineModule(pl.LightningModule):
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         self._build_layers()
         return super()._apply(fn, *args, **kwargs)
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(_detached(item) for item in output)
+    return output.detach() if isinstance(output, Tensor) else output

@@ -28,8 +28,8 @@ __all__ = ["error_of", "take_results"]
 log = logging.getLogger(__name__)
 
 
-def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> None:
-    """Puts what the workers delivered, by rank, into ``trainer`` and its module."""
+def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
+    """Puts what the workers delivered, by rank, into ``trainer`` and its module; returns what they returned."""
     module = trainer.lightning_module
     assert isinstance(module, PipelineModule)
     state: dict[str, torch.Tensor] = {}
@@ -51,6 +51,7 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> None:
             callback.dirpath = extras.callbacks.get(callback.state_key, {}).get("dirpath", callback.dirpath)
     call._call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
     load_progress(trainer.fit_loop, extras.fit_loop)
+    return extras.returned
 
 
 def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseException:

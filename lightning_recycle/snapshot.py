@@ -5,14 +5,15 @@ that step has begun, and are set back by it in the worker that joins, which begi
 asked for their state as for a checkpoint. Hooks such as ``on_train_epoch_start`` are not called again, as when
 Lightning resumes in the middle of an epoch.
 
-Private Lightning API used here, and nowhere else: ``_ResultCollection`` as the epoch loop's ``_results``, the metrics
-of the ``_LoggerConnector``, ``call._call_callbacks_state_dict`` and its counterpart, ``RestartStage``, and the progress
-trackers' fields.
+Private Lightning API used here, and nowhere else: ``_ResultCollection`` as the epoch loop's ``_results`` and the
+classes of what is in it, the metrics of the ``_LoggerConnector``, ``call._call_callbacks_state_dict`` and its
+counterpart, ``RestartStage``, and the progress trackers' fields.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,12 @@ from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torchmetrics import Metric
 
 from lightning_recycle.loops import PipelineEpochLoop
@@ -27,6 +34,17 @@ from lightning_recycle.loops import PipelineEpochLoop
 __all__ = ["WorkerSnapshot", "load_progress", "restore_snapshot", "take_snapshot"]
 
 _CONNECTOR_METRICS = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """One value that was logged in this epoch: its key, what ``self.log`` was told, and what has been accumulated."""
+
+    key: str
+    meta: dict[str, Any]
+    sync: dict[str, Any]
+    is_tensor: bool
+    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,7 +71,7 @@ class WorkerSnapshot:
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
     loops: dict[str, Any]
-    results: Any
+    results: tuple[_Logged, ...]
     connector: dict[str, Any]
     callbacks: dict[str, Any]
     should_stop: bool
@@ -74,7 +92,7 @@ def take_snapshot(trainer: pl.Trainer, next_collective: int) -> WorkerSnapshot:
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         precision=trainer.precision_plugin.state_dict(),
         loops=trainer.fit_loop.state_dict(),
-        results=trainer.fit_loop.epoch_loop._results,
+        results=_logged(trainer.fit_loop.epoch_loop._results),
         connector={name: getattr(trainer._logger_connector, name) for name in _CONNECTOR_METRICS},
         callbacks=call._call_callbacks_state_dict(trainer),
         should_stop=trainer.should_stop,
@@ -105,7 +123,9 @@ def _restore_loops(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
     loop = trainer.fit_loop
     load_progress(loop, snapshot.loops)
     epoch = loop.epoch_loop
-    epoch._results = snapshot.results
+    epoch._results.clear()
+    for logged in snapshot.results:
+        epoch._results[logged.key] = _result_metric(trainer, logged)
     # The batch of this step is about to begin here; in the donor it has.
     batches = epoch.batch_progress
     for counts in (batches.total, batches.current):
@@ -120,6 +140,31 @@ def _restore_loops(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
     loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # the epoch has begun
     assert isinstance(epoch, PipelineEpochLoop)
     epoch.enters_mid_epoch = True
+
+
+def _logged(results: _ResultCollection) -> tuple[_Logged, ...]:
+    found = []
+    for key, metric in results.items():
+        meta = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata) if f.name != "_sync"}
+        sync = {f.name: getattr(metric.meta.sync, f.name) for f in fields(_Sync) if f.name != "fn"}
+        names = ["_forward_cache", "_computed", "_update_count", "has_reset"]
+        if metric.is_tensor:  # else the value is the module's own metric
+            names += metric._defaults
+        attributes = {name: getattr(metric, name) for name in names}
+        found.append(_Logged(key, meta, sync, metric.is_tensor, attributes))
+    return tuple(found)
+
+
+def _result_metric(trainer: pl.Trainer, logged: _Logged) -> _ResultMetric:
+    meta = _Metadata(**logged.meta)
+    meta.sync = _Sync(fn=trainer.strategy.reduce, **logged.sync)
+    metric = _ResultMetric(meta, logged.is_tensor)
+    for name, value in logged.attributes.items():
+        setattr(metric, name, value)
+    if not logged.is_tensor:
+        assert meta.metric_attribute is not None
+        metric.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
+    return metric.to(trainer.strategy.root_device)
 
 
 def load_progress(loop: _Loop, state: dict[str, Any], prefix: str = "") -> None:

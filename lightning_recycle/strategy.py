@@ -25,6 +25,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,6 +35,7 @@ from lightning_recycle.checks import check_optimizers, check_parameters, check_t
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.loops import PipelineFitLoop
 from lightning_recycle.module import PipelineModule, global_seed, stage_layers
+from lightning_recycle.outputs import OutputRecorder, concatenate
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.schedule import Schedule
@@ -184,6 +186,8 @@ class ReCycleStrategy(ParallelStrategy):
         self._transfers = True
         self._absent: frozenset[int] = frozenset()
         self._restored_steps = 0
+        self._loaders: list[MicrobatchLoader] = []
+        self._recorder: OutputRecorder | None = None
 
     @classmethod
     @override
@@ -325,13 +329,17 @@ class ReCycleStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         check_parameters(module, worker, grid)
-        self.setup_optimizers(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        check_optimizers(self.optimizers)
+        if fitting:
+            check_optimizers(self.optimizers)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self._recorder = OutputRecorder(module)
 
         is_last = worker.stage == grid.stages - 1
-        parameters = list(module.parameters())
+        parameters = list(module.parameters()) if fitting else []  # nothing else trains them
         stage = Stage(
             [module.layers[i] for i in owned],
             owned.start,
@@ -359,9 +367,17 @@ class ReCycleStrategy(ParallelStrategy):
         )
         self.executor.on_generation = lambda: self._on_generation(trainer)
         self.executor.on_recovery = lambda step: self._reach("recovery", step)
+        if is_overridden("on_training_output", module, PipelineModule):
+            recorder, hook = self._recorder, module.on_training_output
+            self.executor.record_output = lambda output, target, samples: recorder.record(
+                hook, output, target, samples=samples
+            )
         self.executor.take_snapshot = lambda: take_snapshot(trainer, context.client.next_collective)
         self.executor.restore_snapshot = lambda snapshot: self._take_over(trainer, snapshot)
-        PipelineFitLoop.install(trainer)
+        if fitting:
+            PipelineFitLoop.install(trainer)
+        if context.client.joining:
+            trainer.num_sanity_val_steps = 0  # the others are past it
         self._reach("setup", 0)
 
     def _reach(self, point: str, step: int) -> None:
@@ -400,15 +416,21 @@ class ReCycleStrategy(ParallelStrategy):
         needs_data = self.worker.stage in (0, self.grid.stages - 1)
         seed = global_seed() if self.seed is None else self.seed
         assert self._context is not None
-        self._loader = MicrobatchLoader(
+        assert self.lightning_module is not None
+        training = self.lightning_module.trainer.training
+        loader = MicrobatchLoader(
             dataloader,
             self.grid,
             self.worker.pipeline,
             seed,
             prefetch=needs_data,
             batch_pipelines=self._context.batch_pipelines,
+            evaluation=not training,
         )
-        return self._loader
+        self._loaders.append(loader)
+        if training:
+            self._loader = loader
+        return loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -418,17 +440,71 @@ class ReCycleStrategy(ParallelStrategy):
         """A collated micro-batch -> (input, target) on the device."""
         module = self.lightning_module
         assert isinstance(module, PipelineModule)
+        return module.split_batch(self._on_device(data))
+
+    def _on_device(self, data: Any) -> Any:
         data = self.precision_plugin.convert_input(data)
-        if self._transfers:
-            data = super().batch_to_device(data, self.root_device)
-        return module.split_batch(data)
+        return super().batch_to_device(data, self.root_device) if self._transfers else data
 
     # ------------------------------------------------------------------ a step
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
         assert self.executor is not None
-        assert self._loader is not None
-        return self.executor.run_step(self._loader, handle, apply)
+        return self.executor.run_step(handle, apply)
+
+    def replay_outputs(self, outputs: Mapping[int, bytes]) -> None:
+        """Logs what the module's hook did with the outputs of a training step."""
+        if outputs:
+            assert self._recorder is not None
+            self._recorder.replay(outputs, on_step=True)
+
+    # ------------------------------------------------------------------ evaluation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> None:
+        module = self.lightning_module
+        assert isinstance(module, PipelineModule)
+        self._evaluate(args[0], module.on_validation_output)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> None:
+        module = self.lightning_module
+        assert isinstance(module, PipelineModule)
+        self._evaluate(args[0], module.on_test_output)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert isinstance(module, PipelineModule)
+        return concatenate(
+            self._evaluate(
+                args[0],
+                lambda output, _: module.on_predict_output(output),
+                lambda data: (module.predict_input(self._on_device(data)), None),
+            )
+        )
+
+    def _evaluate(
+        self,
+        handle: StepHandle,
+        hook: Callable[[Any, Any], Any],
+        split: Callable[[Any], tuple[Any, Any]] | None = None,
+    ) -> list[Any]:
+        """Runs a batch through the pipelines; returns what ``hook`` returned for each micro-batch, on every worker."""
+        assert self.executor is not None
+        assert self._recorder is not None
+        assert self.lightning_module is not None
+        recorder = self._recorder
+        self._reach("validation", self.executor.version)
+        records = self.executor.evaluate(
+            handle,
+            split or self._split,
+            lambda output, target, samples: recorder.record(hook, output, target, samples=samples),
+        )
+        results = self.lightning_module.trainer._results
+        if results is not None:
+            results.batch_size = recorder.num_samples(records)
+        return recorder.replay(records, on_step=False)
 
     def as_loss(self, value: float) -> Tensor:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
@@ -609,8 +685,8 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
+        for loader in self._loaders:
+            loader.close()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -622,6 +698,8 @@ class ReCycleStrategy(ParallelStrategy):
             "_context": None,
             "_loader": None,
             "_launcher": None,
+            "_recorder": None,
+            "_loaders": [],
             "plan_library": None,
         }
 

@@ -32,6 +32,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.resilience.client import EXIT_STOPPED, ControlClient
 from lightning_recycle.resilience.messages import Crash
 from lightning_recycle.runtime.data import die_with_parent
+from lightning_recycle.state import to_cpu
 
 __all__ = ["Extras", "RunSetup", "WorkerStart", "global_state", "run_outside", "worker_main"]
 
@@ -77,6 +78,7 @@ class Extras:
     logged_metrics: dict[str, Any]
     callbacks: dict[str, Any]
     fit_loop: dict[str, Any]
+    returned: Any
 
 
 def global_state() -> tuple[Any, torch.dtype]:
@@ -166,8 +168,8 @@ def _run(
             setup.batch_pipelines,
         )
     )
-    function(*args, **kwargs)
-    strategy.deliver_result(lambda: _extras(trainer))
+    returned = function(*args, **kwargs)
+    strategy.deliver_result(lambda: _extras(trainer, returned))
     client.leave()
 
 
@@ -208,7 +210,7 @@ def _watch_supervisor(pid: int) -> None:
     threading.Thread(target=watch, name="recycle-supervisor-watch", daemon=True).start()
 
 
-def _extras(trainer: pl.Trainer) -> Extras:
+def _extras(trainer: pl.Trainer, returned: Any) -> Extras:
     def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
 
@@ -218,4 +220,5 @@ def _extras(trainer: pl.Trainer) -> Extras:
         plain(trainer.logged_metrics),
         call._call_callbacks_state_dict(trainer),
         trainer.fit_loop.state_dict(),
+        to_cpu(returned),
     )

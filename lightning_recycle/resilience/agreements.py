@@ -31,7 +31,7 @@ from lightning_recycle.resilience.state import (
     Send,
 )
 
-__all__ = ["add_applied", "add_arrival", "add_commit", "add_losses", "count_steps", "end", "settle"]
+__all__ = ["add_applied", "add_arrival", "add_commit", "add_losses", "count_steps", "end", "forget_retracted", "settle"]
 
 
 def end(state: MembershipState, outcome: Outcome) -> tuple[MembershipState, tuple[Command, ...]]:
@@ -48,18 +48,32 @@ def settle(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]
     return state, commands
 
 
+def forget_retracted(state: MembershipState) -> MembershipState:
+    """When a generation begins: drops the parts of collectives that count in one generation only."""
+    kept = {
+        number: {rank: arrive for rank, arrive in arrived.items() if arrive.generation is None}
+        for number, arrived in state.collectives.items()
+    }
+    return replace(state, collectives={number: arrived for number, arrived in kept.items() if arrived})
+
+
 def add_losses(state: MembershipState, event: Losses) -> tuple[MembershipState, tuple[Command, ...]]:
     """Losses of micro-batches; the mean goes to all once those of the whole step are there."""
     if event.step < state.summed:
         return state, ()  # a redone step, computed again
     known = {**event.losses, **state.losses.get(event.step, {})}
-    state = replace(state, losses={**state.losses, event.step: known})
+    outputs = {**event.outputs, **state.outputs.get(event.step, {})}
+    state = replace(state, losses={**state.losses, event.step: known}, outputs={**state.outputs, event.step: outputs})
     if len(known) < state.grid.global_microbatches:
         return state, ()
     loss = sum(known[index] for index in sorted(known)) / len(known)
-    losses = {step: value for step, value in state.losses.items() if step > event.step}
-    state = replace(state, losses=losses, summed=event.step + 1)
-    return state, (Send(state.roster, StepLoss(event.step, loss)),)
+    state = replace(
+        state,
+        losses={step: value for step, value in state.losses.items() if step > event.step},
+        outputs={step: value for step, value in state.outputs.items() if step > event.step},
+        summed=event.step + 1,
+    )
+    return state, (Send(state.roster, StepLoss(event.step, loss, outputs=outputs)),)
 
 
 def add_applied(state: MembershipState, event: Applied) -> tuple[MembershipState, tuple[Command, ...]]:
@@ -98,6 +112,8 @@ def add_commit(state: MembershipState, event: Commit) -> tuple[MembershipState, 
 def add_arrival(state: MembershipState, event: Arrive) -> tuple[MembershipState, tuple[Command, ...]]:
     """A worker has arrived at a control collective."""
     if event.number < state.next_collective:
+        return state, ()
+    if event.generation is not None and (event.generation != state.generation or state.regrouping):
         return state, ()
     arrived = {**state.collectives.get(event.number, {}), event.rank: event}
     others = {arrive.name for arrive in arrived.values()}

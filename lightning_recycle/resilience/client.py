@@ -230,8 +230,8 @@ class ControlClient:
 
         return self._wait(committed, "the commit", interruptible=True)
 
-    def await_loss(self, step: int) -> float:
-        """Waits for the mean loss of ``step``.
+    def await_loss(self, step: int) -> StepLoss:
+        """Waits for the mean loss of ``step``, and what came with the losses.
 
         Raises:
             Interrupted: when a generation was announced before it came.
@@ -240,7 +240,7 @@ class ControlClient:
         found = self._wait(lambda: self._losses.get(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
         self._losses = {known: value for known, value in self._losses.items() if known >= step}
         self.counters = found.counters
-        return found.loss
+        return found
 
     def publish(self, key: str, value: bytes) -> None:
         """Makes ``value`` known to all workers of the generation."""
@@ -288,6 +288,20 @@ class ControlClient:
             except Interrupted:
                 assert self.regroup is not None
                 self.regroup()
+
+    def arrive_in_generation(self, name: str, payload: Any) -> Mapping[int, Any]:
+        """As :meth:`arrive`, but all payloads are of the present generation, and a regroup is left to the caller.
+
+        Raises:
+            Interrupted: when a generation was announced before the answer came: nobody has got one. Do what led to
+                ``payload`` again, and arrive again.
+        """
+        number = self.next_collective
+        self.send(Arrive(self.rank, number, name, payload, self.generation))
+        answer = self._wait(lambda: self._answers.pop(number, None), f"collective {name!r}", interruptible=True)
+        self.next_collective = number + 1
+        self.leader = answer.leader
+        return answer.payloads
 
     def leave(self) -> None:
         """From now on the end of the connection is no failure."""

@@ -200,7 +200,7 @@ class Coordinator:
             last_tick = time.monotonic()
             while not self._closing:
                 for key, _ in self._selector.select(_TICK):
-                    if self._selector.get_map().get(key.fileobj) is not None:  # not closed by an earlier one
+                    if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one
                         key.data()
                 now = time.monotonic()
                 if now - last_tick > 10 * _TICK:  # this process itself was stopped: nobody's silence counts

@@ -140,21 +140,26 @@ def _begin_if_complete(state: MembershipState) -> _Next:
 
 
 def _begin_generation(state: MembershipState) -> _Next:
-    leader = state.leader
-    if leader not in state.live or leader in state.joining:
-        last = state.holders(state.grid.stages - 1) or state.live
-        leader = _state.stage_leads(state.grid, last).get(state.grid.stages - 1, min(state.live))
+    state = _with_leader(agreements.forget_retracted(state))
     state = replace(
         state,
         generation=state.generation + 1,
-        leader=leader,
         regrouping=True,
         reports={},
         commits={},
         committed=-1,
         pause=None,
     )
-    return state, (Send(state.roster, Regroup(state.generation, state.roster, leader)),)
+    return state, (Send(state.roster, Regroup(state.generation, state.roster, state.leader)),)
+
+
+def _with_leader(state: MembershipState) -> MembershipState:
+    """``state`` with a leader that is live: the one that it has, as long as possible."""
+    if state.leader in state.live and state.leader not in state.joining:
+        return state
+    last = state.holders(state.grid.stages - 1) or state.live
+    leader = _state.stage_leads(state.grid, last).get(state.grid.stages - 1, min(state.live))
+    return replace(state, leader=leader)
 
 
 def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
@@ -175,7 +180,7 @@ def _lose(state: MembershipState, event: Lost) -> _Next:
     stage = state.stage_of(event.rank)
     if all(state.stage_of(rank) != stage for rank in state.live):
         return _with(commands, _lose_stage(state, stage))
-    state, settled = agreements.settle(state)
+    state, settled = agreements.settle(_with_leader(agreements.forget_retracted(state)))
     commands += settled
     if state.outcome is not None:  # the loss has just completed the results
         return state, commands

@@ -193,11 +193,15 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Losses of micro-batches of ``step``, by their global index; sent before any gradient of the last of them."""
+    """Losses of micro-batches of ``step``, by their global index; sent before any gradient of the last of them.
+
+    ``outputs``: what hooks did with the outputs, by the same index, where there are such hooks; passed on as it is.
+    """
 
     rank: int
     step: int
     losses: Mapping[int, float]
+    outputs: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +239,16 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """The worker's part of control collective ``number``; ``name`` is what all must agree on."""
+    """The worker's part of control collective ``number``; ``name`` is what all must agree on.
+
+    With a ``generation`` the part counts in that generation only, and is made anew in the next.
+    """
 
     rank: int
     number: int
     name: str
     payload: Any
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,12 +370,14 @@ class Committed:
 class StepLoss:
     """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches.
 
-    ``counters``: of the run so far (failures, seconds of recovery, ...), the same for all workers.
+    ``counters``: of the run so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``: of all
+    micro-batches, see :class:`Losses`.
     """
 
     step: int
     loss: float
     counters: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

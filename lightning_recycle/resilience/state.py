@@ -220,6 +220,7 @@ class MembershipState:
         answered: step and payloads, by stage, of the newest commit that was answered.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
         losses: of the steps that are not complete: step -> global micro-batch -> loss.
+        outputs: of the same steps: step -> global micro-batch -> what hooks did with its output.
         summed: steps whose loss is known.
         collectives: open control collectives: number -> rank -> contribution.
         next_collective: those of lower numbers are answered.
@@ -246,6 +247,7 @@ class MembershipState:
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
     applied: Mapping[int, int] = field(default_factory=dict)
     losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
     summed: int = 0
     collectives: Mapping[int, Mapping[int, Arrive]] = field(default_factory=dict)
     next_collective: int = 0

@@ -19,7 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
@@ -33,12 +40,13 @@ class StepHandle:
     """What Lightning's loops see as the batch of one step: an address, not the data.
 
     Args:
+        loader: where its data comes from.
         epoch: of the loader.
         index: of the step within the epoch.
     """
 
-    def __init__(self, epoch: int, index: int) -> None:
-        self.epoch, self.index = epoch, index
+    def __init__(self, loader: MicrobatchLoader, epoch: int, index: int) -> None:
+        self.loader, self.epoch, self.index = loader, epoch, index
 
     def __repr__(self) -> str:
         return f"StepHandle(epoch={self.epoch}, index={self.index})"
@@ -132,10 +140,12 @@ class MicrobatchLoader:
         prefetch: whether this worker's stage needs data at all.
         batch_pipelines: number of pipelines that ``batch_size`` was chosen for, if not the grid's: the global batch
             stays what it was when a training goes on with fewer pipelines.
+        evaluation: keep a trailing incomplete global batch, and make micro-batches of consecutive samples, as even as
+            they can be; some may be empty.
 
     Raises:
         UnsupportedFeatureError: for an IterableDataset or a custom batch sampler.
-        ConfigurationError: if the batch cannot be split into M micro-batches.
+        ConfigurationError: if the batch of a training cannot be split into M micro-batches.
     """
 
     def __init__(
@@ -146,14 +156,22 @@ class MicrobatchLoader:
         seed: int,
         prefetch: bool = True,
         batch_pipelines: int | None = None,
+        evaluation: bool = False,
     ) -> None:
-        check_dataloader(dataloader, grid.global_microbatches // (batch_pipelines or grid.pipelines))
+        check_dataloader(
+            dataloader, None if evaluation else grid.global_microbatches // (batch_pipelines or grid.pipelines)
+        )
+        self.evaluation = evaluation
         self.grid = grid
         self.dataset = dataloader.dataset
         self.first_step = 0  # of the next iteration: not 0 when training goes on in the middle of an epoch
         self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
-        self.batch_size = dataloader.batch_size
-        self.global_batch_size = int(dataloader.batch_size) * (batch_pipelines or grid.pipelines)
+        batch_size, self._user_sampler = batching_of(dataloader)
+        assert batch_size is not None
+        self.batch_size = batch_size
+        self.global_batch_size = batch_size * (batch_pipelines or grid.pipelines)
+        # Lightning wraps the batch sampler for prediction; its callbacks read there which samples a batch had.
+        self.batch_sampler = getattr(dataloader, "batch_sampler", None)
         self._dataloader = dataloader
         self._pipeline = pipeline
         self._seed = seed
@@ -165,9 +183,11 @@ class MicrobatchLoader:
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
         self._prefetched_to: tuple[int, int, Microbatch] | None = None
-        num_samples = len(dataloader.sampler)
+        num_samples = self._num_samples = len(self._user_sampler)
         self._num_steps = num_samples // self.global_batch_size
-        if self._num_steps == 0:
+        if evaluation:
+            self._num_steps = -(-num_samples // self.global_batch_size)
+        elif self._num_steps == 0:
             raise ConfigurationError(
                 f"The training data has {num_samples} samples, fewer than one global batch of {grid.pipelines}"
                 " pipelines x"
@@ -177,15 +197,26 @@ class MicrobatchLoader:
     # ------------------------------------------------------------------ what Lightning sees
 
     def __len__(self) -> int:
-        """Steps per epoch; a trailing incomplete global batch is dropped."""
+        """Steps per epoch."""
         return int(self._num_steps)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[StepHandle]:
+        self._prefetcher = self._prefetched_to = None
+        if hasattr(self.batch_sampler, "_batch_sampler"):
+            self.batch_sampler.seen_batch_indices = []
         # The epoch is read at the first step: Lightning creates the iterator before it sets the epoch.
-        return (StepHandle(self._epoch, index) for index in range(self.first_step, self._num_steps))
+        return (self._handle(index) for index in range(self.first_step, self._num_steps))
+
+    def _handle(self, index: int) -> StepHandle:
+        seen = getattr(self.batch_sampler, "seen_batch_indices", None)
+        if seen is not None:
+            first = index * self.global_batch_size
+            order = self._order(self._epoch)
+            seen.append([int(i) for i in order[first : first + self.global_batch_size]])
+        return StepHandle(self, self._epoch, index)
 
     # ------------------------------------------------------------------ what the executor sees
 
@@ -198,13 +229,13 @@ class MicrobatchLoader:
     def read_ahead(self, handle: StepHandle) -> None:
         """Reads this worker's own micro-batches of the step after ``handle``; called when there is time."""
         if handle.index + 1 < self._num_steps:
-            self._read_own(StepHandle(handle.epoch, handle.index + 1))
+            self._read_own(StepHandle(self, handle.epoch, handle.index + 1))
 
     def _read_own(self, handle: StepHandle) -> None:
         if self._prefetch and self._dataloader.num_workers == 0:
             own = (Microbatch(self._pipeline, m) for m in range(self.grid.microbatches))
             keys = [(handle.epoch, handle.index, microbatch) for microbatch in own]
-            if any(key not in self._fetched for key in keys):
+            if any(key not in self._fetched and self._positions(*key[1:]) for key in keys):
                 self._read(keys)
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
@@ -221,11 +252,22 @@ class MicrobatchLoader:
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
         """The samples of a micro-batch, as (epoch, dataset index)."""
-        order, grid = self._order(epoch), self.grid
-        block = step * self.global_batch_size
-        first = global_index(grid, microbatch)
-        positions = range(block + first, block + self.global_batch_size, grid.global_microbatches)
-        return [(epoch, int(order[position])) for position in positions]
+        order = self._order(epoch)
+        return [(epoch, int(order[position])) for position in self._positions(step, microbatch)]
+
+    def _positions(self, step: int, microbatch: Microbatch) -> range:
+        """The places of a micro-batch's samples in the sampler's order."""
+        index, count = global_index(self.grid, microbatch), self.grid.global_microbatches
+        first = step * self.global_batch_size
+        end = min(first + self.global_batch_size, self._num_samples)
+        if not self.evaluation:
+            return range(first + index, end, count)
+        size = end - first
+        return range(first + size * index // count, first + size * (index + 1) // count)
+
+    def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
+        """How many samples a micro-batch has; in evaluation that may be none."""
+        return len(self._positions(handle.index, microbatch))
 
     def close(self) -> None:
         """Ends the prefetching processes."""
@@ -238,14 +280,14 @@ class MicrobatchLoader:
         """Reads micro-batches in this process; together, because saving the generators' state costs most of it."""
         with seeded_everything() as reseed:
             for key in keys:
-                if key not in self._fetched:
+                if key not in self._fetched and self._positions(*key[1:]):
                     samples = self._addressed.read(self.addresses(*key), reseed)
                     self._fetched[key] = self._collate.collect(samples, reseed)
 
     def _order(self, epoch: int) -> Sequence[int]:
         """The sampler's order in ``epoch``, the same on every worker and for every grid."""
         if epoch not in self._orders:
-            sampler = self._dataloader.sampler
+            sampler = self._user_sampler
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             with seeded_everything() as reseed:
@@ -280,7 +322,8 @@ class MicrobatchLoader:
 
     def _start_prefetching(self, epoch: int, first_step: int) -> None:
         own = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
-        keys = [(epoch, step, mb) for step in range(first_step, self._num_steps) for mb in own]
+        steps = range(first_step, self._num_steps)
+        keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(step, mb)]
         user = self._dataloader
         loader = DataLoader(
             self._addressed,
@@ -309,11 +352,23 @@ class _Batches:
         return (self._loader.addresses(*key) for key in self._keys)
 
 
-def check_dataloader(dataloader: Any, microbatches: int) -> None:
-    """Raises the errors of :class:`MicrobatchLoader` that need no worker."""
+def batching_of(dataloader: DataLoader[Any]) -> tuple[int | None, Any]:
+    """(batch size, sampler) of a DataLoader; None for one whose batches are not consecutive samples of its sampler."""
+    if dataloader.batch_size is not None:
+        return dataloader.batch_size, dataloader.sampler
+    batch_sampler = dataloader.batch_sampler
+    if (
+        type(getattr(batch_sampler, "_batch_sampler", batch_sampler)) is BatchSampler
+    ):  # as it is, or Lightning's wrapper
+        return int(batch_sampler.batch_size), batch_sampler.sampler  # type: ignore[union-attr]
+    return None, None
+
+
+def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
+    """Raises the errors of :class:`MicrobatchLoader` that need no worker; ``microbatches``: M, None in evaluation."""
     if not isinstance(dataloader, DataLoader):
         raise UnsupportedFeatureError(
-            f"The training data is a {type(dataloader).__name__}; give one torch.utils.data.DataLoader over a map-style"
+            f"The data is a {type(dataloader).__name__}; give one torch.utils.data.DataLoader over a map-style"
             " dataset, so that any worker can fetch any micro-batch."
         )
     if isinstance(dataloader.dataset, IterableDataset):
@@ -322,15 +377,16 @@ def check_dataloader(dataloader: Any, microbatches: int) -> None:
             " could not"
             " fetch those of a dead worker. Use a map-style dataset (__getitem__ and __len__)."
         )
-    if dataloader.batch_size is None:
+    batch_size, _ = batching_of(dataloader)
+    if batch_size is None:
         raise UnsupportedFeatureError(
             "The DataLoader has a batch_sampler of its own or no batching; give batch_size (per pipeline) and, if"
             " you like,"
             " a sampler."
         )
-    if dataloader.batch_size % microbatches:
-        divisors = [m for m in range(1, dataloader.batch_size + 1) if dataloader.batch_size % m == 0]
+    if microbatches is not None and batch_size % microbatches:
+        divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
         raise ConfigurationError(
-            f"batch_size={dataloader.batch_size} (per pipeline) is not divisible into num_microbatches={microbatches}."
+            f"batch_size={batch_size} (per pipeline) is not divisible into num_microbatches={microbatches}."
             f" Use a batch_size that is a multiple of {microbatches}, or num_microbatches from {divisors}."
         )

@@ -19,8 +19,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from lightning_recycle.resilience.messages import (
 )
 from lightning_recycle.resilience.recovery import WorkerStatus
 from lightning_recycle.runtime.communicator import Channel, CommunicationError, Communicator, Incoming
-from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
+from lightning_recycle.runtime.data import StepHandle
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
@@ -51,7 +51,10 @@ from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
 
-__all__ = ["CommitPayload", "Executor", "StepResult"]
+__all__ = ["CommitPayload", "Executor", "RecordOutput", "StepResult"]
+
+RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
+"""(output, target, number of samples) of a micro-batch -> what is to reach all workers."""
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +71,23 @@ class CommitPayload:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every worker knows when it steps: the mean loss and, if wanted, the norm of all gradients (else NaN)."""
+    """What every worker knows when it steps.
+
+    Args:
+        loss: the mean over all micro-batches.
+        gradient_norm: of all gradients, if wanted, else NaN.
+        outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
+    """
 
     loss: float
     gradient_norm: float
+    outputs: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass
 class _Step:
     """A step as Lightning asked for it: where its data is and how it is applied."""
 
-    loader: MicrobatchLoader
     handle: StepHandle
     apply: Callable[[StepResult], None]
     result: StepResult | None = None
@@ -109,6 +118,8 @@ class Executor:
             as computing. For fault injection.
         on_generation: called when the workers of a generation are connected.
         on_recovery: called in the middle of a regroup, with the step that is to be run.
+        record_output: called on the last stage with (output, target, number of samples) of each micro-batch in
+            training; what it returns reaches all workers with the step.
         take_snapshot: returns all that a worker that joins this stage must have, at a step boundary.
         restore_snapshot: takes that over.
     """
@@ -136,6 +147,7 @@ class Executor:
         self.stretch_operation: Callable[[float], None] | None = None
         self.on_generation: Callable[[], None] = lambda: None
         self.on_recovery: Callable[[int], None] = lambda step: None
+        self.record_output: RecordOutput | None = None
         self.take_snapshot: Callable[[], Any] = lambda: None
         self.restore_snapshot: Callable[[Any], None] = lambda snapshot: None
         self._client = client
@@ -156,24 +168,25 @@ class Executor:
         self._program: tuple[Task, ...] = ()
         self._incoming: dict[Task, Incoming] = {}
         self._losses: dict[int, float] = {}
+        self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
 
     # ------------------------------------------------------------------ a step
 
-    def run_step(self, loader: MicrobatchLoader, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
         """Runs step :attr:`version` until this worker has applied it.
 
         Args:
-            loader: where the micro-batches of the step come from.
             handle: the step's data.
             apply: steps the optimizer; called exactly once.
         """
         number = self.version
-        step = _Step(loader, handle, apply)
+        step = _Step(handle, apply)
         self._steps = {number: step, **{n: s for n, s in self._steps.items() if n == number - 1}}
-        loader.begin_step(handle)
+        handle.loader.begin_step(handle)
+        self._stage.remember_modes()
         while self.version == number:
             try:
                 self._client.begin_step(number)
@@ -194,7 +207,7 @@ class Executor:
         if done:
             program = tuple(t for t in program if t.op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
         self._stage.clear()
-        self._losses = {}
+        self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
         self._gradients.begin(step + 1 if done else step)  # what is done must not change: the other set is scratch
         self._incoming = {
@@ -214,7 +227,7 @@ class Executor:
                 self._forward(step, task)
                 forwards_left -= 1
                 if self._is_last and not forwards_left:
-                    self._client.send(Losses(self._client.rank, step, self._losses))
+                    self._client.send(Losses(self._client.rank, step, self._losses, self._outputs))
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
             elif kind is OpKind.BACKWARD_WEIGHT:
@@ -235,7 +248,7 @@ class Executor:
             assert task.op.microbatch is not None
             data = self._steps[step]
             with self._busy("reading data"):
-                inputs, target = self._split(data.loader.fetch(data.handle, task.op.microbatch))
+                inputs, target = self._split(data.handle.loader.fetch(data.handle, task.op.microbatch))
         if task.source is not None:
             inputs = self._receive(step, task)
         with self._profiled(step), self._measured(OpKind.FORWARD):
@@ -243,6 +256,8 @@ class Executor:
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = float(loss)
+                if self.record_output is not None:
+                    self._outputs[task.index] = self.record_output(output, target, self._samples(step, task))
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
@@ -279,7 +294,8 @@ class Executor:
         number = self.version
         step = self._steps[number]
         norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
-        result = StepResult(self._client.await_loss(number), norm)
+        known = self._client.await_loss(number)
+        result = StepResult(known.loss, norm, known.outputs)
         self._gradients.attach(number)
         started = time.perf_counter()
         if self._shadow is not None:
@@ -294,6 +310,73 @@ class Executor:
         self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds)))
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
+
+    # ------------------------------------------------------------------ forward only
+
+    def evaluate(
+        self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
+    ) -> dict[int, bytes]:
+        """Runs the batch ``handle`` forward through the pipelines; if a worker fails meanwhile, once more.
+
+        Args:
+            handle: the batch.
+            split: turns a collated micro-batch into (input, target) on the device.
+            record: called on the last stage with (output, target, number of samples) of each micro-batch.
+
+        Returns:
+            What ``record`` returned, by global micro-batch, on every worker.
+        """
+        while True:
+            try:
+                if self._client.interrupted:
+                    raise Interrupted
+                mine = self._run_forwards(handle, split, record)
+                parts = self._client.arrive_in_generation(f"batch {handle.index}", mine)
+            except Interrupted:
+                self.regroup()
+            except CommunicationError as error:
+                self._await_verdict(error)
+                self.regroup()
+            else:
+                self._client.activity = Activity(self.version, "hooks and callbacks", "", time.monotonic())
+                return {index: data for _, part in sorted(parts.items()) for index, data in part.items()}
+
+    def _run_forwards(
+        self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
+    ) -> dict[int, bytes]:
+        """Runs this worker's forwards of the present schedule; micro-batches without a sample are left out."""
+        loader = handle.loader
+        sizes = {
+            task.index: loader.num_samples(handle, task.op.microbatch)
+            for task in self._program
+            if task.op.kind is OpKind.FORWARD and task.op.microbatch is not None
+        }
+        program = [t for t in self._program if t.op.kind is OpKind.FORWARD and sizes[t.index]]
+        incoming = {
+            task: self._communicator.post_receive(Channel.ACTIVATIONS, task.source, task.index)
+            for task in program
+            if task.source is not None
+        }
+        recorded: dict[int, bytes] = {}
+        for task in program:
+            if self._client.interrupted:
+                raise Interrupted
+            self._client.activity = Activity(self.version, f"evaluation {task.label}", "", time.monotonic())
+            inputs = target = None
+            assert task.op.microbatch is not None
+            if task.op.stage == 0 or self._is_last:
+                inputs, target = split(loader.fetch(handle, task.op.microbatch))
+            if task.source is not None:
+                with self._waiting(f"rank {task.source}"):
+                    inputs = self._communicator.receive(incoming[task])
+            output = self._stage.evaluate(self.version, task.index, inputs)
+            if self._is_last:
+                recorded[task.index] = record(output, target, sizes[task.index])
+            if task.destination is not None:
+                self._communicator.send(Channel.ACTIVATIONS, output, task.destination, task.index)
+        with self._waiting("messages to leave"):
+            self._communicator.flush()
+        return recorded
 
     # ------------------------------------------------------------------ a failure
 
@@ -329,9 +412,10 @@ class Executor:
                 if self._profiler is not None and resume.generation == 0:
                     self._measure_links(self._profiler)
                 self._exchange_state(resume)
-                self._catch_up(resume)
-                if self.version > resume.decision.version:
-                    self._serve(resume.decision.version)
+                with self._stage.as_in_training():
+                    self._catch_up(resume)
+                    if self.version > resume.decision.version:
+                        self._serve(resume.decision.version)
             except Interrupted:
                 continue
             except CommunicationError as error:
@@ -429,12 +513,17 @@ class Executor:
             self._has_read_ahead = True  # the first wait of a step is the longest: the pipeline fills
             data = self._steps[step]
             with self._busy("reading data"):
-                data.loader.read_ahead(data.handle)
+                data.handle.loader.read_ahead(data.handle)
         with self._waiting(f"rank {task.source}"):
             return self._communicator.receive(self._incoming[task])
 
     def _measured(self, kind: OpKind) -> AbstractContextManager[None]:
         return self._timings.measure(kind, self._communicator.device, self.stretch_operation)
+
+    def _samples(self, step: int, task: Task) -> int:
+        data = self._steps[step]
+        assert task.op.microbatch is not None
+        return data.handle.loader.num_samples(data.handle, task.op.microbatch)
 
     @contextmanager
     def _busy(self, what: str) -> Iterator[None]:

@@ -6,8 +6,8 @@ between its operations: after F the inputs and the graph, after B the queued wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,29 @@ class Stage:
         self._loss = loss
         self._forward_context = forward_context
         self._in_flight: dict[int, _InFlight] = {}
+        self._modes: list[tuple[nn.Module, bool]] = []
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def remember_modes(self) -> None:
+        """Notes which modules are in training mode, for :meth:`as_in_training`."""
+        self._modes = [(module, module.training) for layer in self._layers for module in layer.modules()]
+
+    @contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """Within the block gradients are on and the modules are in the modes that were noted last: a training step can
+        be redone while validation is under way.
+        """
+        now = [(module, module.training) for module, _ in self._modes]
+        self._set_modes(self._modes)
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self._set_modes(now)
+
+    def _set_modes(self, modes: list[tuple[nn.Module, bool]]) -> None:
+        for module, training in modes:
+            module.training = training
 
     def clear(self) -> None:
         """Drops every micro-batch in flight."""
@@ -114,16 +136,27 @@ class Stage:
         self._in_flight[microbatch] = held
         if self._loss is not None:
             return output  # type: ignore[no-any-return]
-        for item in outputs:
+        self._check_output(output)
+        return tuple(_detached(item) for item in outputs) if isinstance(output, tuple) else output.detach()
+
+    def _check_output(self, output: Any) -> None:
+        """Raises ConfigurationError for what cannot be sent to the next stage."""
+        for item in output if isinstance(output, tuple) else (output,):
             if not (isinstance(item, Tensor) or (item is None and isinstance(output, tuple))):
                 raise ConfigurationError(
                     f"Layer {self._first_layer + len(self._layers) - 1} ({type(self._layers[-1]).__name__}) is the"
-                    " last of"
-                    f" its stage and returned a {type(item).__name__}; between stages only tensors and tuples of"
-                    " tensors and None"
-                    " can be passed."
+                    f" last of its stage and returned a {type(item).__name__}; between stages only tensors and tuples"
+                    " of tensors and None can be passed."
                 )
-        return tuple(_detached(item) for item in outputs) if isinstance(output, tuple) else output.detach()
+
+    def evaluate(self, step: int, microbatch: int, value: Any) -> Value:
+        """Runs the layers on ``value`` and keeps nothing; arguments as of :meth:`forward`, gradients are off."""
+        inputs = value if isinstance(value, tuple) else (value,)
+        with self._forward_context():
+            output = self._run_layers(step, microbatch, inputs)
+        if self._loss is None:
+            self._check_output(output)
+        return output  # type: ignore[no-any-return]
 
     def _run_layers(self, step: int, microbatch: int, inputs: tuple[Any, ...]) -> Any:
         value: Any = inputs
