@@ -5,9 +5,10 @@ that step has begun, and are set back by it in the worker that joins, which begi
 asked for their state as for a checkpoint. Hooks such as ``on_train_epoch_start`` are not called again, as when
 Lightning resumes in the middle of an epoch.
 
-Private Lightning API used here, and nowhere else: ``_ResultCollection`` as the epoch loop's ``_results`` and the
-classes of what is in it, the metrics of the ``_LoggerConnector``, ``call._call_callbacks_state_dict`` and its
-counterpart, ``RestartStage``, and the progress trackers' fields.
+Private Lightning API used here, and nowhere else: ``_ResultCollection`` as the epoch loop's ``_results`` and what is in
+it (``_ResultMetric``, ``_Metadata``, ``_Sync``), the metrics of the ``_LoggerConnector``,
+``call._call_callbacks_state_dict`` and its counterpart, ``_load_from_state_dict`` of the loops, ``RestartStage``, and
+the progress trackers' fields.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ PRIVATE = {
         "torch.distributed:ProcessGroupGloo.create_device",
     ],
     "lightning_recycle.loops": [
+        "lightning.pytorch.loops.fit_loop:_FitLoop",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
         "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization",
@@ -88,13 +89,24 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.is_interactive_compatible",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
+    ],
+    "lightning_recycle.worker": [
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
         "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
+        "lightning.pytorch.trainer:call._call_callbacks_state_dict",
+    ],
+    "lightning_recycle.results": ["lightning.pytorch.trainer:call._call_callbacks_load_state_dict"],
+    "lightning_recycle.snapshot": [
         "lightning.pytorch.loops.loop:_Loop._load_from_state_dict",
+        "lightning.pytorch.loops.fit_loop:RestartStage.RESTARTED_MID_EPOCH",
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
         "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
     ],
 }
 
@@ -135,6 +147,18 @@ def test_attributes_of_lightnings_loops_are_where_the_package_expects_them() -> 
     assert loop.val_loop is not None
     assert (loop.min_steps, loop.max_steps) == (None, 1)
     assert "epoch_loop.state_dict" in trainer.fit_loop.state_dict()
+
+
+def test_attributes_of_torchmetrics_are_where_the_package_expects_them() -> None:
+    import torchmetrics
+
+    metric = torchmetrics.MeanMetric()
+    metric.update(1.0)
+    assert set(metric._defaults) == set(metric._reductions) == {"mean_value", "weight"}
+    assert (metric._update_count, metric._forward_cache, metric._computed) == (1, None, None)
+    collection = torchmetrics.MetricCollection([metric])
+    assert collection._enable_compute_groups is True
+    assert collection._groups is not None
 
 
 def test_attributes_of_torch_parameters_that_tell_of_hooks_exist() -> None:

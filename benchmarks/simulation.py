@@ -1,0 +1,402 @@
+"""The paper's tables, with the simulator's numbers beside them, and the questions that users ask.
+
+    .venv/bin/python benchmarks/simulation.py                # everything, some minutes on one core
+    .venv/bin/python benchmarks/simulation.py table day      # some of: table pauses ablation day fractions traces
+                                                             #          spares restart layers sensitivity
+
+``table`` is the paper's table of throughput by failure interval. Protocol: failures are a Poisson process of the whole
+cluster, nobody comes back, a run lasts 6 h (the longest interval), mean of 20 seeds. It is the same for every cell, and
+so are all constants. Neither the length of the runs nor what comes back is in the material that we have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_recycle.planning import Grid, Worker
+from lightning_recycle.simulation import (
+    Bamboo,
+    Cause,
+    Cluster,
+    DropReplica,
+    ElasticLayers,
+    FailedFraction,
+    FailureRate,
+    FailureSource,
+    FaultFree,
+    Oobleck,
+    Poisson,
+    Policy,
+    Recycle,
+    Regular,
+    Restart,
+    Spares,
+    TraceReplay,
+    TrainingModel,
+    Varuna,
+    ablation,
+    get_model,
+    repeat,
+    simulate,
+)
+from lightning_recycle.simulation.plans import planned_seconds
+from lightning_recycle.traces import load_trace
+
+console = Console(width=120)
+
+INTERVALS = ("6h", "2h", "30min")
+DURATION = "6h"
+SEEDS = range(20)
+PAPER_RECYCLE = Recycle(fault_free="1f1b")  # the paper's system runs 1F1B until something fails
+
+# samples/s; arXiv 2405.14009, its table of throughput by failure interval. None: out of memory.
+PAPER: dict[str, dict[str, tuple[float, ...] | None]] = {
+    "gpt3_medium": {
+        "Bamboo": (19.47, 18.98, 15.24),
+        "Oobleck": (27.26, 25.37, 19.47),
+        "Recycle": (27.27, 25.42, 22.27),
+    },
+    "gpt3_3_35b": {"Bamboo": None, "Oobleck": (14.55, 13.44, 9.78), "Recycle": (14.59, 14.17, 12.63)},
+    "gpt3_6_7b": {"Bamboo": None, "Oobleck": (4.98, 4.65, 2.78), "Recycle": (5.17, 4.85, 3.53)},
+}
+CAUSES = tuple(cause.value for cause in Cause)
+LARGE = ("megatron_18_4b", "megatron_39_1b", "megatron_76_1b", "megatron_145_6b")
+
+
+def new_table(title: str, *columns: str, left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
+def policies() -> dict[str, Policy]:
+    return {"Bamboo": Bamboo(), "Oobleck": Oobleck(), "Recycle": PAPER_RECYCLE}
+
+
+def throughput_table() -> Iterable[Table]:
+    table = new_table(
+        f"Throughput by failure interval: samples/s, {DURATION} runs, mean of {len(SEEDS)} seeds",
+        "model", "policy", "interval", "paper", "ours", "paper/ff", "ours/ff", "spread", "points", left=2,
+    )  # fmt: skip
+    for name, rows in PAPER.items():
+        model = get_model(name)
+        free = model.global_batch / model.fault_free_seconds()
+        for label, policy in policies().items():
+            paper = rows[label]
+            for number, interval in enumerate(INTERVALS):
+                found = repeat(model, Cluster.of(model), policy, Poisson(interval), DURATION, SEEDS)
+                ours = f"{found.throughput:.2f}" if found.throughput else "OOM"
+                if paper is None:
+                    table.add_row(name, label, interval, "OOM", ours, "", "", "", "")
+                    continue
+                points = 100 * (found.ratio - paper[number] / free)
+                mark = f"[bold]{points:+.1f}[/bold] !" if abs(points) > 5 else f"{points:+.1f}"
+                table.add_row(
+                    name, label, interval, f"{paper[number]:.2f}", ours, f"{paper[number] / free:.3f}",
+                    f"{found.ratio:.3f}", f"{found.deviation:.3f}", mark,
+                )  # fmt: skip
+    yield table
+    table = new_table(
+        "The other policies under the same protocol: ratio to fault-free 1F1B", "model", "policy", *INTERVALS, left=2
+    )
+    others: dict[str, tuple[Policy, int]] = {
+        "Recycle, planned from the start": (Recycle(), 0),
+        "ElasticLayers": (ElasticLayers(), 0),
+        "DropReplica": (DropReplica(), 0),
+        "Spares(2)": (Spares(2), 2),
+        "Restart": (Restart(), 0),
+        "Varuna": (Varuna(), 0),
+        "FaultFree, zero-bubble": (FaultFree("zero_bubble"), 0),
+    }
+    for name in PAPER:
+        model = get_model(name)
+        for label, (policy, extra) in others.items():
+            ratios = [
+                repeat(model, Cluster.of(model, extra_nodes=extra), policy, Poisson(interval), DURATION, SEEDS).ratio
+                for interval in INTERVALS
+            ]
+            table.add_row(name, label, *(f"{ratio:.3f}" for ratio in ratios))
+    yield table
+
+
+def pause_table() -> Iterable[Table]:
+    """What a failure would have to cost for the paper's number to come out, all else as it is."""
+    table = new_table(
+        "Seconds that training would have to stand still per failure to give the paper's throughput, all else as is",
+        "model", "policy", "interval", "paper/ff", "ours/ff", "ours, s", "needed, s", left=2,
+    )  # fmt: skip
+    for name, rows in PAPER.items():
+        model = get_model(name)
+        free = model.global_batch / model.fault_free_seconds()
+        for label in ("Oobleck", "Recycle"):
+            paper = rows[label]
+            assert paper is not None
+            for value, interval in zip(paper, INTERVALS, strict=True):
+                ratio, usual = value / free, 15.0 if label == "Oobleck" else 10.0
+                found = with_pause(model, label, interval, usual)
+                needed = solve(partial(with_pause, model, label, interval), ratio, 7200.0)
+                table.add_row(
+                    name, label, interval, f"{ratio:.3f}", f"{found:.3f}", f"{usual:.0f}",
+                    "none is too much" if needed is None else f"{needed:.0f}",
+                )  # fmt: skip
+    yield table
+
+
+def with_pause(model: TrainingModel, label: str, interval: str, seconds: float) -> float:
+    policy: Policy
+    if label == "Oobleck":
+        policy = Oobleck(detection=0.0, reconfigure=seconds)
+    else:
+        policy = Recycle(fault_free="1f1b", detection=0.0, regroup=seconds)
+    return repeat(model, Cluster.of(model), policy, Poisson(interval), DURATION, SEEDS).ratio
+
+
+def solve(falling: Callable[[float], float], goal: float, most: float) -> float | None:
+    """The argument in 0..``most`` at which a falling function reaches ``goal``; None when it starts below."""
+    if falling(0.0) < goal:
+        return None
+    low, high = 0.0, most
+    while high - low > 1.0:
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > goal else (low, middle)
+    return high
+
+
+def ablation_table() -> Iterable[Table]:
+    table = new_table(
+        "Ablation, one worker failed, F = B = W = 1 slot: slots of a step",
+        "stages x pipelines x micro-batches", "planner", "1F1B", "zero bubble", "adaptive", "+ decoupled",
+        "+ staggered", "/1F1B", "/ZB", left=2,
+    )  # fmt: skip
+    for grid, failed in ((Grid(3, 4, 6), 2), (Grid(4, 8, 32), 4), (Grid(24, 64, 96), 32), (Grid(24, 64, 256), 32)):
+        for rule, effort in (("plain rule", 0), ("default", 100_000)):
+            if grid.num_workers > 1000 and effort:
+                continue
+            found = ablation(grid, [Worker(1, failed)], effort=effort)
+            table.add_row(
+                f"{grid.stages} x {grid.pipelines} x {grid.microbatches}, stage {failed}", rule,
+                *(f"{value:g}" for value in (found.one_f_one_b, found.zero_bubble)),
+                *(f"{value:g}" for value in (found.adaptive, found.decoupled, found.staggered)),
+                f"{found.one_f_one_b / found.staggered:.3f}", f"{found.zero_bubble / found.staggered:.3f}",
+            )  # fmt: skip
+    yield table
+    table = new_table(
+        "The same in simulated runs: ratio to fault-free 1F1B, failure every 2 h on average, 6 h, 20 seeds",
+        "model", "no re-routing", "adaptive", "+ decoupled", "+ staggered",
+    )  # fmt: skip
+    for name in PAPER:
+        model = get_model(name)
+        cells = []
+        for adaptive, decoupled, staggered in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)):
+            policy = Recycle(
+                adaptive=bool(adaptive), decoupled=bool(decoupled), staggered=bool(staggered), fault_free="1f1b"
+            )
+            cells.append(repeat(model, Cluster.of(model), policy, Poisson("2h"), DURATION, SEEDS).ratio)
+        table.add_row(name, *(f"{cell:.3f}" for cell in cells))
+    yield table
+
+
+def day_table() -> Iterable[Table]:
+    model = get_model("megatron_145_6b")
+    table = new_table(
+        f"One simulated day of {model.gpus} GPUs ({model.name}, {model.grid}), one core, nothing planned before",
+        "failures", "policy", "seconds", "failed", "ratio", "useful", "bubble", "idle", "redone", "reconf.", "down",
+        left=2,
+    )  # fmt: skip
+    sources: dict[str, FailureSource] = {
+        "Llama 3, 8 GPUs a node, 4 h": FailureRate("llama3", repair="4h"),
+        "RSC-1, 8 GPUs a node, 4 h": FailureRate("rsc1", repair="4h"),
+        "every 2 h, 1 GPU, back after 4 h": Poisson("2h", repair="4h"),
+        "every 30 min, 1 GPU, back after 2 h": Poisson("30min", repair="2h"),
+    }
+    for label, source in sources.items():
+        cluster = Cluster.of(model, gpus_per_node=8 if "8 GPUs" in label else 1)
+        for policy in (Recycle(), Oobleck(), Restart()):
+            planned_seconds.cache_clear()
+            started = time.process_time()
+            result = simulate(model, cluster, policy, source, "1d", seed=1)
+            seconds = time.process_time() - started
+            parts = result.accounting.fractions()
+            assert result.accounting.total == cluster.gpus * 86_400_000_000_000
+            table.add_row(
+                label, type(policy).__name__, f"{seconds:.1f}", str(result.failures), f"{result.ratio:.3f}",
+                *(f"{100 * parts[cause]:.1f}%" for cause in CAUSES),
+            )  # fmt: skip
+    yield table
+
+
+def fraction_table() -> Iterable[Table]:
+    table = new_table(
+        "Throughput with 1, 5, 10 % of the GPUs failed: ratio to fault-free 1F1B (and to zero-bubble)",
+        "model", "GPUs", "policy", "1 %", "5 %", "10 %", left=3,
+    )  # fmt: skip
+    for name in (*PAPER, *LARGE):
+        model = get_model(name)
+        cluster = Cluster.of(model)
+        zero = simulate(model, cluster, FaultFree("zero_bubble"), FailedFraction(0.0), "1h").ratio
+        for policy in (Recycle(effort=0), DropReplica(relaunch=0), Oobleck()):
+            cells = []
+            for part in (0.01, 0.05, 0.1):
+                ratio = simulate(model, cluster, policy, FailedFraction(part), "1h").ratio
+                cells.append(f"{ratio:.3f} ({ratio / zero:.3f})")
+            table.add_row(name, str(model.gpus), type(policy).__name__, *cells)
+    yield table
+
+
+def trace_table() -> Iterable[Table]:
+    table = new_table(
+        "Replay of availability traces: ratio to fault-free 1F1B; 32 GPUs follow the trace's nodes",
+        "trace", "nodes", "model", "Recycle", "ElasticLayers", "Oobleck", "DropReplica", "Restart", "Varuna", left=3,
+    )  # fmt: skip
+    everyone = (
+        Recycle(fault_free="1f1b"),
+        ElasticLayers(fault_free="1f1b"),
+        Oobleck(),
+        DropReplica(),
+        Restart(),
+        Varuna(),
+    )
+    for name in ("aws-p3", "gcp-a100"):
+        trace = load_trace(name)
+        for model in (get_model("gpt3_medium"), get_model("gpt3_6_7b")):
+            cells = [
+                simulate(model, Cluster.of(model), policy, TraceReplay(name, start="10min"), trace.duration - 600).ratio
+                for policy in everyone
+            ]
+            nodes = f"{trace.mean / trace.peak:.0%} of {trace.peak}"
+            table.add_row(name, nodes, model.name, *(f"{cell:.3f}" for cell in cells))
+    yield table
+
+
+def spares_table() -> Iterable[Table]:
+    table = new_table(
+        "How many hot spares equal ReCycle? 3 days, back after 4 h, 10 seeds; per GPU: spares are paid for",
+        "model", "failure every", "Recycle", "0 spares", "1", "2", "4", "8", "equal", "best per GPU", left=2,
+    )  # fmt: skip
+    for name in PAPER:
+        model = get_model(name)
+        for interval in ("24h", "6h", "2h", "1h"):
+            source = Poisson(interval, repair="4h")
+            goal = repeat(model, Cluster.of(model), PAPER_RECYCLE, source, "3d", range(10)).ratio
+            found = {}
+            for spares in (0, 1, 2, 3, 4, 6, 8):
+                cluster = Cluster.of(model, extra_nodes=spares)
+                found[spares] = repeat(model, cluster, Spares(spares), source, "3d", range(10))
+            equal = next((str(n) for n, result in found.items() if result.ratio >= goal - 0.001), "more than 8")
+            best = max(found, key=lambda n: found[n].ratio_per_gpu)
+            per_gpu = f"{found[best].ratio_per_gpu:.3f} ({best} spares)"
+            cells = (f"{found[n].ratio:.3f}" for n in (0, 1, 2, 4, 8))
+            table.add_row(name, interval, f"{goal:.3f}", *cells, equal, per_gpu)
+    yield table
+
+
+def restart_table() -> Iterable[Table]:
+    table = new_table(
+        "From which failure rate on does restart lose? Ratio, 3 days, back after 4 h, 10 seeds; Young's interval",
+        "model", "failure every", "Recycle", "Restart", "checkpoint every", "Restart, 60 s", "Recycle ahead by", left=2,
+    )  # fmt: skip
+    for name in PAPER:
+        model = get_model(name)
+        for hours in (96, 48, 24, 12, 6, 2):
+            source = Poisson(f"{hours}h", repair="4h")
+            goal = repeat(model, Cluster.of(model), PAPER_RECYCLE, source, "3d", range(10)).ratio
+            # Young's interval, for whole 10 minutes.
+            writing = model.transformer.state_bytes() / 1e9
+            every = 600 * max(1, round(math.sqrt(2 * writing * hours * 3600) / 600))
+            slow, fast = (
+                repeat(model, Cluster.of(model), Restart(every, restart=start), source, "3d", range(10)).ratio
+                for start in (300.0, 60.0)
+            )
+            ahead = f"{100 * (goal - max(slow, fast)):+.1f} points"
+            table.add_row(
+                name, f"{hours} h", f"{goal:.3f}", f"{slow:.3f}", f"{every / 60:.0f} min", f"{fast:.3f}", ahead
+            )
+    yield table
+
+
+def layers_table() -> Iterable[Table]:
+    table = new_table(
+        "When does re-routing alone fall behind moving layers? Steady state with k failed workers, ratio to 1F1B",
+        "model", "k failed", "Recycle", "ElasticLayers", "gain",
+    )  # fmt: skip
+    for name in PAPER:
+        model = get_model(name)
+        cluster = Cluster.of(model)
+        for failed in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16):
+            if failed > model.stages * (model.pipelines - 1):
+                continue
+            source = FailedFraction(failed / cluster.nodes)
+            plain, moved = (
+                simulate(model, cluster, policy, source, "1h").ratio for policy in (Recycle(), ElasticLayers())
+            )
+            table.add_row(name, str(failed), f"{plain:.3f}", f"{moved:.3f}", f"{100 * (moved / plain - 1):+.1f}%")
+    yield table
+
+
+def sensitivity_table() -> Iterable[Table]:
+    table = new_table(
+        "How much the unknown protocol matters: Recycle's ratio, intervals 6 h / 2 h / 30 min",
+        "protocol", *PAPER,
+    )  # fmt: skip
+    table.add_row(
+        "paper", *(" ".join(f"{v / get_model(n).throughput:.3f}" for v in PAPER[n]["Recycle"]) for n in PAPER)
+    )  # type: ignore[operator, union-attr]
+
+    def add(label: str, source: Callable[[str], FailureSource], duration: str, **changes: int) -> None:
+        cells = []
+        for name in PAPER:
+            model = get_model(name, **changes)
+            found = [
+                repeat(model, Cluster.of(model), PAPER_RECYCLE, source(i), duration, SEEDS).ratio for i in INTERVALS
+            ]
+            cells.append(" ".join(f"{ratio:.3f}" for ratio in found))
+        table.add_row(label, *cells)
+
+    add("Poisson, 6 h (the table's)", Poisson, "6h")
+    add("Poisson, 8 h", Poisson, "8h")
+    add("Poisson, 12 h", Poisson, "12h")
+    add("one after each interval, 6 h", Regular, "6h")
+    add("one after each interval, 8 h", Regular, "8h")
+    add("Poisson, back after 2 h, 24 h", lambda interval: Poisson(interval, repair="2h"), "24h")
+    add("Poisson, 6 h, global batch 256", Poisson, "6h", global_batch=256)
+    add("Poisson, 6 h, global batch 1024", Poisson, "6h", global_batch=1024)
+    yield table
+
+
+SECTIONS: dict[str, Callable[[], Iterable[Table]]] = {
+    "table": throughput_table,
+    "pauses": pause_table,
+    "ablation": ablation_table,
+    "day": day_table,
+    "fractions": fraction_table,
+    "traces": trace_table,
+    "spares": spares_table,
+    "restart": restart_table,
+    "layers": layers_table,
+    "sensitivity": sensitivity_table,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="section", help=", ".join(SECTIONS))
+    chosen = parser.parse_args().sections or list(SECTIONS)
+    if unknown := set(chosen).difference(SECTIONS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}")
+    for name in chosen:
+        started = time.perf_counter()
+        for table in SECTIONS[name]():
+            console.print(table)
+        console.print(f"[dim]{name}: {time.perf_counter() - started:.0f} s[/dim]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Simulation: what a training run makes of its failures, under ReCycle and under others. No torch.
+
+>>> from lightning_recycle.simulation import Cluster, Poisson, Recycle, get_model, simulate
+>>> model = get_model("gpt3_6_7b")
+>>> result = simulate(model, Cluster.of(model), Recycle(), Poisson(mtbf="2h"), duration="6h", seed=1)
+>>> sum(result.accounting.fractions().values())
+1.0
+"""
+
+from lightning_recycle.simulation.ablation import Ablation, ablation
+from lightning_recycle.simulation.catalogue import available_models, get_model
+from lightning_recycle.simulation.cluster import Cluster
+from lightning_recycle.simulation.engine import simulate
+from lightning_recycle.simulation.failures import (
+    Correlated,
+    FailedFraction,
+    FailureRate,
+    FailureSource,
+    Outage,
+    Poisson,
+    Regular,
+    Scripted,
+    TraceReplay,
+    Weibull,
+)
+from lightning_recycle.simulation.model import TrainingModel
+from lightning_recycle.simulation.policies import (
+    Bamboo,
+    DropReplica,
+    ElasticLayers,
+    FaultFree,
+    Oobleck,
+    Policy,
+    Recycle,
+    Restart,
+    Spares,
+    Varuna,
+)
+from lightning_recycle.simulation.result import Accounting, Cause, Event, Interval, SimulationResult, State
+from lightning_recycle.simulation.sweep import Repetitions, repeat
+from lightning_recycle.simulation.transformer import GPUS, Gpu, Transformer
+from lightning_recycle.simulation.units import as_seconds
+
+__all__ = [
+    "GPUS",
+    "Ablation",
+    "Accounting",
+    "Bamboo",
+    "Cause",
+    "Cluster",
+    "Correlated",
+    "DropReplica",
+    "ElasticLayers",
+    "Event",
+    "FailedFraction",
+    "FailureRate",
+    "FailureSource",
+    "FaultFree",
+    "Gpu",
+    "Interval",
+    "Oobleck",
+    "Outage",
+    "Poisson",
+    "Policy",
+    "Recycle",
+    "Regular",
+    "Repetitions",
+    "Restart",
+    "Scripted",
+    "SimulationResult",
+    "Spares",
+    "State",
+    "TraceReplay",
+    "TrainingModel",
+    "Transformer",
+    "Varuna",
+    "Weibull",
+    "ablation",
+    "as_seconds",
+    "available_models",
+    "get_model",
+    "repeat",
+    "simulate",
+]

@@ -1,0 +1,62 @@
+"""The machines: nodes with GPUs. A node is what fails and comes back as a whole.
+
+Must not know: models, policies, time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.simulation.checks import whole
+from lightning_recycle.simulation.model import TrainingModel
+
+__all__ = ["Cluster"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """``nodes`` nodes with ``gpus_per_node`` GPUs each.
+
+    When one GPU of a node fails, the node is taken out until it is repaired, as schedulers do. Use
+    ``gpus_per_node=1`` where single GPUs fail.
+    """
+
+    nodes: int
+    gpus_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        whole("Cluster", "nodes", self.nodes, 1)
+        whole("Cluster", "gpus_per_node", self.gpus_per_node, 1)
+
+    @classmethod
+    def of(cls, model: TrainingModel, *, gpus_per_node: int | None = None, extra_nodes: int = 0) -> Cluster:
+        """The nodes that the model's fault-free grid needs, and ``extra_nodes`` more.
+
+        Raises:
+            ConfigurationError: when the grid does not fill whole nodes.
+        """
+        size = model.tensor_parallel if gpus_per_node is None else gpus_per_node
+        if model.gpus % whole("Cluster", "gpus_per_node", size, 1):
+            raise ConfigurationError(
+                f"Cluster(gpus_per_node={size}): {model.name} needs {model.gpus} GPUs, which are no whole nodes."
+            )
+        return cls(model.gpus // size + whole("Cluster", "extra_nodes", extra_nodes), size)
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+        return self.nodes * self.gpus_per_node
+
+    def workers_per_node(self, model: TrainingModel) -> int:
+        """Workers (positions of the grid) that one node holds.
+
+        Raises:
+            ConfigurationError: when a worker's GPUs do not fit into a node evenly.
+        """
+        if self.gpus_per_node % model.tensor_parallel:
+            raise ConfigurationError(
+                f"{model.name} has {model.tensor_parallel} GPUs per worker, which do not fill nodes of "
+                f"{self.gpus_per_node}: use gpus_per_node={model.tensor_parallel} or a multiple."
+            )
+        return self.gpus_per_node // model.tensor_parallel

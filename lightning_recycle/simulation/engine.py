@@ -1,0 +1,284 @@
+"""The engine: plays a training run from event to event.
+
+Concept: between two events training runs in one configuration, step after step, so an interval of any length is one
+piece of arithmetic. Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait
+for the end of a step, and the policy's alarm. A failure that undoes steps turns the intervals behind it from training
+into lost; GPU time is counted from the finished timeline, so it cannot disagree with it.
+
+Contract: deterministic for a seed; time is in whole nanoseconds; the parts of the accounting add up exactly.
+
+Must not know: what a policy does, where failures come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.simulation.cluster import Cluster
+from lightning_recycle.simulation.failures.base import Change, FailureSource
+from lightning_recycle.simulation.ledger import Span, account, samples_of
+from lightning_recycle.simulation.model import TrainingModel
+from lightning_recycle.simulation.policies.base import (
+    Configuration,
+    Context,
+    Happening,
+    Loss,
+    Policy,
+    Reaction,
+)
+from lightning_recycle.simulation.result import Event, Interval, SimulationResult, State
+from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    model: TrainingModel,
+    cluster: Cluster,
+    policy: Policy,
+    failures: FailureSource,
+    duration: Duration = "1d",
+    seed: int = 0,
+) -> SimulationResult:
+    """Train ``model`` on ``cluster`` for ``duration`` while nodes fail.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        policy: what is done about failures.
+        failures: where they come from.
+        duration: seconds, or text such as "6h".
+        seed: of the failures.
+
+    Raises:
+        ConfigurationError: when something does not fit together.
+    """
+    seconds = as_seconds("simulate(duration)", duration, positive=True)
+    workers = cluster.workers_per_node(model)
+    if cluster.nodes * workers < model.pipelines * model.stages:
+        raise ConfigurationError(
+            f"{model.name} needs {model.gpus} GPUs, the cluster has {cluster.gpus}: use Cluster.of(model)."
+        )
+    changes = () if policy.ignores_failures else failures.changes(cluster, seconds, seed)
+    run = _Run(Context(model, cluster), policy, changes, as_ticks(seconds))
+    run.play()
+    return SimulationResult(
+        model=model.name,
+        policy=type(policy).__name__,
+        duration=seconds,
+        gpus=cluster.gpus,
+        samples=samples_of(run.spans),
+        fault_free_throughput=model.global_batch / model.fault_free_seconds(),
+        fault_free_gpus=model.gpus,
+        accounting=account(run.spans, cluster.gpus),
+        intervals=tuple(map(_interval, run.spans)),
+        events=tuple(run.events),
+    )
+
+
+@dataclass
+class _Pending:
+    """A reaction that waits for the end of a step, and what it was to."""
+
+    reaction: Reaction
+    happening: Happening
+    tick: int
+
+
+class _Run:
+    def __init__(self, context: Context, policy: Policy, changes: Sequence[Change], end: int) -> None:
+        self.context, self.policy, self.end = context, policy, end
+        self.spans: list[Span] = []
+        self.events: list[Event] = []
+        self.live = set(range(context.cluster.nodes))
+        self.changes = list(changes)[::-1]  # the next one last
+        self.now = 0
+        self.pauses: list[tuple[str, int]] = []  # what is left of them, the next one last; label and end
+        self.pending: _Pending | None = None
+        self.alarm: int | None = None
+        self.checkpoint = 0  # when the newest one was complete
+        self.checkpointing = False
+        self.origin = 0  # a step begins here, and every step's duration later
+        self.begun = 0  # when the first of them really began
+        if self.changes and self.changes[-1].tick == 0:
+            self._apply(self.changes.pop())
+        first = policy.begin(context, frozenset(self.live))
+        self.configuration = first.configuration
+        self._take(first, Happening(0.0, frozenset(self.live)))
+
+    def play(self) -> None:
+        """Until the end."""
+        while self.now < self.end:
+            upcoming = self._next()
+            self._span(upcoming)
+            self.now = upcoming
+            if self.now < self.end:
+                self._happen()
+
+    # -- what comes next ------------------------------------------------------------------------------------------
+
+    def _next(self) -> int:
+        ticks = [self.end]
+        if self.pauses:
+            ticks.append(self.pauses[-1][1])
+        elif self.configuration.running and (due := self._checkpoint_due()) is not None:
+            ticks.append(due)
+        if self.pending is not None:
+            ticks.append(self.pending.tick)
+        if self.changes:
+            ticks.append(self.changes[-1].tick)
+        if self.alarm is not None:
+            ticks.append(self.alarm)
+        return max(self.now, min(ticks))
+
+    def _happen(self) -> None:
+        """Deal with what is due now; ends of pauses and of steps come before what disturbs them."""
+        if self.pauses and self.pauses[-1][1] <= self.now:
+            self.pauses.pop()
+            if not self.pauses:
+                self._start_steps()
+        elif not self.pauses and self.configuration.running and self._checkpoint_due() == self.now:
+            stall = as_ticks(self.configuration.checkpoint_seconds)
+            self.checkpointing = True
+            self.pauses = [("checkpoint", self.now + stall)]
+        elif self.pending is not None and self.pending.tick <= self.now:
+            reaction, self.pending = self.pending.reaction, None
+            self._switch(reaction)
+        elif self.changes and self.changes[-1].tick <= self.now:
+            change = self.changes.pop()
+            self._apply(change)
+            self._ask(Happening(self._seconds(), frozenset(self.live), change.down, change.up))
+        elif self.alarm is not None and self.alarm <= self.now:
+            self.alarm = None
+            self.events.append(Event(self._seconds(), "alarm"))
+            self._ask(Happening(self._seconds(), frozenset(self.live), woken=True))
+
+    def _apply(self, change: Change) -> None:
+        self.live.difference_update(change.down)
+        self.live.update(change.up)
+        time = change.tick / TICKS_PER_SECOND
+        for kind, nodes in (("failure", change.down), ("repair", change.up)):
+            if nodes:
+                self.events.append(Event(time, kind, nodes))
+
+    # -- what a policy decides ------------------------------------------------------------------------------------
+
+    def _ask(self, happening: Happening) -> None:
+        if self.pending is not None:
+            # What waits may rest on a node that has just failed: the policy answers both questions at once.
+            before, self.pending = self.pending.happening, None
+            up = tuple(sorted((*happening.up, *(node for node in before.up if node in happening.live))))
+            happening = replace(happening, up=up, woken=happening.woken or before.woken)
+        reaction = self.policy.react(self.context, self.configuration, happening)
+        if reaction is not None:
+            self._take(reaction, happening)
+
+    def _take(self, reaction: Reaction, happening: Happening) -> None:
+        self.alarm = None if reaction.wake is None else self.now + max(1, as_ticks(reaction.wake))
+        if reaction.at_boundary and self.configuration.running and not self.pauses:
+            step = _step(self.configuration)
+            self.pending = _Pending(reaction, happening, self.origin - (self.origin - self.now) // step * step)
+            return
+        self._switch(reaction)
+
+    def _switch(self, reaction: Reaction) -> None:
+        old, self.configuration = self.configuration, reaction.configuration
+        interrupted = reaction.lost is Loss.STEP or bool(reaction.pauses) or not reaction.configuration.running
+        if reaction.lost is Loss.CHECKPOINT:
+            self._undo(self.checkpoint)
+        elif interrupted:
+            self._undo(self._step_begin(old))
+        resumed = bool(self.pauses) and reaction.lost is Loss.NOTHING
+        until = self.pauses[0][1] if resumed else self.now
+        if not resumed:
+            # What is loaded is as good as a checkpoint that has just been written.
+            self.pauses, self.checkpointing = [], reaction.lost is Loss.CHECKPOINT
+        for pause in reaction.pauses:
+            until += as_ticks(pause.seconds)
+            self.pauses.insert(0, (pause.label, until))
+        if self.pauses:
+            return
+        if reaction.lost is Loss.NOTHING and old.running and self.configuration.running and self.now:
+            self._carry_on(old)
+        else:
+            self._start_steps()
+
+    def _start_steps(self) -> None:
+        """The first step begins now; a checkpoint that was being written or loaded is complete."""
+        self.origin = self.begun = self.now
+        if self.checkpointing:
+            self.checkpoint, self.checkpointing = self.now, False
+
+    def _carry_on(self, old: Configuration) -> None:
+        """The step in progress goes on at another speed; the part that is done stays done."""
+        if _step(old) == _step(self.configuration):
+            return
+        begun = self._step_begin(old)
+        done = (self.now - self.origin) % _step(old)
+        self.origin = self.now - done * _step(self.configuration) // _step(old)
+        self.begun = begun
+
+    def _step_begin(self, configuration: Configuration) -> int:
+        """When the step in progress began; in a pause nothing is in progress."""
+        if self.pauses or not configuration.running:
+            return self.now
+        step = _step(configuration)
+        steps = (self.now - self.origin) // step
+        return self.origin + steps * step if steps else self.begun
+
+    def _checkpoint_due(self) -> int | None:
+        every = self.configuration.checkpoint_every
+        if every is None:
+            return None
+        step = _step(self.configuration)
+        due = max(self.checkpoint + as_ticks(every), self.now)
+        found = self.origin - (self.origin - due) // step * step
+        return found if found > self.begun else found + step
+
+    # -- the timeline ---------------------------------------------------------------------------------------------
+
+    def _span(self, until: int) -> None:
+        if until <= self.now:
+            return
+        configuration = self.configuration
+        live = len(self.live) * self.context.cluster.gpus_per_node
+        if self.pauses:
+            state, label = State.PAUSED, self.pauses[-1][0]
+        else:
+            state = State.TRAINING if configuration.running else State.STOPPED
+            label = configuration.label
+        self.spans.append(Span(self.now, until, state, label, configuration, live))
+
+    def _undo(self, since: int) -> None:
+        """Training after ``since`` was in vain."""
+        at = len(self.spans)
+        while at and self.spans[at - 1].end > since:
+            at -= 1
+            span = self.spans[at]
+            if span.state is State.TRAINING:
+                parts = [span.part(max(span.begin, since), span.end, State.LOST)]
+                if span.begin < since:
+                    parts.insert(0, span.part(span.begin, since, State.TRAINING))
+                self.spans[at : at + 1] = parts
+
+    def _seconds(self) -> float:
+        return self.now / TICKS_PER_SECOND
+
+
+def _step(configuration: Configuration) -> int:
+    return max(1, as_ticks(configuration.step_seconds))
+
+
+def _interval(span: Span) -> Interval:
+    training = span.state is State.TRAINING
+    return Interval(
+        span.begin / TICKS_PER_SECOND,
+        span.end / TICKS_PER_SECOND,
+        span.state,
+        span.label,
+        span.gpus,
+        span.live_gpus,
+        span.configuration.throughput if training else 0.0,
+    )

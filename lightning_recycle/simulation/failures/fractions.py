@@ -1,0 +1,38 @@
+"""A fixed part of the nodes has failed: throughput at 1, 5 or 10 % failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from lightning_recycle.simulation.checks import fraction
+from lightning_recycle.simulation.cluster import Cluster
+from lightning_recycle.simulation.failures.base import Change, Outage, changes_of
+from lightning_recycle.simulation.units import Duration, as_seconds
+
+__all__ = ["FailedFraction"]
+
+
+@dataclass(frozen=True)
+class FailedFraction:
+    """One node after the other fails, evenly spaced, until ``part`` of them are gone; none comes back.
+
+    Args:
+        part: of the nodes, rounded to whole ones, e.g. 0.01, 0.05, 0.1.
+        within: all have failed by then; 0: all fail at once at the very beginning, so that the throughput of the rest
+            of the run is that of the failed fraction.
+    """
+
+    part: float = 0.05
+    within: Duration = 0.0
+
+    def __post_init__(self) -> None:
+        fraction("FailedFraction", "part", self.part)
+        object.__setattr__(self, "within", as_seconds("FailedFraction(within)", self.within))
+
+    def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
+        """See :class:`FailureSource`."""
+        count = round(self.part * cluster.nodes)
+        nodes = Random(seed).sample(range(cluster.nodes), count)
+        times = [float(self.within) * (number + 1) / count for number in range(count)]
+        return changes_of([Outage(time, (node,)) for time, node in zip(times, nodes, strict=True)], duration)

@@ -1,0 +1,175 @@
+"""Bamboo: every worker also runs the forward of its successor's stage, and takes it over when the successor dies.
+
+Source: Thorpe et al., NSDI'23 (arXiv 2204.12013), and the simulator in its public repository (uclasystem/bamboo), from
+which the constants are.
+
+Assumptions:
+
+- Redundant forwards are always computed: each worker's F is its own and that of the next stage (the last stage has the
+  first one's). They are counted as redone.
+- A worker holds the state of two stages, and the activations of both (the paper swaps them to the host; kept on the GPU
+  here, which is what makes the 3.35B and 6.7B models run out of memory as reported). A model that does not fit does
+  not run.
+- A single loss: the predecessor runs both stages, every step takes ``slowdown`` times as long, and nothing is lost.
+- Reconfiguration at the end of a step when waiting nodes cover the overloaded ones, when twice the overloaded are more
+  than ``threshold`` of the active ones, or when another pipeline can be formed. It takes ``reconfigure``, and leaves as
+  many whole pipelines as there are workers for.
+- Fatal: the lost worker or its predecessor is overloaded, or both are lost. Then training restarts from the newest
+  checkpoint after ``rendezvous``.
+- A node that comes back needs ``node_start`` until it can take part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_recycle.planning import Costs
+from lightning_recycle.simulation.checks import at_least, fraction
+from lightning_recycle.simulation.model import TrainingModel, one_f_one_b_seconds
+from lightning_recycle.simulation.policies.base import Configuration, Context, Happening, Loss, Reaction, stopped
+from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses, whole_pipelines
+from lightning_recycle.simulation.units import Duration, as_seconds
+
+__all__ = ["Bamboo"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Pipelines, and the positions (pipeline, stage) whose worker is lost and whose predecessor does both."""
+
+    teams: Teams = ()
+    lost: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True)
+class Bamboo:
+    """Bamboo.
+
+    Args:
+        slowdown: of a step while a worker does two stages.
+        reconfigure: seconds of a planned reconfiguration.
+        rendezvous: seconds after a fatal failure.
+        node_start: seconds until a node that came back can take part.
+        threshold: part of the active workers that may be without redundancy.
+        state_copies: stages whose state a worker holds.
+        activation_copies: stages whose activations a worker holds.
+        checkpoint_every: for fatal failures; checkpoints are written in the background.
+    """
+
+    slowdown: float = 1.5
+    reconfigure: Duration = 20.0
+    rendezvous: Duration = 30.0
+    node_start: Duration = 45.0
+    threshold: float = 0.05
+    state_copies: float = 2.0
+    activation_copies: float = 2.0
+    checkpoint_every: Duration = "30min"
+
+    def __post_init__(self) -> None:
+        for name in ("reconfigure", "rendezvous", "node_start", "checkpoint_every"):
+            object.__setattr__(self, name, as_seconds(f"Bamboo({name})", getattr(self, name)))
+        at_least("Bamboo", "slowdown", self.slowdown, 1.0)
+        at_least("Bamboo", "state_copies", self.state_copies, 1.0)
+        at_least("Bamboo", "activation_copies", self.activation_copies, 1.0)
+        fraction("Bamboo", "threshold", self.threshold)
+
+    @property
+    def ignores_failures(self) -> bool:
+        """No."""
+        return False
+
+    def memory_bytes(self, model: TrainingModel) -> float:
+        """What the first stage's GPUs need: redundant state, and S micro-batches in flight, redundantly."""
+        part = 1 / model.stages
+        in_flight = min(model.stages, model.grid.microbatches) * model.activation_bytes(part)
+        return self.state_copies * model.state_bytes(part) + self.activation_copies * in_flight
+
+    def fits(self, model: TrainingModel) -> bool:
+        """Whether the model runs under this policy at all."""
+        return model.stages > 1 and self.memory_bytes(model) <= model.memory_bytes
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        if not self.fits(context.model):
+            return Reaction(stopped("out of memory", _Layout()))
+        return Reaction(self._rebuilt(context, (), live_workers(context, live)))
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """See :class:`Policy`."""
+        before = current.layout
+        assert isinstance(before, _Layout)
+        if not self.fits(context.model):
+            return None
+        workers = live_workers(context, happening.live)
+        if not before.teams:
+            found = self._rebuilt(context, (), workers)
+            return Reaction(found, pauses(rendezvous=float(self.rendezvous))) if found.running else None
+        alive = set(workers)
+        gone = {
+            (p, s) for p, team in enumerate(before.teams) for s, worker in enumerate(team) if worker not in alive
+        } - before.lost
+        if gone:
+            return self._lose(context, before, gone, workers)
+        if happening.up:
+            return Reaction(current, wake=max(1e-3, float(self.node_start)))
+        if happening.woken and self._should_reconfigure(context, before, alive):
+            found = self._rebuilt(context, before.teams, workers)
+            return Reaction(found, pauses(reconfigure=float(self.reconfigure)), at_boundary=True)
+        return None
+
+    def _lose(
+        self, context: Context, before: _Layout, gone: set[tuple[int, int]], workers: tuple[int, ...]
+    ) -> Reaction:
+        stages = context.model.stages
+        lost = before.lost | gone
+        # Fatal: a lost position whose predecessor is lost as well; that covers a predecessor that does both stages.
+        if any((p, (s - 1) % stages) in lost for p, s in gone) or any((p, (s + 1) % stages) in lost for p, s in gone):
+            found = self._rebuilt(context, before.teams, workers)
+            steps = pauses(rendezvous=float(self.rendezvous)) if found.running else ()
+            return Reaction(found, steps, Loss.CHECKPOINT)
+        slow = self._configuration(context, _Layout(before.teams, lost))
+        # Asked again at once: what is decided then happens at the end of the step.
+        return Reaction(slow, wake=1e-3)
+
+    def _should_reconfigure(self, context: Context, layout: _Layout, alive: set[int]) -> bool:
+        stages = context.model.stages
+        overloaded = len(layout.lost)
+        places = {(p, s): worker for p, team in enumerate(layout.teams) for s, worker in enumerate(team)}
+        waiting = len(alive.difference(worker for place, worker in places.items() if place not in layout.lost))
+        active = len(layout.teams) * stages - overloaded
+        if overloaded and (waiting >= overloaded or 2 * overloaded / active > self.threshold):
+            return True
+        return min((active + waiting) // stages, context.model.pipelines) > len(layout.teams)
+
+    def _rebuilt(self, context: Context, before: Teams, workers: tuple[int, ...]) -> Configuration:
+        model = context.model
+        teams, _ = assemble_teams(before, workers, model.stages, model.pipelines)
+        return self._configuration(context, _Layout(teams))
+
+    def _configuration(self, context: Context, layout: _Layout) -> Configuration:
+        model = context.model
+        usual = whole_pipelines(context, layout.teams, "bamboo", checkpoint_every=float(self.checkpoint_every))
+        if not usual.running:
+            return replace(usual, layout=_Layout())
+        costs = model.costs()
+        micro = -(-model.grid.global_microbatches // len(layout.teams))
+        seconds = one_f_one_b_seconds(_redundant(costs), micro) * (self.slowdown if layout.lost else 1.0)
+        redundant = model.global_batch * model.sample_seconds[0] * model.tensor_parallel
+        gpus = usual.gpus - len(layout.lost) * model.tensor_parallel
+        work = usual.useful_gpu_seconds + usual.repeated_gpu_seconds + redundant
+        # With few stages the factor alone would have the overloaded workers do more than they have time for.
+        seconds = max(seconds, work / gpus)
+        return replace(
+            usual,
+            label=f"{usual.label}, {len(layout.lost)} overloaded" if layout.lost else usual.label,
+            step_seconds=seconds,
+            gpus=gpus,
+            repeated_gpu_seconds=usual.repeated_gpu_seconds + redundant,
+            layout=layout,
+        )
+
+
+def _redundant(costs: Costs) -> Costs:
+    """Each stage also runs the forward of the next one."""
+    forward = tuple(mine + costs.forward[(s + 1) % costs.stages] for s, mine in enumerate(costs.forward))
+    return replace(costs, forward=forward)

@@ -1,0 +1,52 @@
+"""No failures: the upper bound, 1F1B on the whole grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Grid, Problem, Technique
+from lightning_recycle.simulation.plans import planned_seconds
+from lightning_recycle.simulation.policies.base import Configuration, Context, Happening, Reaction
+from lightning_recycle.simulation.policies.workers import whole_pipelines
+
+__all__ = ["FaultFree"]
+
+
+@dataclass(frozen=True)
+class FaultFree:
+    """Nodes never fail.
+
+    Args:
+        schedule: "1f1b" (the paper's baseline, which also calibrates the models) or "zero_bubble": decoupled
+            backward, at most S micro-batches in flight, one optimizer step for all stages.
+    """
+
+    schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("1f1b", "zero_bubble"):
+            raise ConfigurationError(f"FaultFree(schedule={self.schedule!r}): give '1f1b' or 'zero_bubble'.")
+
+    @property
+    def ignores_failures(self) -> bool:
+        """Yes."""
+        return True
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        model = context.model
+        grid = model.grid
+        teams = tuple(tuple(range(d * grid.stages, (d + 1) * grid.stages)) for d in range(grid.pipelines))
+        found = whole_pipelines(context, teams, self.schedule)
+        if self.schedule == "zero_bubble":
+            limit = tuple(min(grid.stages, most) for most in model.in_flight_limit())
+            one = Grid(1, grid.stages, grid.microbatches)
+            problem = Problem(one, model.costs(), technique=Technique(True, False), in_flight_limit=limit)
+            found = replace(found, step_seconds=min(found.step_seconds, planned_seconds(problem)))
+        return Reaction(found)
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """Nothing ever happens."""
+        return None

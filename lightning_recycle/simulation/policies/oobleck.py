@@ -1,0 +1,198 @@
+"""Oobleck: a pipeline that loses a node goes on as a smaller one, from a template planned in advance.
+
+Source: Jang et al., SOSP'23 (arXiv 2309.08125), and its public repository with a simulator (SymbioticLab/Oobleck).
+
+Assumptions:
+
+- Training starts on the fault-free grid, D pipelines of S workers, as the systems it is compared with.
+- A failure loses the step in progress. The pipeline that lost n workers becomes one of the template with n fewer; below
+  n0 it borrows workers from the longest pipeline that can spare them; if none can, it merges with the shortest one.
+- All pipelines wait for the reconfiguration: ``reconfigure`` (the public simulator has 3 s for GPT-3 Medium, 6 s for
+  2.7B, 10 s for 6.7B; the largest is the default), and the copies of missing layers with their optimizer state:
+  each worker copies what it lacks over its own link, all in parallel. A worker copies nothing that it had before.
+- At the start and after a restart the fastest of a few instantiations is taken instead of the best of all; their
+  number explodes with the nodes.
+- The global batch stays; it is shared so that the pipelines' times differ least.
+- A worker that comes back joins the shortest pipeline, at the end of a step; with all back the first grid is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from lightning_recycle.simulation.checks import at_least
+from lightning_recycle.simulation.policies.base import Configuration, Context, Happening, Loss, Reaction, stopped
+from lightning_recycle.simulation.policies.oobleck_templates import cut, least_nodes, stage_ranges, step_seconds
+from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses
+from lightning_recycle.simulation.units import Duration, as_seconds
+
+__all__ = ["Oobleck"]
+
+
+@dataclass(frozen=True)
+class Oobleck:
+    """Oobleck.
+
+    Args:
+        detection: seconds from a failure until it is known.
+        reconfigure: seconds to agree on templates and to set up communicators.
+        memory_factor: bytes of a stage's state in bytes of its parameters.
+        parameter_bytes: of one parameter, for ``memory_factor``.
+        checkpoint_every: for the loss of all copies of a layer; written in the background.
+        restart: seconds to restart from a checkpoint, in that case.
+    """
+
+    detection: Duration = 5.0
+    reconfigure: Duration = 10.0
+    memory_factor: float = 6.0
+    parameter_bytes: float = 4.0
+    checkpoint_every: Duration = "30min"
+    restart: Duration = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("detection", "reconfigure", "checkpoint_every", "restart"):
+            object.__setattr__(self, name, as_seconds(f"Oobleck({name})", getattr(self, name)))
+        at_least("Oobleck", "memory_factor", self.memory_factor, above=True)
+        at_least("Oobleck", "parameter_bytes", self.parameter_bytes, above=True)
+
+    @property
+    def ignores_failures(self) -> bool:
+        """No."""
+        return False
+
+    def least_nodes(self, context: Context) -> int:
+        """n0, at most the stages of the fault-free grid, which is known to fit."""
+        found = least_nodes(context.model, self.memory_factor, self.parameter_bytes)
+        return context.model.stages if found is None else min(found, context.model.stages)
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        return Reaction(self._configuration(context, self._anew(context, live_workers(context, live))))
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """See :class:`Policy`."""
+        before = current.layout
+        assert isinstance(before, tuple)
+        model = context.model
+        workers = live_workers(context, happening.live)
+        alive = set(workers)
+        used = {worker for team in before for worker in team}
+        if not before or _layer_lost(model.units, before, alive):
+            found = self._configuration(context, self._anew(context, workers))
+            if not found.running:
+                return Reaction(found, lost=Loss.CHECKPOINT) if before else None
+            detection = float(self.detection) if happening.down else 0.0
+            return Reaction(found, pauses(detect=detection, restart=float(self.restart)), Loss.CHECKPOINT)
+        broken = not used.issubset(alive)
+        if not broken and not happening.up:
+            return None
+        after = self._shrunk(context, before, alive) if broken else before
+        after = self._grown(context, after, workers)
+        if after == before:
+            return None
+        found = self._configuration(context, after)
+        transfer = model.transfer_seconds(_missing(model.units, before, after))
+        if broken:
+            steps = pauses(detect=float(self.detection), reconfigure=float(self.reconfigure), transfer=transfer)
+            return Reaction(found, steps, Loss.STEP)
+        return Reaction(found, pauses(reconfigure=float(self.reconfigure), transfer=transfer), at_boundary=True)
+
+    def _anew(self, context: Context, workers: tuple[int, ...]) -> Teams:
+        """The fastest of a few instantiations: even pipelines near the fault-free depth, or that depth and a rest."""
+        model, least = context.model, self.least_nodes(context)
+        used = workers[: model.pipelines * model.stages]
+        if len(used) < least:
+            return ()
+        near = round(len(used) / model.stages)
+        found: list[tuple[int, ...]] = []
+        for count in range(max(1, near - 1), min(near + 1, len(used) // least, model.pipelines) + 1):
+            size, larger = divmod(len(used), count)
+            found.append((size + 1,) * larger + (size,) * (count - larger))
+        full, rest = divmod(len(used), model.stages)
+        if full and rest >= least:
+            found.append((*(model.stages,) * full, rest))
+        sizes = min(
+            (sizes for sizes in found or [(len(used),)] if max(sizes) <= model.units),
+            key=lambda sizes: step_seconds(model, sizes),
+        )
+        ends = list(accumulate(sizes, initial=0))
+        return tuple(used[begin:end] for begin, end in pairwise(ends))
+
+    def _shrunk(self, context: Context, before: Teams, alive: set[int]) -> Teams:
+        least = self.least_nodes(context)
+        teams = [[worker for worker in team if worker in alive] for team in before]
+        teams = [team for team in teams if team]
+        while len(teams) > 1 and min(map(len, teams)) < least:
+            small = min(teams, key=len)
+            others = [team for team in teams if team is not small]
+            lender = max(others, key=len)
+            if len(lender) > least:
+                small.append(lender.pop())
+            else:
+                teams.remove(small)
+                min(others, key=len).extend(small)
+        return tuple(map(tuple, teams))
+
+    def _grown(self, context: Context, teams: Teams, workers: tuple[int, ...]) -> Teams:
+        """Idle workers join the shortest pipelines, unless a pipeline would have more stages than there are layers."""
+        model = context.model
+        if len(workers) >= model.pipelines * model.stages and any(len(team) != model.stages for team in teams):
+            return assemble_teams((), workers, model.stages, model.pipelines)[0]
+        grown = [list(team) for team in teams]
+        idle = sorted(set(workers).difference(worker for team in teams for worker in team))
+        if len(teams) == model.pipelines and all(len(team) == model.stages for team in teams):
+            return teams  # the grid is complete; the others are spares
+        for worker in idle[: model.pipelines * model.stages - sum(map(len, grown))]:
+            shortest = min(grown, key=len)
+            if len(shortest) < model.units:
+                shortest.append(worker)
+        return tuple(map(tuple, grown))
+
+    def _configuration(self, context: Context, teams: Teams) -> Configuration:
+        model = context.model
+        if not teams or min(map(len, teams)) < self.least_nodes(context):
+            return stopped("too few workers", ())
+        sizes = tuple(sorted(map(len, teams), reverse=True))
+        shape = ", ".join(f"{sizes.count(size)} x {size}" for size in sorted(set(sizes), reverse=True))
+        return Configuration(
+            f"oobleck, {shape}",
+            step_seconds(model, sizes),
+            model.global_batch,
+            sum(sizes) * model.tensor_parallel,
+            model.useful_gpu_seconds,
+            model.recomputed_gpu_seconds,
+            float(self.checkpoint_every),
+            0.0,
+            teams,
+        )
+
+
+def _held(units: int, teams: Teams) -> dict[int, tuple[int, int]]:
+    """The units that each worker holds."""
+    return {
+        worker: held for team in teams for worker, held in zip(team, stage_ranges(cut(units, len(team))), strict=True)
+    }
+
+
+def _layer_lost(units: int, teams: Teams, alive: Iterable[int]) -> bool:
+    """Whether some unit has no live copy."""
+    held = _held(units, teams)
+    ranges = sorted(held[worker] for worker in alive if worker in held)
+    reached = 0
+    for begin, end in ranges:
+        if begin > reached:
+            return True
+        reached = max(reached, end)
+    return reached < units
+
+
+def _missing(units: int, before: Teams, after: Teams) -> float:
+    """The largest part of the model that a worker has to copy."""
+    had, has = _held(units, before), _held(units, after)
+    missing = [
+        end - begin - max(0, min(end, had[worker][1]) - max(begin, had[worker][0])) if worker in had else end - begin
+        for worker, (begin, end) in has.items()
+    ]
+    return max(missing, default=0) / units

@@ -1,0 +1,185 @@
+"""ReCycle: peers of a dead worker run its micro-batches, in the bubbles of the schedule.
+
+Source: Gandhi et al., SOSP'24 (arXiv 2405.14009), and this package, whose planner gives the step times.
+
+Assumptions:
+
+- A failure loses the step in progress; every worker begins it again under the new plan.
+- Failure normalization: the failures are moved to the stages where they cost least; a worker that changes its stage
+  copies parameters and optimizer state from a peer there, over its own network link, different senders in parallel.
+- Plans are there when they are needed (the plan library), so planning takes no time.
+- A node that comes back waits for the end of the step, then copies its state while the others wait.
+- When all replicas of a stage fail at once, training restarts from the newest checkpoint. Checkpoints are written
+  in the background.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Problem, Technique, normalized_failures
+from lightning_recycle.simulation.checks import at_least, whole
+from lightning_recycle.simulation.model import one_f_one_b_seconds
+from lightning_recycle.simulation.plans import DEFAULT_EFFORT, distribution, planned_seconds
+from lightning_recycle.simulation.policies.base import Configuration, Context, Happening, Loss, Reaction, stopped
+from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, pauses, place
+from lightning_recycle.simulation.units import Duration, as_seconds
+
+__all__ = ["Recycle"]
+
+
+@dataclass(frozen=True)
+class Recycle:
+    """ReCycle.
+
+    Args:
+        decoupled: split the backward into B and W.
+        staggered: each stage steps its optimizer on its own.
+        adaptive: peers take over single micro-batches. Without it (and then without the other two) a dead worker costs
+            its whole pipeline, whose batch the other pipelines share; survivors fill each other's gaps.
+        normalization: move failures to the stages where they cost least.
+        fault_free: schedule without failures: "planned" with the techniques that are on, as this package does, or
+            "1f1b", as the paper does.
+        detection: seconds from a failure until it is known; the heartbeat timeout.
+        regroup: seconds for new communicators and the new plan; an assumption, NCCL takes seconds at this size.
+        checkpoint_every: for the loss of a whole stage.
+        restart: seconds to restart from a checkpoint, after the loss of a whole stage.
+        effort: of the planner, in operations.
+    """
+
+    decoupled: bool = True
+    staggered: bool = True
+    adaptive: bool = True
+    normalization: bool = True
+    fault_free: Literal["planned", "1f1b"] = "planned"
+    detection: Duration = 5.0
+    regroup: Duration = 5.0
+    checkpoint_every: Duration = "30min"
+    restart: Duration = 300.0
+    effort: int = DEFAULT_EFFORT
+
+    def __post_init__(self) -> None:
+        for name in ("detection", "regroup", "checkpoint_every", "restart"):
+            object.__setattr__(self, name, as_seconds(f"{type(self).__name__}({name})", getattr(self, name)))
+        at_least(type(self).__name__, "checkpoint_every", self.checkpoint_every, above=True)
+        whole(type(self).__name__, "effort", self.effort)
+        if self.fault_free not in ("planned", "1f1b"):
+            raise ConfigurationError(f"Recycle(fault_free={self.fault_free!r}): give 'planned' or '1f1b'.")
+        if not self.adaptive and (self.decoupled or self.staggered):
+            raise ConfigurationError(
+                "Recycle(adaptive=False): the other techniques fill the bubbles with re-routed micro-batches; "
+                "switch decoupled and staggered off as well."
+            )
+
+    @property
+    def ignores_failures(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def technique(self) -> Technique:
+        """What the planner may use."""
+        return Technique(self.decoupled, self.staggered)
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        return Reaction(self._from_checkpoint(context, live))
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """See :class:`Policy`."""
+        before = current.layout
+        assert isinstance(before, Placement)
+        workers = live_workers(context, happening.live)
+        grid = context.model.grid
+        held, vacant = keep(grid, before, workers)
+        if before.positions and held == dict(before.positions):
+            return None  # idle nodes only
+        broken = not {worker for worker, _ in before.positions}.issubset(workers)
+        if not before.positions or len(held) < grid.stages or self._stage_lost(context, held):
+            found = self._from_checkpoint(context, happening.live)
+            detection = float(self.detection) if broken else 0.0
+            restart = pauses(detect=detection, restart=float(self.restart)) if found.running else ()
+            return Reaction(found, restart, Loss.CHECKPOINT if before.positions else Loss.NOTHING)
+        goal = self._distribution(context, len(vacant)) if self.normalization else None
+        after = place(grid, before, workers, goal)
+        assert after is not None  # no stage is lost
+        found = self.configuration(context, after)
+        transfer = after.copies * context.model.transfer_seconds(1 / grid.stages)
+        if broken:
+            steps = pauses(detect=float(self.detection), regroup=float(self.regroup), transfer=transfer)
+            return Reaction(found, steps, Loss.STEP)
+        return Reaction(found, pauses(regroup=float(self.regroup), transfer=transfer), at_boundary=True)
+
+    def configuration(self, context: Context, placement: Placement) -> Configuration:
+        """How training runs with this placement."""
+        model = context.model
+        failures = placement.failures(model.grid)
+        count = sum(failures)
+        used = len(placement.positions)
+        if not self.adaptive:
+            count = model.pipelines - used // model.stages
+            used = used // model.stages * model.stages
+            if not used:
+                return self._configuration(context, "too few workers", 1.0, 0, placement)
+            micro = -(-model.grid.global_microbatches // (model.pipelines - count))
+            seconds = one_f_one_b_seconds(model.costs(), micro)
+        else:
+            seconds = self.step_seconds(context, failures)
+        return self._configuration(context, f"{count} failed" if count else "all work", seconds, used, placement)
+
+    def step_seconds(self, context: Context, failures: tuple[int, ...]) -> float:
+        """One step with that many failures in each stage."""
+        model = context.model
+        if not any(failures):
+            usual = one_f_one_b_seconds(model.costs(), model.grid.microbatches)
+            if self.fault_free == "1f1b" or not (self.decoupled or self.staggered):
+                return usual
+            return min(usual, planned_seconds(self._problem(context, failures), self.effort))
+        return planned_seconds(self._problem(context, failures), self.effort)
+
+    def _problem(self, context: Context, failures: tuple[int, ...]) -> Problem:
+        model = context.model
+        gone = normalized_failures(model.grid, failures)
+        return Problem(model.grid, model.costs(), gone, self.technique, _limit(model.in_flight_limit()))
+
+    def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
+        model = context.model
+        return distribution(model.grid, model.costs(), failures, self.technique, _limit(model.in_flight_limit()))
+
+    def _from_checkpoint(self, context: Context, live: frozenset[int]) -> Configuration:
+        grid = context.model.grid
+        workers = live_workers(context, live)[: grid.num_workers]
+        if len(workers) < grid.stages:
+            return stopped("too few workers for all stages", Placement(()))
+        goal = self._distribution(context, grid.num_workers - len(workers))
+        return self.configuration(context, fresh(grid, workers, goal))
+
+    def _stage_lost(self, context: Context, held: dict) -> bool:
+        return len({position.stage for position in held.values()}) < context.model.stages
+
+    def _configuration(
+        self, context: Context, label: str, seconds: float, workers: int, layout: Placement
+    ) -> Configuration:
+        model = context.model
+        return Configuration(
+            label,
+            seconds,
+            model.global_batch if workers else 0,
+            workers * model.tensor_parallel,
+            model.useful_gpu_seconds if workers else 0.0,
+            model.recomputed_gpu_seconds if workers else 0.0,
+            float(self.checkpoint_every),
+            0.0,
+            layout,
+        )
+
+
+def _limit(limits: tuple[int, ...]) -> tuple[int, ...]:
+    if min(limits) < 1:
+        raise ConfigurationError(
+            "the model does not fit into the GPUs' memory with a single micro-batch: use more stages, "
+            "smaller micro-batches or recompute=True."
+        )
+    return limits

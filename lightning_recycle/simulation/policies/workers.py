@@ -1,0 +1,187 @@
+"""Who is where: physical workers, their positions in a grid, and whole pipelines made of them.
+
+Concept: physical worker ``node * workers_per_node + i``. A policy's layout says which worker has which position; the
+functions here move them with as little copying as there can be.
+
+Contract: pure. Internal to ``policies``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from lightning_recycle.planning import Grid, Worker, moves, normalized_failures, roles
+from lightning_recycle.simulation.model import one_f_one_b_seconds
+from lightning_recycle.simulation.policies.base import Configuration, Context, Pause, stopped
+
+__all__ = ["Placement", "Teams", "assemble_teams", "fresh", "live_workers", "pauses", "place", "whole_pipelines"]
+
+Teams = tuple[tuple[int, ...], ...]
+"""Pipelines as tuples of physical workers, by stage."""
+
+
+def live_workers(context: Context, nodes: Iterable[int]) -> tuple[int, ...]:
+    """The physical workers of live nodes, in order."""
+    each = context.cluster.workers_per_node(context.model)
+    return tuple(node * each + i for node in sorted(nodes) for i in range(each))
+
+
+def pauses(**seconds: float) -> tuple[Pause, ...]:
+    """Pauses by name, those of no length left out."""
+    return tuple(Pause(label.replace("_", " "), value) for label, value in seconds.items() if value > 0)
+
+
+# -- positions in a grid with holes (ReCycle) -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Position of each physical worker that has one, as sorted pairs.
+
+    Args:
+        positions: (worker, position).
+        copies: most states that one worker has to send when this placement is taken up; copies of different senders
+            run in parallel.
+    """
+
+    positions: tuple[tuple[int, Worker], ...]
+    copies: int = 0
+
+    def failures(self, grid: Grid) -> tuple[int, ...]:
+        """Vacant positions of each stage."""
+        held = Counter(position.stage for _, position in self.positions)
+        return tuple(grid.pipelines - held[stage] for stage in range(grid.stages))
+
+
+def fresh(grid: Grid, workers: Collection[int], distribution: tuple[int, ...]) -> Placement:
+    """A placement from nothing: everybody loads its state from a checkpoint."""
+    gone = normalized_failures(grid, distribution)
+    positions = [position for position in grid.workers() if position not in gone]
+    return Placement(tuple(zip(sorted(workers), positions, strict=False)))
+
+
+def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[int, Worker], list[Worker]]:
+    """Who is left in its position, and the vacant positions; idle workers have filled those in the barest stages."""
+    live = set(workers)
+    held = {worker: position for worker, position in before.positions if worker in live}
+    idle = sorted(live.difference(held))
+    vacant = sorted(set(grid.workers()).difference(held.values()))
+    lost = Counter(position.stage for position in vacant)
+    if any(count == grid.pipelines for count in lost.values()):
+        return held, vacant
+    for worker in idle[: len(vacant)]:
+        position = max(vacant, key=lambda place: (lost[place.stage], -place.pipeline, -place.stage))
+        vacant.remove(position)
+        lost[position.stage] -= 1
+        held[worker] = position
+    return held, vacant
+
+
+def place(
+    grid: Grid, before: Placement, workers: Collection[int], distribution: tuple[int, ...] | None = None
+) -> Placement | None:
+    """Where ``workers`` go; None when a stage has lost all its replicas.
+
+    Args:
+        grid: the grid.
+        before: where they were.
+        workers: the live ones; those without a position fill vacant ones.
+        distribution: failures of each stage after normalization; None leaves the failures where they are.
+    """
+    held, vacant = keep(grid, before, workers)
+    if any(all(Worker(d, stage) in vacant for d in range(grid.pipelines)) for stage in range(grid.stages)):
+        return None
+    known = {worker for worker, _ in before.positions}
+    senders: Counter[Worker] = Counter()
+    for worker, position in held.items():
+        if worker not in known:
+            peers = [place for other, place in held.items() if place.stage == position.stage and other in known]
+            senders[min(peers, key=lambda peer: (senders[peer], peer))] += 1
+    if distribution is not None:
+        taken = roles(grid, vacant, distribution)
+        senders.update(move.source for move in moves(grid, vacant, distribution))
+        held = {worker: taken[position] for worker, position in held.items()}
+    return Placement(tuple(sorted(held.items())), max(senders.values(), default=0))
+
+
+# -- whole pipelines ---------------------------------------------------------------------------------------------------
+
+
+def assemble_teams(
+    before: Teams, workers: Collection[int], stages: int, most: int, *, repair: bool = True
+) -> tuple[Teams, int]:
+    """Whole pipelines from live workers, and how many workers have to be given a state.
+
+    Args:
+        before: the pipelines so far.
+        workers: the live ones.
+        stages: workers of a pipeline.
+        most: pipelines wanted.
+        repair: fill the gaps of broken pipelines; first with idle workers, then with those of the most broken one.
+            Otherwise a broken pipeline is dissolved, and only idle workers that make a whole one form a new one.
+    """
+    live = set(workers)
+    whole = [team for team in before if live.issuperset(team)]
+    broken = sorted(
+        ([worker if worker in live else None for worker in team] for team in before if not live.issuperset(team)),
+        key=lambda team: team.count(None),
+    )
+    idle = sorted(live.difference(worker for team in before for worker in team))
+    copied = 0
+    while broken and repair:
+        team = broken.pop(0)
+        gaps = team.count(None)
+        while broken and len(idle) < gaps:
+            idle += [worker for worker in broken.pop() if worker is not None]
+        if len(idle) < gaps:
+            idle += [worker for worker in team if worker is not None]
+            break
+        whole.append(tuple(idle.pop(0) if worker is None else worker for worker in team))
+        copied += gaps
+    idle += [worker for team in broken for worker in team if worker is not None]
+    idle.sort()
+    while len(whole) < most and len(idle) >= stages:
+        whole.append(tuple(idle[:stages]))
+        copied += stages
+        idle = idle[stages:]
+    return tuple(sorted(whole[:most])), copied
+
+
+def whole_pipelines(
+    context: Context,
+    teams: Teams,
+    label: str,
+    *,
+    keep_batch: bool = True,
+    checkpoint_every: float | None = None,
+    checkpoint_seconds: float = 0.0,
+) -> Configuration:
+    """1F1B on whole pipelines.
+
+    Args:
+        context: the model.
+        teams: the pipelines.
+        label: of the configuration.
+        keep_batch: the pipelines share the whole global batch; otherwise each keeps its own part.
+        checkpoint_every: as in Configuration.
+        checkpoint_seconds: as in Configuration.
+    """
+    model, count = context.model, len(teams)
+    if not count:
+        return stopped("too few workers for a pipeline", teams)
+    grid = model.grid
+    micro = -(-grid.global_microbatches // count) if keep_batch else grid.microbatches
+    part = 1.0 if keep_batch else count / grid.pipelines
+    return Configuration(
+        label if count == grid.pipelines else f"{label}, {count} of {grid.pipelines} pipelines",
+        one_f_one_b_seconds(model.costs(), micro),
+        round(model.global_batch * part),
+        count * grid.stages * model.tensor_parallel,
+        model.useful_gpu_seconds * part,
+        model.recomputed_gpu_seconds * part,
+        checkpoint_every,
+        checkpoint_seconds,
+        teams,
+    )

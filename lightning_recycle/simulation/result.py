@@ -1,0 +1,166 @@
+"""What a simulation found: throughput, where every GPU-second went, and the timeline.
+
+Contract: GPU time is counted in whole GPU-nanoseconds, so the parts of :class:`Accounting` add up to the cluster's
+GPUs times the duration exactly.
+
+Must not know: how it was simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from lightning_recycle.simulation.units import TICKS_PER_SECOND
+
+__all__ = ["Accounting", "Cause", "Event", "Interval", "SimulationResult", "State"]
+
+
+class Cause(str, Enum):
+    """Where a GPU-second went."""
+
+    USEFUL = "useful"
+    """F, B and W of samples that counted, each once."""
+    BUBBLE = "bubble"
+    """Taking part in a step without computing: pipeline bubbles, communication, REDUCE, STEP."""
+    IDLE = "idle"
+    """Alive and not part of training: spares, left-over nodes, everything while training cannot run."""
+    REDONE = "redone"
+    """Steps that were lost, and computation that a policy does twice (redundant or recomputed)."""
+    RECONFIGURING = "reconfiguring"
+    """Pauses: detection, regrouping, transfer, restart, writing checkpoints."""
+    FAILED = "failed"
+    """Down."""
+
+
+class State(str, Enum):
+    """What happens in an interval."""
+
+    TRAINING = "training"
+    LOST = "lost"
+    """Trained, but undone by a later failure."""
+    PAUSED = "paused"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From ``begin`` to ``end`` seconds nothing changes. ``throughput`` (samples/s) counts what is not lost later."""
+
+    begin: float
+    end: float
+    state: State
+    label: str
+    gpus: int
+    """That take part."""
+    live_gpus: int
+    throughput: float
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened at ``time`` seconds: "failure", "repair" or "alarm", with the nodes concerned."""
+
+    time: float
+    kind: str
+    nodes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """GPU-nanoseconds by cause."""
+
+    useful: int = 0
+    bubble: int = 0
+    idle: int = 0
+    redone: int = 0
+    reconfiguring: int = 0
+    failed: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts, in GPU-nanoseconds."""
+        return sum(getattr(self, cause.value) for cause in Cause)
+
+    def seconds(self, cause: Cause | str) -> float:
+        """GPU-seconds of a cause."""
+        return float(getattr(self, Cause(cause).value)) / TICKS_PER_SECOND
+
+    def fractions(self) -> dict[str, float]:
+        """Part of all GPU time, by cause."""
+        return {cause.value: getattr(self, cause.value) / self.total if self.total else 0.0 for cause in Cause}
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """One simulated run.
+
+    Args:
+        model: name.
+        policy: name of its class.
+        duration: seconds.
+        gpus: of the cluster.
+        samples: trained and kept; the step in progress at the end counts for the part that is done.
+        fault_free_throughput: samples/s of the model's own grid under 1F1B without failures.
+        fault_free_gpus: of that grid.
+        accounting: where the GPU time went.
+        intervals: the timeline.
+        events: failures and repairs.
+    """
+
+    model: str
+    policy: str
+    duration: float
+    gpus: int
+    samples: float
+    fault_free_throughput: float
+    fault_free_gpus: int
+    accounting: Accounting
+    intervals: tuple[Interval, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def throughput(self) -> float:
+        """Samples/s over the whole duration."""
+        return self.samples / self.duration
+
+    @property
+    def ratio(self) -> float:
+        """Throughput relative to fault-free 1F1B."""
+        return self.throughput / self.fault_free_throughput
+
+    @property
+    def ratio_per_gpu(self) -> float:
+        """The same per GPU of the cluster: idle spares are paid for."""
+        return self.ratio * self.fault_free_gpus / self.gpus
+
+    @property
+    def failures(self) -> int:
+        """Nodes that failed, each time it happened."""
+        return sum(len(event.nodes) for event in self.events if event.kind == "failure")
+
+    def losses(self) -> Mapping[str, float]:
+        """Samples/s lost against fault-free 1F1B on as many GPUs as the cluster has, by cause; they add up.
+
+        A GPU-second that is idle, redone, reconfiguring or failed loses what a GPU makes in a second without failures;
+        "slower steps" is the rest: the difference between the bubbles here and there, negative where a schedule
+        is faster than 1F1B.
+        """
+        per_gpu_second = self.fault_free_throughput / self.fault_free_gpus
+        lost = {
+            cause.value: self.accounting.seconds(cause) * per_gpu_second / self.duration
+            for cause in (Cause.FAILED, Cause.RECONFIGURING, Cause.REDONE, Cause.IDLE)
+        }
+        missing = per_gpu_second * self.gpus - self.throughput
+        return {**lost, "slower steps": missing - sum(lost.values())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for ``json.dump``."""
+        data = asdict(self)
+        data["intervals"] = [{**asdict(interval), "state": interval.state.value} for interval in self.intervals]
+        data["throughput"] = self.throughput
+        data["ratio"] = self.ratio
+        data["losses"] = dict(self.losses())
+        return data

@@ -1,0 +1,141 @@
+"""Every second of every GPU, exactly once, whatever fails under whatever policy."""
+
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_recycle.simulation import (
+    Bamboo,
+    Cause,
+    Cluster,
+    DropReplica,
+    ElasticLayers,
+    FaultFree,
+    Oobleck,
+    Outage,
+    Poisson,
+    Recycle,
+    Restart,
+    Scripted,
+    Spares,
+    State,
+    TrainingModel,
+    Transformer,
+    Varuna,
+    simulate,
+)
+
+DURATION = 2000.0
+POLICIES = [
+    Recycle(effort=0),
+    Recycle(effort=0, normalization=False, fault_free="1f1b"),
+    Recycle(adaptive=False, decoupled=False, staggered=False),
+    ElasticLayers(effort=0),
+    Spares(0),
+    Spares(2),
+    DropReplica(),
+    DropReplica(relaunch=None),
+    Restart(checkpoint_every=200.0, restart=50.0, storage=1e9 / 32),
+    Restart(checkpoint_every=200.0, restart=50.0, elastic=False),
+    Bamboo(checkpoint_every=300.0),
+    Oobleck(),
+    Varuna(checkpoint_every=200.0),
+    FaultFree(),
+]
+
+
+@lru_cache
+def model(pipelines: int, stages: int) -> TrainingModel:
+    return TrainingModel(
+        "small", Transformer(6, 512, 8, 512), pipelines, stages, global_batch=pipelines * 4, throughput=pipelines * 1.7
+    )
+
+
+@st.composite
+def outages(draw, nodes: int):
+    # Anywhere, or in bursts, so that failures and repairs meet within a step or a pause.
+    bursts = st.builds(sum, st.tuples(st.sampled_from([0.0, 500.0, 530.0, 1500.0]), st.floats(0.0, 9.0)))
+    times = st.floats(0.0, DURATION, allow_nan=False) | bursts
+    found = []
+    for _ in range(draw(st.integers(0, 8))):
+        begin = draw(times)
+        length = draw(st.none() | st.floats(0.5, 800.0) | st.floats(0.5, 9.0))
+        hit = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True))
+        found.append(Outage(begin, tuple(hit), None if length is None else begin + length))
+    return found
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_parts_add_up_and_agree_with_the_failures(data) -> None:
+    policy = data.draw(st.sampled_from(POLICIES))
+    pipelines, stages = data.draw(st.sampled_from([(1, 2), (2, 2), (3, 2), (3, 4), (4, 3)]))
+    chosen = model(pipelines, stages)
+    extra = 2 if isinstance(policy, Spares) else data.draw(st.sampled_from([0, 3]))
+    gpus_per_node = data.draw(st.sampled_from([size for size in (1, 2) if chosen.gpus % size == 0]))
+    cluster = Cluster.of(chosen, gpus_per_node=gpus_per_node, extra_nodes=extra)
+    broken = data.draw(outages(cluster.nodes))
+    result = simulate(chosen, cluster, policy, Scripted(broken), DURATION)
+    account = result.accounting
+
+    assert account.total == cluster.gpus * round(DURATION * 1e9)
+    assert all(getattr(account, cause.value) >= 0 for cause in Cause)
+    assert sum(account.fractions().values()) == pytest.approx(1.0)
+
+    # Failed time is known from the outages alone.
+    down = 0 if policy.ignores_failures else sum(failed_ticks(node, broken) for node in range(cluster.nodes))
+    assert account.failed == down * gpus_per_node
+
+    # The timeline has no gap and no overlap.
+    ends = [interval.end for interval in result.intervals]
+    assert [interval.begin for interval in result.intervals] == [0.0, *ends[:-1]]
+    assert ends[-1] == DURATION
+
+    # Useful time is what the samples need, and samples are what the timeline says.
+    per_sample = chosen.useful_gpu_seconds / chosen.global_batch
+    assert account.seconds(Cause.USEFUL) == pytest.approx(result.samples * per_sample, rel=1e-6, abs=1e-5)
+    trained = sum((i.end - i.begin) * i.throughput for i in result.intervals if i.state is State.TRAINING)
+    assert result.samples == pytest.approx(trained, rel=1e-6, abs=1e-6)
+    assert sum(result.losses().values()) == pytest.approx(
+        result.fault_free_throughput * cluster.gpus / chosen.gpus - result.throughput
+    )
+
+
+def failed_ticks(node: int, broken: list[Outage]) -> int:
+    """Nanoseconds for which a node is down: the union of its outages."""
+    end = round(DURATION * 1e9)
+    spans = sorted(
+        (round(outage.begin * 1e9), end if outage.end is None else min(end, round(outage.end * 1e9)))
+        for outage in broken
+        if node in outage.nodes and outage.begin < DURATION
+    )
+    total, reached = 0, 0
+    for begin, finish in spans:
+        total += max(0, finish - max(begin, reached))
+        reached = max(reached, finish)
+    return total
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy) -> None:
+    chosen = model(3, 4)
+    cluster = Cluster.of(chosen, extra_nodes=2 if policy == Spares(2) else 0)
+    runs = [simulate(chosen, cluster, policy, Poisson(300.0, repair=200.0), DURATION, seed) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1]
+    assert (runs[0] == runs[2]) is policy.ignores_failures
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_without_failures_nothing_is_lost_or_failed(policy) -> None:
+    chosen = model(3, 4)
+    cluster = Cluster.of(chosen, extra_nodes=2 if policy == Spares(2) else 0)
+    result = simulate(chosen, cluster, policy, Scripted(), DURATION)
+    account = result.accounting
+    assert account.failed == 0
+    assert all(interval.state in (State.TRAINING, State.PAUSED) for interval in result.intervals)
+    if not isinstance(policy, (Bamboo, Varuna)):  # these compute twice, by design
+        assert account.redone == 0
+    if not isinstance(policy, (Restart, Varuna)):  # these write checkpoints
+        assert account.reconfiguring == 0
