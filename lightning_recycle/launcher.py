@@ -32,7 +32,8 @@ from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.module import PipelineModule, stage_layers
+from lightning_recycle.module import PipelineModule
+from lightning_recycle.partition import stage_layers
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
@@ -48,12 +49,14 @@ from lightning_recycle.worker import RunSetup, WorkerStart, global_state, run_ou
 if TYPE_CHECKING:
     from lightning_recycle.strategy import ReCycleStrategy
 
-__all__ = ["SupervisorLauncher"]
+__all__ = ["INCARNATIONS_PER_START", "SupervisorLauncher"]
 
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
-_INCARNATIONS = 1_000_000  # more than the processes of one position in one attempt
+INCARNATIONS_PER_START = 1_000_000
+"""More than the processes of one position in one attempt: how a worker knows which attempt it belongs to."""
+
 _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
 _CKPT_PATH = 4  # position of ckpt_path among the arguments of Trainer._fit_impl
 
@@ -132,8 +135,14 @@ class SupervisorLauncher(_Launcher):
             library=_library(strategy.plan_library, strategy.planner),
         )
         planner.prepare()
+        module = trainer.lightning_module
+        assert isinstance(module, PipelineModule)
         setup = RunSetup(
-            grid, heartbeat.interval, profile_path is not None and profile is None, batch_pipelines=batch_pipelines
+            grid,
+            heartbeat.interval,
+            profile_path is not None and profile is None,
+            batch_pipelines=batch_pipelines,
+            parts=stage_layers(module, grid.stages, strategy.partition, strategy.layer_seconds),
         )
         fitting = trainer.state.fn == TrainerFn.FITTING  # else there are no steps to enter between
         options = CoordinatorOptions(
@@ -147,7 +156,7 @@ class SupervisorLauncher(_Launcher):
         with Crew(worker_main, (trainer, function, args, kwargs, global_state())) as crew:
 
             def start(rank: int, incarnation: int, device: int, joining: bool = True) -> LocalWorker:
-                incarnation += attempt * _INCARNATIONS  # whatever happened to a position once has happened
+                incarnation += attempt * INCARNATIONS_PER_START  # whatever happened to a position once has happened
                 address = coordinator.address
                 if listen and address[0] == "0.0.0.0":
                     address = (_HOST, address[1])
@@ -204,7 +213,7 @@ class SupervisorLauncher(_Launcher):
         if loaders is not None and not isinstance(loaders, pl.LightningDataModule):
             for loader in loaders if isinstance(loaders, (list, tuple)) and not fitting else [loaders]:
                 check_dataloader(loader, grid.microbatches if fitting else None)
-        stage_layers(len(module.layers), grid.stages)
+        stage_layers(module, grid.stages, strategy.partition, strategy.layer_seconds)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]
         if heartbeat is None:
             heartbeat = HeartbeatCallback()

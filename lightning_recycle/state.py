@@ -7,13 +7,16 @@ optimizer's state parameters are numbers, counted through the groups and, within
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["merge_optimizer_states", "split_optimizer_state", "to_cpu"]
+__all__ = ["GroupNames", "merge_optimizer_states", "split_optimizer_state", "to_cpu"]
+
+GroupNames: TypeAlias = Sequence[Sequence[str]]
+"""Names of an optimizer's parameters, by group and position."""
 
 
 def to_cpu(value: Any) -> Any:
@@ -27,11 +30,16 @@ def to_cpu(value: Any) -> Any:
     return value
 
 
-def merge_optimizer_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_optimizer_states(
+    parts: Sequence[dict[str, Any]], names: Sequence[GroupNames], copies: Mapping[str, str]
+) -> dict[str, Any]:
     """Joins the state dicts of the stages' optimizers into that of one optimizer over all layers in order.
 
     Args:
         parts: one per stage, with the same number of parameter groups.
+        names: of the parameters, by stage, group and position.
+        copies: for the name of each parameter that is a copy of another stage's: the name of that one. Copies are left
+            out, as one device has the parameter once.
 
     Raises:
         ConfigurationError: if the stages have different numbers of groups.
@@ -45,47 +53,49 @@ def merge_optimizer_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     next_index = 0
-    for group_index in range(num_groups.pop()):
+    for group in range(num_groups.pop()):
         indices: list[int] = []
-        for part in parts:
-            for old in part["param_groups"][group_index]["params"]:
+        for part, part_names in zip(parts, names, strict=True):
+            for old, name in zip(part["param_groups"][group]["params"], part_names[group], strict=True):
+                if name in copies:
+                    continue
                 if old in part["state"]:
                     state[next_index] = part["state"][old]
                 indices.append(next_index)
                 next_index += 1
-        groups.append({**parts[0]["param_groups"][group_index], "params": indices})
+        groups.append({**parts[0]["param_groups"][group], "params": indices})
     return {"state": state, "param_groups": groups}
 
 
-def split_optimizer_state(whole: dict[str, Any], sizes: Sequence[Sequence[int]], stage: int) -> dict[str, Any]:
-    """The part of ``whole`` that is ``stage``'s: the inverse of :func:`merge_optimizer_states`.
-
-    Args:
-        whole: the state dict of one optimizer over all layers.
-        sizes: number of parameters by stage and group.
-        stage: whose part.
+def split_optimizer_state(
+    whole: dict[str, Any], names: Sequence[GroupNames], copies: Mapping[str, str], stage: int
+) -> dict[str, Any]:
+    """The part of ``whole`` that is ``stage``'s: the inverse of :func:`merge_optimizer_states`, with its arguments.
 
     Raises:
         ConfigurationError: if the groups do not have as many parameters as the stages together.
     """
-    state: dict[int, Any] = {}
-    groups: list[dict[str, Any]] = []
-    if len(whole["param_groups"]) != len(sizes[stage]):
+    if len(whole["param_groups"]) != len(names[stage]):
         raise ConfigurationError(
             f"The checkpoint's optimizer has {len(whole['param_groups'])} parameter groups, this one"
-            f" {len(sizes[stage])}: create the groups as when the checkpoint was written."
+            f" {len(names[stage])}: create the groups as when the checkpoint was written."
         )
-    next_index = 0
+    saved: dict[str, int] = {}
     for index, group in enumerate(whole["param_groups"]):
-        counts = [part[index] for part in sizes]
-        if len(group["params"]) != sum(counts):
+        known = [name for part in names for name in part[index] if name not in copies]
+        if len(group["params"]) != len(known):
             raise ConfigurationError(
                 f"Parameter group {index} of the checkpoint's optimizer has {len(group['params'])} parameters, that of"
-                f" this model {sum(counts)}: the model or configure_optimizers() differs from the one that was saved."
+                f" this model {len(known)}: the model or configure_optimizers() differs from the one that was saved."
             )
-        first = sum(counts[:stage])
+        saved.update(zip(known, group["params"], strict=True))
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    next_index = 0
+    for group, mine in zip(whole["param_groups"], names[stage], strict=True):
         indices = []
-        for old in group["params"][first : first + counts[stage]]:
+        for name in mine:
+            old = saved[copies.get(name, name)]
             if old in whole["state"]:
                 state[next_index] = whole["state"][old]
             indices.append(next_index)

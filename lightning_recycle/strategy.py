@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_recycle.checks import check_optimizers, check_parameters, check_trainer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.loops import PipelineFitLoop
-from lightning_recycle.module import PipelineModule, global_seed, stage_layers
+from lightning_recycle.module import PipelineModule, global_seed
 from lightning_recycle.outputs import OutputRecorder, concatenate
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planner import get_planner
@@ -48,6 +48,8 @@ from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.tie_exchange import TieExchange
+from lightning_recycle.runtime.tying import ties_between_stages
 from lightning_recycle.snapshot import WorkerSnapshot, restore_snapshot, take_snapshot
 from lightning_recycle.state import merge_optimizer_states, split_optimizer_state, to_cpu
 from lightning_recycle.takeover import keep_metrics_files, show_progress_bar
@@ -70,6 +72,7 @@ class WorkerContext:
         incarnation: 0 for the first process of its position, 1 for its replacement, ...
         device: index of its device.
         batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
+        parts: the layers of each stage.
     """
 
     rank: int
@@ -80,6 +83,7 @@ class WorkerContext:
     incarnation: int
     device: int
     batch_pipelines: int
+    parts: tuple[range, ...]
 
 
 class ReCycleStrategy(ParallelStrategy):
@@ -94,6 +98,9 @@ class ReCycleStrategy(ParallelStrategy):
         planner: name of the planner, or an object with ``plan(problem)``.
         plan_library: a directory (or :class:`~lightning_recycle.planning.library.PlanLibrary`) where plans are looked
             for before they are made, and stored. Use it with a ``profile``: plans are found by their costs.
+        partition: which layers a stage gets: equal numbers of them ("count"), of parameters ("parameters"), of seconds
+            ("profile", with ``layer_seconds``), or the number of layers of each stage, such as ``[3, 5, 4]``.
+        layer_seconds: of each layer, see :func:`~lightning_recycle.partition.measure_layer_seconds`.
         profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
             ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
         decoupled: split the backward, so that weight gradients fill idle slots.
@@ -130,6 +137,8 @@ class ReCycleStrategy(ParallelStrategy):
         num_microbatches: int | None = None,
         planner: Any = "heuristic",
         plan_library: Any = None,
+        partition: Literal["count", "parameters", "profile"] | list[int] = "count",
+        layer_seconds: list[float] | None = None,
         profile: str | os.PathLike[str] | None = None,
         decoupled: bool = True,
         staggered: bool = True,
@@ -165,6 +174,8 @@ class ReCycleStrategy(ParallelStrategy):
         self.num_microbatches = num_microbatches
         self.planner = planner
         self.plan_library = plan_library
+        self.partition = partition
+        self.layer_seconds = layer_seconds
         self.profile = profile
         self.decoupled = decoupled
         self.staggered = staggered
@@ -188,6 +199,7 @@ class ReCycleStrategy(ParallelStrategy):
         self._restored_steps = 0
         self._loaders: list[MicrobatchLoader] = []
         self._recorder: OutputRecorder | None = None
+        self._ties = TieExchange()
 
     @classmethod
     @override
@@ -246,6 +258,11 @@ class ReCycleStrategy(ParallelStrategy):
     def incarnation(self) -> int:
         """0 for the first process of this worker's position, 1 for its replacement, and so on."""
         return 0 if self._context is None else self._context.incarnation
+
+    @property
+    def generation(self) -> int:
+        """Number of the current generation; -1 before the first."""
+        return -1 if self._context is None else self._context.client.generation
 
     @property
     def counters(self) -> Mapping[str, float]:
@@ -321,7 +338,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         context, worker, grid = self._context, self.worker, self.grid
         seed = global_seed() if self.seed is None else self.seed
-        owned = stage_layers(len(module.layers), grid.stages)[worker.stage]
+        owned = context.parts[worker.stage]
         self._absent = frozenset(range(len(module.layers))).difference(owned)
         module.keep_layers(owned)
         with self.precision_plugin.module_init_context():
@@ -337,6 +354,9 @@ class ReCycleStrategy(ParallelStrategy):
             check_optimizers(self.optimizers)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self._recorder = OutputRecorder(module)
+        self._ties = TieExchange(
+            ties_between_stages(module.tied_groups(), context.parts), worker.stage, dict(module.named_parameters())
+        )
 
         is_last = worker.stage == grid.stages - 1
         parameters = list(module.parameters()) if fitting else []  # nothing else trains them
@@ -363,6 +383,7 @@ class ReCycleStrategy(ParallelStrategy):
             staggered=self.staggered,
             shadow_on_host=self.shadow == "host",
             profiler=StageProfiler(parameters) if context.profiles else None,
+            ties=self._ties,
             needs_norm=trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", module),
         )
         self.executor.on_generation = lambda: self._on_generation(trainer)
@@ -606,7 +627,16 @@ class ReCycleStrategy(ParallelStrategy):
         """The optimizer state of the whole model, parameters numbered in the order of the layers."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return merge_optimizer_states(self._gather_stages("optimizer state", lambda: to_cpu(optimizer.state_dict())))
+        parts = self._gather_stages(
+            "optimizer state", lambda: (to_cpu(optimizer.state_dict()), self._parameter_names(optimizer))
+        )
+        return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self._ties.copies)
+
+    def _parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """The names of the optimizer's parameters, by group."""
+        assert self.lightning_module is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -634,9 +664,9 @@ class ReCycleStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the optimizer state of a checkpoint of the whole model."""
         for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
-            parts = self._gather_stages("optimizer sizes", lambda sizes=sizes: sizes)  # type: ignore[misc]
-            optimizer.load_state_dict(split_optimizer_state(whole, parts, self.worker.stage))
+            mine = self._parameter_names(optimizer)
+            names = self._gather_stages("names of parameters", lambda mine=mine: mine)  # type: ignore[misc]
+            optimizer.load_state_dict(split_optimizer_state(whole, names, self._ties.copies, self.worker.stage))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -699,6 +729,7 @@ class ReCycleStrategy(ParallelStrategy):
             "_loader": None,
             "_launcher": None,
             "_recorder": None,
+            "_ties": TieExchange(),
             "_loaders": [],
             "plan_library": None,
         }

@@ -166,6 +166,8 @@ class Communicator:
         self._before: dict[int, int] | None = None
         self._groups: dict[Channel, Any] = {}
         self._stage: Any = None
+        self._ties: dict[int, Any] = {}
+        self._tie_ranks: dict[int, dict[int, int]] = {}
         self._group_rank: dict[int, int] = {}
         self._stage_rank: dict[int, int] = {}
         self._sending: list[tuple[Any, Tensor]] = []
@@ -174,8 +176,15 @@ class Communicator:
 
     # ------------------------------------------------------------------ life cycle
 
-    def configure(self, generation: int, roster: Sequence[int], stage_roster: Sequence[int]) -> None:
-        """Connects the workers in ``roster`` and, for reductions, those in ``stage_roster`` (ranks of the grid).
+    def configure(
+        self,
+        generation: int,
+        roster: Sequence[int],
+        stage_roster: Sequence[int],
+        tie_rosters: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Connects the workers in ``roster`` and, for reductions, those in ``stage_roster`` (ranks of the grid); for
+        the sum of tied gradients, those in ``tie_rosters``, by the number of the tie (this worker's ties only).
 
         Raises:
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
@@ -193,6 +202,10 @@ class Communicator:
         store = _Store(self._rendezvous, cancelled)
         groups: dict[Channel, Any] = {}
         stage: list[Any] = []
+        tie_ranks = {
+            index: {rank: i for i, rank in enumerate(sorted(ranks))} for index, ranks in (tie_rosters or {}).items()
+        }
+        ties: dict[int, Any] = {}
         errors: list[BaseException] = []
         done = threading.Event()
 
@@ -205,6 +218,9 @@ class Communicator:
                     )
                 name = f"{prefix}/stage{min(stage_ranks)}"
                 stage.append(self._connect(PrefixStore(name, store), stage_ranks, self._stage_device))
+                for index, members in sorted(tie_ranks.items()):
+                    name = f"{prefix}/tie{index}"
+                    ties[index] = self._connect(PrefixStore(name, store), members, self._stage_device)
             except BaseException as error:  # handed to the thread that waits
                 errors.append(error)
             finally:
@@ -224,6 +240,7 @@ class Communicator:
                     self._shutdown_sockets()
         self._check()
         self._groups, self._stage = groups, stage[0]
+        self._ties, self._tie_ranks = ties, tie_ranks
 
     def _connect(self, store: PrefixStore, ranks: Mapping[int, int], device: Any) -> Any:
         if len(ranks) == 1:
@@ -261,6 +278,7 @@ class Communicator:
         self._outboxes.clear()
         self._groups = {}
         self._stage = None
+        self._ties = {}
 
     def _shutdown_sockets(self) -> None:
         still_open = _open_sockets()
@@ -368,11 +386,18 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
+        self._broadcast(self._stage, self._stage_rank, tensor, source)
+
+    def broadcast_tied(self, tie: int, tensor: Tensor, source: int) -> None:
+        """Overwrites ``tensor`` in place with that of rank ``source``, for all that take part in tie number ``tie``."""
+        self._broadcast(self._ties[tie], self._tie_ranks[tie], tensor, source)
+
+    def _broadcast(self, group: Any, ranks: Mapping[int, int], tensor: Tensor, source: int) -> None:
         with self._translated():
             staged = tensor.cpu()
             options = BroadcastOptions()
-            options.rootRank = self._stage_rank[source]
-            self._wait_for(self._stage.broadcast([staged], options))
+            options.rootRank = ranks[source]
+            self._wait_for(group.broadcast([staged], options))
             if staged is not tensor:
                 tensor.copy_(staged)
 

@@ -206,7 +206,7 @@ class MicrobatchLoader:
     def __iter__(self) -> Iterator[StepHandle]:
         self._prefetcher = self._prefetched_to = None
         if hasattr(self.batch_sampler, "_batch_sampler"):
-            self.batch_sampler.seen_batch_indices = []
+            self.batch_sampler.seen_batch_indices = []  # type: ignore[union-attr]
         # The epoch is read at the first step: Lightning creates the iterator before it sets the epoch.
         return (self._handle(index) for index in range(self.first_step, self._num_steps))
 

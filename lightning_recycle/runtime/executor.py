@@ -48,6 +48,7 @@ from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.tie_exchange import TieExchange
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
 
@@ -109,6 +110,7 @@ class Executor:
         staggered: whether a stage may step before the others hold their gradients.
         shadow_on_host: whether the parameters of the version before are kept in the host's memory.
         profiler: if the stage is to be profiled.
+        ties: weights that several stages hold; with them all stages commit a step together.
 
     Attributes:
         version: steps that are applied to the parameters.
@@ -138,6 +140,7 @@ class Executor:
         staggered: bool = True,
         shadow_on_host: bool = False,
         profiler: StageProfiler | None = None,
+        ties: TieExchange | None = None,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -157,7 +160,9 @@ class Executor:
         self._split = split
         self._needs_norm = needs_norm
         self._profiler = profiler
-        self._commits = needs_norm or not staggered
+        self._ties = ties or TieExchange()
+        self._leads: dict[int, int] = {}
+        self._commits = needs_norm or not staggered or bool(self._ties.ties)
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
@@ -279,9 +284,14 @@ class Executor:
         with self._waiting("peers"), self._measured(OpKind.REDUCE):
             for buffer in self._gradients.of_step(step):
                 self._communicator.all_reduce(buffer)
-        squared_norm = self._gradients.squared_norm(step) if self._needs_norm else math.nan
-        self._payload = CommitPayload(squared_norm)
+            self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
+        self._payload = CommitPayload(self._squared_norm(step))
         self._reduced = True
+
+    def _squared_norm(self, step: int) -> float:
+        if not self._needs_norm:
+            return math.nan
+        return self._gradients.squared_norm(step, without=self._ties.not_counted)
 
     def _commit_and_apply(self) -> None:
         payloads: Mapping[int, CommitPayload] = {}
@@ -404,8 +414,15 @@ class Executor:
                 if resume.generation > 0:
                     self.on_recovery(resume.decision.version)
                 stage_roster = [r for r in resume.roster if self.grid.worker(r).stage == self.worker.stage]
+                stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
+                self._leads = {stage: min(r for r in stages if stages[r] == stage) for stage in set(stages.values())}
+                tie_rosters = {
+                    index: [rank for rank, stage in stages.items() if stage in tie.stages]
+                    for index, tie in enumerate(self._ties.ties)
+                    if self.worker.stage in tie.stages
+                }
                 with self._waiting("connections"):
-                    self._communicator.configure(resume.generation, resume.roster, stage_roster)
+                    self._communicator.configure(resume.generation, resume.roster, stage_roster, tie_rosters)
                 self._program = worker_program(resume.schedule, self.worker)
                 self._client.send(Connected(self._client.rank, resume.generation))
                 self.on_generation()
@@ -414,6 +431,10 @@ class Executor:
                 self._exchange_state(resume)
                 with self._stage.as_in_training():
                     self._catch_up(resume)
+                    if self._ties.ties and self.version == resume.decision.version:
+                        # The sum over the stages can be made again only if all of them run the step again. Nobody has
+                        # applied it: all would have committed it together.
+                        self._reduced, self._payload = False, None
                     if self.version > resume.decision.version:
                         self._serve(resume.decision.version)
             except Interrupted:
@@ -454,8 +475,7 @@ class Executor:
                 for buffer in self._gradients.of_step(adoption.step):
                     self._communicator.broadcast(buffer, adoption.donor)
             if self.version == adoption.step and not self._reduced:
-                norm = self._gradients.squared_norm(adoption.step) if self._needs_norm else math.nan
-                self._payload, self._reduced = CommitPayload(norm), True
+                self._payload, self._reduced = CommitPayload(self._squared_norm(adoption.step)), True
         if adoptions:  # nobody may go on and overwrite what it gave before all others have it
             with self._waiting("peers"):
                 self._communicator.all_reduce(torch.zeros(1))

@@ -7,7 +7,7 @@ a peer that lost its part of an all-reduce can adopt it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,17 @@ class GradientBuffers:
                     " hooks."
                 )
 
-    def squared_norm(self, step: int) -> float:
-        """The sum of squares of all gradients of ``step``."""
-        if not self._parameters:
-            return 0.0
-        return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(self._views[step % 2])))
+    def of_parameter(self, parameter: nn.Parameter, step: int) -> Tensor:
+        """The gradient of ``parameter`` in ``step``, in its buffer."""
+        index = next(i for i, known in enumerate(self._parameters) if known is parameter)
+        return self._views[step % 2][index]
+
+    def squared_norm(self, step: int, without: Collection[nn.Parameter] = ()) -> float:
+        """The sum of squares of all gradients of ``step``, but for those of the parameters ``without``."""
+        left_out = {id(parameter) for parameter in without}
+        views = [
+            view
+            for parameter, view in zip(self._parameters, self._views[step % 2], strict=True)
+            if id(parameter) not in left_out
+        ]
+        return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(views))) if views else 0.0

@@ -1,0 +1,121 @@
+"""Checkpoints: what one grid wrote another grid, or one device, goes on from, exactly."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support import GLOBAL_BATCH, Regression, Scheduled, dataset, difference, trainer
+from test_tied_weights import AutoEncoder
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_recycle import PipelineModule
+from lightning_recycle.callbacks import Fault
+
+EPOCH = 4  # steps
+DATA = GLOBAL_BATCH * EPOCH
+ONE_DEVICE = (1, 1)
+
+
+class Grouped(Regression):
+    """Weights and biases in groups of their own."""
+
+    def configure_optimizers(self) -> Any:
+        weights = [p for p in self.parameters() if p.dim() > 1]
+        biases = [p for p in self.parameters() if p.dim() == 1]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+MODELS: dict[str, type[PipelineModule]] = {
+    "plain": Regression,
+    "scheduled": Scheduled,
+    "grouped": Grouped,
+    "tied": AutoEncoder,
+}
+
+
+def run(
+    model: PipelineModule,
+    grid: tuple[int, int],
+    epochs: int,
+    directory: Path | None = None,
+    ckpt_path: Path | None = None,
+    faults: tuple[Fault, ...] = (),
+) -> dict[str, Tensor]:
+    """Trains on ``grid`` (or one device, without this strategy), writes a checkpoint every second step."""
+    options: dict[str, Any] = {"max_epochs": epochs, "max_steps": -1}
+    callbacks: list[L.Callback] = []
+    if directory is not None:
+        callbacks.append(ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1))
+        options["enable_checkpointing"] = True
+    if grid == ONE_DEVICE:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        one = {"enable_checkpointing": False, **quiet, **options}
+        lightning = L.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **one)
+    else:
+        lightning = trainer(*grid, faults, callbacks=callbacks, **options)
+    lightning.fit(model, DataLoader(dataset(DATA), batch_size=GLOBAL_BATCH // grid[0]), ckpt_path=ckpt_path)
+    return model.state_dict()
+
+
+@functools.cache
+def uninterrupted(name: str) -> dict[str, Tensor]:
+    return run(MODELS[name]().double(), ONE_DEVICE, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "writer", "step", "reader"),
+    [
+        ("plain", (2, 2), EPOCH, ONE_DEVICE),
+        ("plain", (2, 2), 6, (1, 3)),
+        ("scheduled", ONE_DEVICE, 2, (2, 2)),
+        ("scheduled", (2, 2), 6, (2, 2)),
+        ("grouped", (1, 2), 2, (2, 3)),
+        ("grouped", (2, 3), EPOCH, ONE_DEVICE),
+        ("grouped", ONE_DEVICE, EPOCH, (2, 2)),
+        ("tied", (2, 2), EPOCH, ONE_DEVICE),
+        ("tied", ONE_DEVICE, 6, (1, 3)),
+    ],
+)
+def test_resuming_from_any_grids_checkpoint_on_any_other_equals_the_uninterrupted_run(
+    name: str, writer: tuple[int, int], step: int, reader: tuple[int, int], tmp_path: Path
+) -> None:
+    run(MODELS[name]().double(), writer, 2, tmp_path)
+    resumed = run(MODELS[name]().double(), reader, 2, ckpt_path=tmp_path / f"step={step}.ckpt")
+    assert difference(resumed, uninterrupted(name)) < 1e-10
+
+
+def test_a_run_whose_leader_died_leaves_checkpoints_that_another_grid_resumes_from(tmp_path: Path) -> None:
+    faults = (Fault("kill", 0, 1, 1), Fault("kill", 1, 0, 5))
+    run(Regression().double(), (2, 2), 2, tmp_path, faults=faults)
+    resumed = run(Regression().double(), (1, 2), 2, ckpt_path=tmp_path / "step=6.ckpt")
+    assert difference(resumed, uninterrupted("plain")) < 1e-10
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    model = functools.partial(Regression, 0.5)
+    expected = run(model().double(), (2, 2), 2, tmp_path)
+    assert difference(run(model().double(), (1, 2), 2, ckpt_path=tmp_path / "step=6.ckpt"), expected) < 1e-10
+
+
+def test_checkpoints_are_read_without_pickle_and_by_load_from_checkpoint(tmp_path: Path) -> None:
+    trained = run(Regression().double(), (2, 2), 1, tmp_path)
+    path = tmp_path / f"step={EPOCH}.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert difference(saved["state_dict"], trained) == 0.0
+    loaded = Regression.load_from_checkpoint(path, weights_only=True)
+    assert difference(loaded.double().state_dict(), trained) < 1e-6  # it was made in single precision
+    assert saved["global_step"] == EPOCH
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
+    run(Regression().double(), (1, 2), 1, tmp_path)
+    with pytest.raises(RuntimeError, match=r"(?s)layers\.0\.weight|Missing key"):
+        run(AutoEncoder().double(), (2, 2), 2, ckpt_path=tmp_path / "step=2.ckpt")

@@ -1,0 +1,71 @@
+"""Weights that an early and a late stage share: one parameter on one device, equal copies on a grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import dataset, difference, failures, fit, plain_loop
+from torch import Tensor, nn
+
+from lightning_recycle import PipelineModule
+from lightning_recycle.callbacks import Fault
+
+
+class Encode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Decode(nn.Module):
+    """The transpose of an :class:`Encode`, with its weight."""
+
+    def __init__(self, encode: Encode) -> None:
+        super().__init__()
+        self.weight = encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.t()).mean(-1, keepdim=True)
+
+
+class AutoEncoder(PipelineModule):
+    def configure_pipeline(self) -> list[nn.Module]:
+        torch.manual_seed(0)
+        encode = Encode()
+        return [encode, nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), Decode(encode)]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("grid", "faults", "clip"),
+    [
+        ((2, 2), [], None),
+        ((1, 3), [], 0.05),
+        ((2, 2), [Fault("kill", 0, 0, 3, at="reduce", when="after")], None),
+        ((2, 2), [Fault("kill", 1, 1, 3, at="reduce")], 0.05),
+        ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer"), Fault("kill", 1, 0, 4, at="backward_weight")], None),
+        ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer", when="after")], None),
+        ((2, 3), [Fault("kill", 1, 1, 2), Fault("kill", 0, 2, 5, at="reduce")], None),
+    ],
+    ids=str,
+)
+def test_copies_on_two_stages_train_as_one_parameter(
+    grid: tuple[int, int], faults: list[Fault], clip: float | None
+) -> None:
+    model = AutoEncoder().double()
+    expected = plain_loop(model, dataset(), clip_norm=clip)
+    run = fit(model, *grid, faults, gradient_clip_val=clip)
+    assert sorted(failures(run)) == sorted((f.pipeline, f.stage) for f in faults)
+    state = model.state_dict()
+    assert torch.equal(state["layers.0.weight"], state["layers.5.weight"])
+    assert difference(state, expected) < 1e-10
