@@ -13,7 +13,14 @@ from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["GroupNames", "merge_optimizer_states", "split_optimizer_state", "to_cpu"]
+__all__ = [
+    "GroupNames",
+    "merge_optimizer_states",
+    "parameter_numbers",
+    "split_optimizer_state",
+    "stage_optimizer_state",
+    "to_cpu",
+]
 
 GroupNames: TypeAlias = Sequence[Sequence[str]]
 """Names of an optimizer's parameters, by group and position."""
@@ -64,6 +71,43 @@ def merge_optimizer_states(
                 indices.append(next_index)
                 next_index += 1
         groups.append({**parts[0]["param_groups"][group], "params": indices})
+    return {"state": state, "param_groups": groups}
+
+
+def parameter_numbers(names: Sequence[GroupNames], copies: Mapping[str, str], stage: int) -> list[int]:
+    """The numbers of ``stage``'s parameters in the state of one optimizer over all layers; arguments as of
+    :func:`merge_optimizer_states`.
+    """
+    numbers = _numbers(names, copies)
+    return [numbers[copies.get(name, name)] for group in names[stage] for name in group]
+
+
+def _numbers(names: Sequence[GroupNames], copies: Mapping[str, str]) -> dict[str, int]:
+    ordered = [n for group in range(len(names[0])) for part in names for n in part[group] if n not in copies]
+    return {name: number for number, name in enumerate(ordered)}
+
+
+def stage_optimizer_state(
+    part: dict[str, Any], names: Sequence[GroupNames], copies: Mapping[str, str], stage: int
+) -> dict[str, Any]:
+    """The state dict of ``stage``'s optimizer, with the numbers of one optimizer over all layers, as text; arguments as
+    of :func:`merge_optimizer_states`. The groups are those of the whole.
+
+    As text because torch's distributed checkpoints turn every key into text; ``Optimizer.load_state_dict`` takes any
+    names, if the groups use the same.
+    """
+    numbers = _numbers(names, copies)
+    mine = [name for group in names[stage] for name in group]
+    old = [index for group in part["param_groups"] for index in group["params"]]
+    state = {
+        str(numbers[name]): part["state"][index]
+        for name, index in zip(mine, old, strict=True)
+        if name not in copies and index in part["state"]
+    }
+    groups = []
+    for index, group in enumerate(part["param_groups"]):
+        whole = [str(numbers[name]) for stage_names in names for name in stage_names[index] if name not in copies]
+        groups.append({**group, "params": whole})
     return {"state": state, "param_groups": groups}
 
 

@@ -50,8 +50,15 @@ from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.tie_exchange import TieExchange
 from lightning_recycle.runtime.tying import ties_between_stages
+from lightning_recycle.sharded import is_sharded, load_sharded, save_sharded
 from lightning_recycle.snapshot import WorkerSnapshot, restore_snapshot, take_snapshot
-from lightning_recycle.state import merge_optimizer_states, split_optimizer_state, to_cpu
+from lightning_recycle.state import (
+    merge_optimizer_states,
+    parameter_numbers,
+    split_optimizer_state,
+    stage_optimizer_state,
+    to_cpu,
+)
 from lightning_recycle.takeover import keep_metrics_files, show_progress_bar
 
 __all__ = ["ReCycleStrategy", "WorkerContext"]
@@ -117,6 +124,8 @@ class ReCycleStrategy(ParallelStrategy):
             checkpoint with as many pipelines as the surviving devices allow.
         in_flight_limit: the most micro-batches that a worker may hold between F and W; by default 2 * S - 1 without a
             failure and no limit with one.
+        save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
+            one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` makes one file of such a folder.
         seed: of all randomness; by default the one given to ``seed_everything``, else 0.
 
     Attributes:
@@ -148,6 +157,7 @@ class ReCycleStrategy(ParallelStrategy):
         normalize: bool = False,
         on_stage_lost: Literal["raise", "restart"] = "raise",
         in_flight_limit: int | None = None,
+        save_distributed_checkpoint: bool = False,
         seed: int | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -185,6 +195,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.normalize = normalize
         self.on_stage_lost = on_stage_lost
         self.in_flight_limit = in_flight_limit
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self.seed = seed
         self.history: list[Event] = []
         self.schedules: list[Schedule] = []
@@ -614,8 +625,10 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of the whole model, on every worker."""
+        """The state dict of the whole model, on every worker; of the stage where checkpoints are sharded."""
         assert self.lightning_module is not None
+        if self.save_distributed_checkpoint:
+            return self.lightning_module.state_dict()
         module = self.lightning_module
         merged: dict[str, Any] = {}
         for part in self._gather_stages("model state", lambda: to_cpu(module.state_dict())):
@@ -624,13 +637,23 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of the whole model, parameters numbered in the order of the layers."""
+        """The optimizer state of the whole model, parameters numbered in the order of the layers; where checkpoints are
+        sharded, of the stage, with the same numbers.
+        """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        if self.save_distributed_checkpoint:
+            return stage_optimizer_state(
+                optimizer.state_dict(), self._all_parameter_names(optimizer), self._ties.copies, self.worker.stage
+            )
         parts = self._gather_stages(
             "optimizer state", lambda: (to_cpu(optimizer.state_dict()), self._parameter_names(optimizer))
         )
         return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self._ties.copies)
+
+    def _all_parameter_names(self, optimizer: Optimizer) -> list[list[list[str]]]:
+        """As :meth:`_parameter_names`, by stage."""
+        return self._gather_stages("names of parameters", lambda: self._parameter_names(optimizer))
 
     def _parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of the optimizer's parameters, by group."""
@@ -640,7 +663,10 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if is_sharded(checkpoint_path):
+            checkpoint = self._load_sharded(checkpoint_path)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._restored_steps = int(checkpoint.get("global_step", 0))  # randomness is numbered by the step
         return checkpoint
 
@@ -664,14 +690,16 @@ class ReCycleStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the optimizer state of a checkpoint of the whole model."""
         for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            mine = self._parameter_names(optimizer)
-            names = self._gather_stages("names of parameters", lambda mine=mine: mine)  # type: ignore[misc]
+            names = self._all_parameter_names(optimizer)
             optimizer.load_state_dict(split_optimizer_state(whole, names, self._ties.copies, self.worker.stage))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """The leader writes; if it dies before it is done, the next one does."""
+        """The leader writes, or a worker of each stage; if one dies before it is done, a peer does."""
         assert self._context is not None
+        if self.save_distributed_checkpoint:
+            self._save_sharded(checkpoint, filepath)
+            return
         while True:
             wrote = False
             if self.is_global_zero:
@@ -683,6 +711,47 @@ class ReCycleStrategy(ParallelStrategy):
                 self._context.client.send(Saved(self.global_rank, os.fspath(filepath), step))
             if any(self._gather("checkpoint", wrote).values()):
                 return
+
+    def _save_sharded(self, checkpoint: dict[str, Any], filepath: Any) -> None:
+        assert self._context is not None
+        client, step = self._context.client, self.executor.version if self.executor is not None else 0
+        shard = {"model": checkpoint.pop("state_dict")}
+        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            shard[f"optimizer_{index}"] = state
+        if self.worker.stage > 0:  # the groups are the same for all stages
+            shard = {name: {k: v for k, v in part.items() if k != "param_groups"} for name, part in shard.items()}
+
+        def speaks() -> bool:
+            return stage_leads(self.grid, self.live_workers)[self.worker.stage] == self.global_rank
+
+        def before_naming() -> None:
+            self._reach("checkpoint", step)
+            client.confirm()
+
+        named = save_sharded(
+            filepath,
+            lambda: shard,
+            checkpoint,
+            self._gather,
+            speaks,
+            lambda: self.is_global_zero,
+            self.grid.stages,
+            before_naming,
+        )
+        if named:
+            client.send(Saved(self.global_rank, os.fspath(filepath), step))
+
+    def _load_sharded(self, path: Any) -> dict[str, Any]:
+        """This worker's part of a sharded checkpoint."""
+        assert self.lightning_module is not None
+        wanted = {f"model.{name}" for name in self.lightning_module.state_dict()}
+        wanted |= {f"state_dict.{name}" for name in self.lightning_module.state_dict()}
+        states: list[str] = []
+        for index, optimizer in enumerate(self.optimizers):
+            names = self._all_parameter_names(optimizer)
+            mine = parameter_numbers(names, self._ties.copies, self.worker.stage)
+            states += [f"optimizer_{index}.param_groups", *(f"optimizer_{index}.state.{number}." for number in mine)]
+        return load_sharded(path, lambda key: key in wanted or key.startswith(tuple(states)))
 
     def deliver_result(self, extras: Callable[[], Any]) -> None:
         """Brings this worker's part of the result to the coordinator: (state dict of the stage, ``extras()`` of

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,45 @@ def test_checkpoints_are_read_without_pickle_and_by_load_from_checkpoint(tmp_pat
     loaded = Regression.load_from_checkpoint(path, weights_only=True)
     assert difference(loaded.double().state_dict(), trained) < 1e-6  # it was made in single precision
     assert saved["global_step"] == EPOCH
+
+
+def sharded(
+    directory: Path, model: PipelineModule, faults: tuple[Fault, ...] = (), epochs: int = 2
+) -> dict[str, Tensor]:
+    callback = ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1)
+    options: dict[str, Any] = {"max_epochs": epochs, "max_steps": -1, "enable_checkpointing": True}
+    lightning = trainer(2, 2, faults, strategy={"save_distributed_checkpoint": True}, callbacks=[callback], **options)
+    lightning.fit(model, DataLoader(dataset(DATA), batch_size=GLOBAL_BATCH // 2))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["scheduled", "tied"])
+def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_device(name: str, tmp_path: Path) -> None:
+    sharded(tmp_path, MODELS[name]().double())
+    folder = tmp_path / f"step={EPOCH}.ckpt"
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+    resumed = run(MODELS[name]().double(), (1, 3), 2, ckpt_path=tmp_path / "step=6.ckpt")
+    assert difference(resumed, uninterrupted(name)) < 1e-10
+    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(folder)]
+    subprocess.run([*command, "--output_file", str(tmp_path / "one.ckpt")], check=True, capture_output=True, timeout=60)
+    resumed = run(MODELS[name]().double(), ONE_DEVICE, 2, ckpt_path=tmp_path / "one.ckpt")
+    assert difference(resumed, uninterrupted(name)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        (Fault("kill", 0, 1, at="checkpoint", step=4),),
+        (Fault("kill", 0, 0, 3, at="optimizer", when="after"), Fault("kill", 1, 1, 5)),
+    ],
+    ids=["the leader while it writes", "others"],
+)
+def test_a_sharded_checkpoint_is_complete_though_its_writers_die(faults: tuple[Fault, ...], tmp_path: Path) -> None:
+    sharded(tmp_path, Regression().double(), faults)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
+    resumed = run(Regression().double(), (2, 2), 2, ckpt_path=tmp_path / "step=4.ckpt")
+    assert difference(resumed, uninterrupted("plain")) < 1e-10
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""Sharded checkpoints: a folder in torch's distributed checkpoint format, each stage's tensors in a file of its own.
+
+torch.distributed.checkpoint coordinates its writers through the default process group and without one takes each for
+the only one. Here the steps that it consists of (local plan, global plan, write, finish) are called one by one, and
+what they exchange goes through the control plane; so a writer that dies is replaced by a peer and the folder is written
+again. It gets its name when it is complete.
+
+Layout, as Lightning writes and ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` reads it: ``model`` and
+``optimizer_0`` in the shards, everything else in ``meta.pt``.
+
+Private API used here, and nowhere else: torch's ``_EmptyStateDictLoadPlanner`` and ``_load_state_dict``, Lightning's
+``_METADATA_FILENAME``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+__all__ = ["is_sharded", "load_sharded", "save_sharded"]
+
+Gather = Callable[[str, Any], Mapping[int, Any]]
+"""(name, this worker's part) -> the parts of all live workers, by rank."""
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a folder written by :func:`save_sharded`, or by another strategy of Lightning's."""
+    return (Path(path) / _METADATA_FILENAME).is_file()
+
+
+def save_sharded(
+    path: str | os.PathLike[str],
+    shard: Callable[[], dict[str, Any]],
+    rest: dict[str, Any],
+    gather: Gather,
+    speaks: Callable[[], bool],
+    leads: Callable[[], bool],
+    num_stages: int,
+    before_naming: Callable[[], None],
+) -> bool:
+    """Writes this worker's shard together with all others; every live worker takes part.
+
+    Args:
+        path: of the folder, the same on all workers; replaced if it exists.
+        shard: returns the state of this worker's stage, in nested dicts.
+        rest: what does not belong to a stage.
+        gather: the control collective.
+        speaks: whether this worker writes for its stage.
+        leads: whether this worker writes for the run.
+        num_stages: of the grid.
+        before_naming: called by the leader right before the folder gets its name.
+
+    Returns:
+        Whether this worker gave the folder its name.
+    """
+    path = Path(path)
+    attempt = 0
+    while True:
+        folder = path.with_name(f".{path.name}.writing.{attempt}")
+        attempt += 1
+        writer = FileSystemWriter(folder, sync_files=True)
+        writer.set_up_storage_writer(is_coordinator=True)
+        planner = DefaultSavePlanner()
+        mine = None
+        if speaks():
+            # Each shard has keys of its own, so each worker is the coordinator of what is not a tensor in it.
+            planner.set_up_planner(shard(), writer.storage_meta(), is_coordinator=True)
+            mine = writer.prepare_local_plan(planner.create_local_plan())
+        plans = {rank: plan for rank, plan in gather("checkpoint plan", mine).items() if plan is not None}
+        if len(plans) < num_stages:
+            continue
+        ranks = sorted(plans)
+        merger = DefaultSavePlanner()
+        merged, metadata = merger.create_global_plan([plans[rank] for rank in ranks])
+        merged = writer.prepare_global_plan(merged)
+        written = None
+        if mine is not None:
+            index = _index_of(plans, ranks, mine)
+            written = writer.write_data(planner.finish_plan(merged[index]), planner).wait()
+        results = [part for _, part in sorted(gather("checkpoint data", written).items()) if part is not None]
+        if len(results) < num_stages:
+            continue
+        named = False
+        if leads():
+            writer.finish(metadata, results)
+            torch.save(rest, folder / _METADATA_FILENAME)
+            before_naming()
+            _replace(folder, path)
+            named = True
+        if any(gather("checkpoint", named).values()):
+            return named
+
+
+def _index_of(plans: Mapping[int, Any], ranks: Sequence[int], mine: Any) -> int:
+    """Which of the plans is this worker's: plans have no name, but their first item has."""
+    keys = {item.index.fqn for item in mine.items}
+    return next(i for i, rank in enumerate(ranks) if keys == {item.index.fqn for item in plans[rank].items})
+
+
+def _replace(folder: Path, path: Path) -> None:
+    """Names ``folder`` ``path``, in the place of whatever has that name."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+    folder.rename(path)
+    for leftover in path.parent.glob(f".{path.name}.writing.*"):
+        shutil.rmtree(leftover)
+
+
+def load_sharded(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Reads a folder that :func:`save_sharded` wrote.
+
+    Args:
+        path: of the folder.
+        wanted: whether a key such as ``model.layers.0.weight`` or ``optimizer_0.state.3.exp_avg`` is to be read.
+
+    Returns:
+        The checkpoint as one device would have written it, with what was wanted of ``state_dict`` and
+        ``optimizer_states``.
+    """
+    reader = FileSystemReader(path)
+    keys = {key for key in reader.read_metadata().state_dict_metadata if wanted(key)}
+    checkpoint: dict[str, Any] = {}
+    _load_state_dict(checkpoint, reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
+    rest = torch.load(Path(path) / _METADATA_FILENAME, map_location="cpu", weights_only=True)
+    optimizers = sorted(key for key in checkpoint if key.startswith("optimizer_"))
+    return {
+        **rest,
+        "state_dict": checkpoint.get("model", checkpoint.get("state_dict", {})),
+        "optimizer_states": [checkpoint[key] for key in optimizers],
+    }
