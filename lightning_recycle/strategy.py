@@ -15,12 +15,13 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
@@ -31,9 +32,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_recycle.checks import check_optimizers, check_parameters, check_trainer
+from lightning_recycle.builtin_callbacks import keep_monitors_going, show_whole_run
+from lightning_recycle.checks import check_batch, check_optimizers, check_parameters
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.loops import PipelineFitLoop
+from lightning_recycle.loggers import LogRelay
+from lightning_recycle.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.module import PipelineModule, global_seed
 from lightning_recycle.outputs import OutputRecorder, concatenate
 from lightning_recycle.planning.grid import Grid, Worker
@@ -47,6 +50,7 @@ from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
 from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.profiling import StageProfiler
+from lightning_recycle.runtime.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.tie_exchange import TieExchange
 from lightning_recycle.runtime.tying import ties_between_stages
@@ -59,7 +63,7 @@ from lightning_recycle.state import (
     stage_optimizer_state,
     to_cpu,
 )
-from lightning_recycle.takeover import keep_metrics_files, show_progress_bar
+from lightning_recycle.takeover import show_progress_bar
 
 __all__ = ["ReCycleStrategy", "WorkerContext"]
 
@@ -203,12 +207,16 @@ class ReCycleStrategy(ParallelStrategy):
         self.at_point: list[Callable[[str, int], None]] = []
         """Called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step."""
         self.gradient_norm = 0.0
+        self.dataloader_idx = 0
+        """Of the evaluation that is under way."""
         self._context: WorkerContext | None = None
         self._loader: MicrobatchLoader | None = None
         self._transfers = True
         self._absent: frozenset[int] = frozenset()
         self._restored_steps = 0
         self._loaders: list[MicrobatchLoader] = []
+        self._batches_per_step = 1
+        self._relay: LogRelay | None = None
         self._recorder: OutputRecorder | None = None
         self._ties = TieExchange()
 
@@ -345,8 +353,9 @@ class ReCycleStrategy(ParallelStrategy):
         assert self.accelerator is not None
         module = self.lightning_module
         assert isinstance(module, PipelineModule)
-        check_trainer(trainer)
         self.accelerator.setup(trainer)
+        show_whole_run(trainer, module)
+        tell_batch_sizes(trainer)
         context, worker, grid = self._context, self.worker, self.grid
         seed = global_seed() if self.seed is None else self.seed
         owned = context.parts[worker.stage]
@@ -358,6 +367,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.model_to_device()
         check_parameters(module, worker, grid)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._batches_per_step = count_in_steps(trainer) if fitting else 1
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -395,14 +405,18 @@ class ReCycleStrategy(ParallelStrategy):
             shadow_on_host=self.shadow == "host",
             profiler=StageProfiler(parameters) if context.profiles else None,
             ties=self._ties,
-            needs_norm=trainer.gradient_clip_val is not None or is_overridden("configure_gradient_clipping", module),
+            needs_norm=is_overridden("configure_gradient_clipping", module)
+            or (trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"),
+        )
+        executor = self.executor
+        self._relay = LogRelay(
+            trainer, lambda: self.is_global_zero, lambda: executor.version, lambda: context.client.leader_applied
         )
         self.executor.on_generation = lambda: self._on_generation(trainer)
         self.executor.on_recovery = lambda step: self._reach("recovery", step)
         if is_overridden("on_training_output", module, PipelineModule):
-            recorder, hook = self._recorder, module.on_training_output
-            self.executor.record_output = lambda output, target, samples: recorder.record(
-                hook, output, target, samples=samples
+            self.executor.record_output = lambda output, target, samples: self._record(
+                module.on_training_output, output, target, samples
             )
         self.executor.take_snapshot = lambda: take_snapshot(trainer, context.client.next_collective)
         self.executor.restore_snapshot = lambda snapshot: self._take_over(trainer, snapshot)
@@ -450,6 +464,9 @@ class ReCycleStrategy(ParallelStrategy):
         assert self._context is not None
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.training
+        if training and self._loader is not None:  # the Trainer reloads: what the old one reads ahead is not wanted
+            self._loader.close()
+            self._loaders.remove(self._loader)
         loader = MicrobatchLoader(
             dataloader,
             self.grid,
@@ -458,7 +475,14 @@ class ReCycleStrategy(ParallelStrategy):
             prefetch=needs_data,
             batch_pipelines=self._context.batch_pipelines,
             evaluation=not training,
+            batches_per_step=self._batches_per_step if training else 1,
         )
+        loader.prepare = partial(self._on_device, loader)
+        if training and loader.unused_samples >= loader.global_batch_size / loader.batches_per_step:
+            rank_zero_warn(
+                f"The last {loader.unused_samples} samples of each epoch are left out: they do not fill a step of"
+                f" {loader.global_batch_size} samples (accumulate_grad_batches={loader.batches_per_step})."
+            )
         self._loaders.append(loader)
         if training:
             self._loader = loader
@@ -469,26 +493,49 @@ class ReCycleStrategy(ParallelStrategy):
         return batch if isinstance(batch, StepHandle) else super().batch_to_device(batch, device, dataloader_idx)
 
     def _split(self, data: Any) -> tuple[Any, Any]:
-        """A collated micro-batch -> (input, target) on the device."""
+        """A micro-batch -> (input, target)."""
         module = self.lightning_module
         assert isinstance(module, PipelineModule)
-        return module.split_batch(self._on_device(data))
+        return module.split_batch(data)
 
-    def _on_device(self, data: Any) -> Any:
+    def _on_device(self, loader: MicrobatchLoader, data: Any, seed: int) -> Any:
+        """Converts and moves what was collated, with the user's hooks; what these draw depends on the data's address."""
+        assert self.lightning_module is not None
         data = self.precision_plugin.convert_input(data)
-        return super().batch_to_device(data, self.root_device) if self._transfers else data
+        if not self._transfers:
+            return data
+        with seeded_everything() as reseed, layer_randomness(self.root_device) as generator:
+            reseed(seed)
+            generator.manual_seed(seed)
+            data = self.lightning_module._on_before_batch_transfer(data, loader.dataloader_idx)
+            return super().batch_to_device(data, self.root_device, loader.dataloader_idx)
 
     # ------------------------------------------------------------------ a step
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
         assert self.executor is not None
-        return self.executor.run_step(handle, apply)
+        module = self.lightning_module
+        assert isinstance(module, PipelineModule)
+
+        def apply_with_hooks(result: StepResult) -> None:
+            with module.logging_allowed(True):
+                apply(result)
+
+        with module.logging_allowed(False):
+            return self.executor.run_step(handle, apply_with_hooks)
 
     def replay_outputs(self, outputs: Mapping[int, bytes]) -> None:
         """Logs what the module's hook did with the outputs of a training step."""
         if outputs:
             assert self._recorder is not None
-            self._recorder.replay(outputs, on_step=True)
+            with self._forward_context():
+                self._recorder.replay(outputs, on_step=True)
+
+    def _record(self, hook: Callable[..., Any], output: Any, target: Any, samples: int) -> bytes:
+        """Calls a hook that sees outputs, as in a step on one device; what it did is for the recorder's replay."""
+        assert self._recorder is not None
+        with self._forward_context():
+            return self._recorder.record(hook, output, target, samples=samples)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -496,13 +543,13 @@ class ReCycleStrategy(ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> None:
         module = self.lightning_module
         assert isinstance(module, PipelineModule)
-        self._evaluate(args[0], module.on_validation_output)
+        self._evaluate(args, module.on_validation_output)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> None:
         module = self.lightning_module
         assert isinstance(module, PipelineModule)
-        self._evaluate(args[0], module.on_test_output)
+        self._evaluate(args, module.on_test_output)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -510,33 +557,41 @@ class ReCycleStrategy(ParallelStrategy):
         assert isinstance(module, PipelineModule)
         return concatenate(
             self._evaluate(
-                args[0],
+                args,
                 lambda output, _: module.on_predict_output(output),
-                lambda data: (module.predict_input(self._on_device(data)), None),
+                lambda data: (module.predict_input(data), None),
             )
         )
 
     def _evaluate(
         self,
-        handle: StepHandle,
+        step: tuple[Any, ...],
         hook: Callable[[Any, Any], Any],
         split: Callable[[Any], tuple[Any, Any]] | None = None,
     ) -> list[Any]:
-        """Runs a batch through the pipelines; returns what ``hook`` returned for each micro-batch, on every worker."""
+        """Runs a batch through the pipelines; returns what ``hook`` returned for each micro-batch, on every worker.
+
+        Args:
+            step: (batch, its index, and that of the DataLoader if there are several).
+            hook: called with (output, target).
+            split: turns a micro-batch into (input, target).
+        """
         assert self.executor is not None
         assert self._recorder is not None
-        assert self.lightning_module is not None
-        recorder = self._recorder
+        module = self.lightning_module
+        assert isinstance(module, PipelineModule)
+        handle = step[0]
+        check_batch(handle)
+        handle.loader.dataloader_idx = self.dataloader_idx = step[2] if len(step) > 2 else 0
         self._reach("validation", self.executor.version)
-        records = self.executor.evaluate(
-            handle,
-            split or self._split,
-            lambda output, target, samples: recorder.record(hook, output, target, samples=samples),
-        )
-        results = self.lightning_module.trainer._results
-        if results is not None:
-            results.batch_size = recorder.num_samples(records)
-        return recorder.replay(records, on_step=False)
+        with module.logging_allowed(False):
+            records = self.executor.evaluate(
+                handle,
+                split or self._split,
+                lambda output, target, samples: self._record(hook, output, target, samples),
+            )
+        with self._forward_context():
+            return self._recorder.replay(records, on_step=False)
 
     def as_loss(self, value: float) -> Tensor:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
@@ -557,8 +612,10 @@ class ReCycleStrategy(ParallelStrategy):
         self._follow_leader()
         if self.is_global_zero and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
-            show_progress_bar(trainer)
-            keep_metrics_files(trainer)
+            show_progress_bar(trainer, self.dataloader_idx)
+            keep_monitors_going(trainer)
+            assert self._relay is not None
+            self._relay.take_over()
 
     # ------------------------------------------------------------------ control collectives
 
@@ -798,6 +855,7 @@ class ReCycleStrategy(ParallelStrategy):
             "_loader": None,
             "_launcher": None,
             "_recorder": None,
+            "_relay": None,
             "_ties": TieExchange(),
             "_loaders": [],
             "plan_library": None,

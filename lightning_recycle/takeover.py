@@ -1,38 +1,37 @@
-"""What a new leader takes over from the old one: the progress bar and the loggers' files."""
+"""The progress bar of a new leader."""
 
 from __future__ import annotations
 
-import csv
-
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
-__all__ = ["keep_metrics_files", "show_progress_bar"]
+__all__ = ["show_progress_bar"]
 
 
-def show_progress_bar(trainer: pl.Trainer) -> None:
-    """Lets the progress bar of a new leader take over where the old leader's ended."""
-    bar = trainer.progress_bar_callback
+def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
+    """Lets the progress bar of a new leader take over where the old leader's ended, whatever is under way.
+
+    The bar of a worker that is not the leader is disabled: it has seen all hooks and shown nothing. Those that begin
+    what is under way are called again.
+
+    Args:
+        trainer: of this worker.
+        dataloader_idx: which loader an evaluation is at.
+    """
+    bar, module = trainer.progress_bar_callback, trainer.lightning_module
     if bar is None:
         return
     bar.enable()
-    bar.on_train_start(trainer, trainer.lightning_module)
-    bar.on_train_epoch_start(trainer, trainer.lightning_module)
-
-
-def keep_metrics_files(trainer: pl.Trainer) -> None:
-    """Makes the CSV loggers of a new leader append: on its first use ``CSVLogger`` deletes what the old leader
-    wrote.
-    """
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger) and logger._experiment is None:
-            path = f"{logger.log_dir}/metrics.csv"
-            try:
-                with open(path, newline="") as file:
-                    written = file.read()
-            except FileNotFoundError:
-                continue  # nothing was written yet
-            writer = logger.experiment
-            with open(path, "w", newline="") as file:
-                file.write(written)
-            writer.metrics_keys = next(csv.reader(written.splitlines()), [])
+    if bar._trainer is None or trainer.state.stage is None:
+        return  # nothing has begun yet, or all is over
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if trainer.sanity_checking:
+        bar.on_sanity_check_start(trainer, module)
+    elif fitting and trainer.fit_loop.epoch_progress.current.ready:
+        bar.on_train_start(trainer, module)
+        bar.on_train_epoch_start(trainer, module)
+    phase = {"validate": "validation", "sanity_check": "validation"}.get(trainer.state.stage, trainer.state.stage)
+    if phase in ("validation", "test", "predict"):
+        bar.reset_dataloader_idx_tracker()
+        getattr(bar, f"on_{phase}_start")(trainer, module)
+        getattr(bar, f"on_{phase}_batch_start")(trainer, module, None, 0, dataloader_idx)

@@ -94,6 +94,7 @@ class ControlClient:
         self.joining = joining
         self.generation = -1
         self.leader = -1
+        self.leader_applied = -1
         self.roster: tuple[int, ...] = ()
         self.counters: Mapping[str, float] = {}
         self.activity = Activity(0, "start", "", time.monotonic())
@@ -347,6 +348,7 @@ class ControlClient:
                         self._resume = message
                     case StepLoss():
                         self._losses[message.step] = message
+                        self.leader_applied = max(self.leader_applied, message.leader_applied)
                     case Pause():
                         self._paused_generation, self._boundary = message.generation, None
                         begun = self._begun

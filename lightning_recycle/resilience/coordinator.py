@@ -499,7 +499,8 @@ class Coordinator:
             self._watch.begin_regroup(time.monotonic())
         elif isinstance(message, StepLoss):
             counters = {"live_workers": float(len(self._state.live)), **self._history.counters}
-            message = replace(message, counters=counters)
+            newest = self._state.applied.get(self._state.leader, -1)
+            message = replace(message, counters=counters, leader_applied=newest)
         data = MessageConnection.encode(message)
         # Stage 0 first: a step begins there, and with many workers on few cores the last to hear is late.
         for rank in sorted(command.ranks, key=lambda rank: (self.grid.worker(rank).stage, rank)):

@@ -371,12 +371,13 @@ class StepLoss:
     """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches.
 
     ``counters``: of the run so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``: of all
-    micro-batches, see :class:`Losses`.
+    micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
     """
 
     step: int
     loss: float
     counters: Mapping[str, float] = field(default_factory=dict)
+    leader_applied: int = -1
     outputs: Mapping[int, bytes] = field(default_factory=dict)
 
 

@@ -1,0 +1,105 @@
+"""Loggers that survive the leader: what it had not written yet, its successor writes.
+
+Only the leader's loggers write. All others keep what they were asked to log until the leader has applied a later step,
+which it does after its loggers have flushed. When a worker becomes the leader, it writes what it still keeps. At most
+the rows of the newest step can be written twice; in the files of ``CSVLogger`` they are recognised.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+__all__ = ["LogRelay"]
+
+
+class LogRelay:
+    """Stands between a Trainer and its loggers.
+
+    Args:
+        trainer: of this worker.
+        leads: whether this worker is the leader.
+        step: the number of steps that this worker has applied.
+        written: the newest step that the leader is known to have applied: all rows before it are written.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, leads: Callable[[], bool], step: Callable[[], int], written: Callable[[], int]
+    ) -> None:
+        self._leads, self._step, self._written = leads, step, written
+        self._loggers = list(trainer.loggers)
+        self._log = [logger.log_metrics for logger in self._loggers]
+        self._log_hyperparams = [logger.log_hyperparams for logger in self._loggers]
+        self._rows: deque[tuple[int, int, tuple[Any, ...], dict[str, Any]]] = deque()
+        self._hyperparams: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        for index, logger in enumerate(self._loggers):
+            logger.log_metrics = partial(self._on_metrics, index)  # type: ignore[method-assign]
+            logger.log_hyperparams = partial(self._on_hyperparams, index)  # type: ignore[method-assign]
+
+    def _on_metrics(self, index: int, *args: Any, **kwargs: Any) -> None:
+        if self._leads():
+            self._log[index](*args, **kwargs)
+            _flush(self._loggers[index])
+            return
+        while self._rows and self._rows[0][0] <= self._written():
+            self._rows.popleft()
+        self._rows.append((self._step(), index, args, kwargs))
+
+    def _on_hyperparams(self, index: int, *args: Any, **kwargs: Any) -> None:
+        self._hyperparams[index] = (args, kwargs)
+        self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing but on the leader
+
+    def take_over(self) -> None:
+        """Writes what the leader of before had not written; called when this worker has become the leader."""
+        known = [_keep_file(logger) for logger in self._loggers]
+        for index, (args, kwargs) in self._hyperparams.items():
+            self._log_hyperparams[index](*args, **kwargs)
+        for step, index, args, kwargs in self._rows:
+            if step > self._written() and not _is_known(known[index], *args, **kwargs):
+                self._log[index](*args, **kwargs)
+        self._rows.clear()
+        for logger in self._loggers:
+            logger.save()
+            _flush(logger)
+
+
+def _flush(logger: Logger) -> None:
+    """Brings to the file what the logger's writer still holds, if it can say so."""
+    if isinstance(logger, CSVLogger):
+        logger.save()
+    flush = getattr(getattr(logger, "experiment", None), "flush", None)
+    if callable(flush):
+        flush()
+
+
+_Cells = set[tuple[int, str]]
+"""(step, name of the metric) of each value in a file."""
+
+
+def _is_known(known: _Cells, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> bool:
+    return step is not None and all((step, name) in known for name in metrics)
+
+
+def _keep_file(logger: Logger) -> _Cells:
+    """Makes a CSV logger append: on its first use it deletes what the leader of before wrote. Returns what that was."""
+    if not isinstance(logger, CSVLogger) or logger._experiment is not None:
+        return set()
+    path = Path(logger.log_dir) / "metrics.csv"
+    try:
+        written = path.read_text()
+    except FileNotFoundError:
+        return set()  # nothing was written yet
+    if not written.endswith("\n"):
+        written = written[: written.rfind("\n") + 1]  # the leader died in the middle of a line
+    writer = logger.experiment
+    path.write_text(written)
+    rows = list(csv.DictReader(written.splitlines()))
+    writer.metrics_keys = list(rows[0]) if rows else next(csv.reader(written.splitlines()), [])
+    return {(int(row["step"]), name) for row in rows for name, value in row.items() if value not in ("", None)}
