@@ -14,12 +14,14 @@ Private Lightning API used here, and nowhere else: ``_Launcher``.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
+from lightning_recycle.checks import check_loaders, check_module, check_trainer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.module import PipelineModule
 from lightning_recycle.partition import stage_layers
@@ -41,9 +44,9 @@ from lightning_recycle.planning.profile import Profile, load_profile, save_profi
 from lightning_recycle.processes import Crew, LocalWorker
 from lightning_recycle.resilience.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.resilience.replanning import RunPlanner
+from lightning_recycle.resilience.standalone import address_from, key_from_environment
 from lightning_recycle.resilience.state import Finished, Outcome, StageLost
 from lightning_recycle.results import error_of, take_results
-from lightning_recycle.runtime.data import check_dataloader
 from lightning_recycle.worker import RunSetup, WorkerStart, global_state, run_outside, worker_main
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ INCARNATIONS_PER_START = 1_000_000
 """More than the processes of one position in one attempt: how a worker knows which attempt it belongs to."""
 
 _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
+_VAL_LOADERS = 2  # position of val_dataloaders among the arguments of Trainer._fit_impl
 _CKPT_PATH = 4  # position of ckpt_path among the arguments of Trainer._fit_impl
 
 
@@ -84,21 +88,23 @@ class SupervisorLauncher(_Launcher):
         assert trainer is not None
         strategy = self._strategy
         grid, heartbeat = self._prepare(trainer, args)
+        strategy.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
         if "RECYCLE_COORDINATOR" in os.environ:
-            run_outside(
-                _address("RECYCLE_COORDINATOR"),
-                _key(),
-                os.environ.get("RECYCLE_HOST", _HOST),
+            return run_outside(
+                address_from(os.environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR"),
+                key_from_environment(),
+                os.environ.get("RECYCLE_HOST"),
+                partial(self._own_setup, trainer, grid, heartbeat),
                 trainer,
                 function,
                 args,
                 kwargs,
             )
-            return None
         strategy.history, strategy.schedules = [], []
         batch_pipelines = grid.pipelines
         for attempt in itertools.count():
             outcome, survivors = self._run(function, args, kwargs, trainer, grid, heartbeat, batch_pipelines, attempt)
+            strategy.has_run = True
             if isinstance(outcome, Finished):
                 return take_results(trainer, outcome.results)
             error = error_of(outcome, grid, strategy.history)
@@ -110,6 +116,7 @@ class SupervisorLauncher(_Launcher):
                 raise error
             log.warning("%s Going on from %s with %d pipelines.", error, checkpoint, smaller.pipelines)
             grid, args = smaller, (*args[:_CKPT_PATH], checkpoint, *args[_CKPT_PATH + 1 :])
+            strategy.weights_only = False  # the file is this run's own
 
     def _run(
         self,
@@ -152,7 +159,7 @@ class SupervisorLauncher(_Launcher):
             normalize=strategy.normalize and fitting,
         )
         listen = "RECYCLE_LISTEN" in os.environ
-        host, port = _address("RECYCLE_LISTEN") if listen else (_HOST, 0)
+        host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN") if listen else (_HOST, 0)
         with Crew(worker_main, (trainer, function, args, kwargs, global_state())) as crew:
 
             def start(rank: int, incarnation: int, device: int, joining: bool = True) -> LocalWorker:
@@ -172,7 +179,7 @@ class SupervisorLauncher(_Launcher):
                 options,
                 host=host,
                 port=port,
-                authkey=_key() if listen else None,
+                authkey=key_from_environment() if listen else None,
                 on_profile=partial(_write_profile, profile_path),
                 start_worker=start,
                 setup=setup,
@@ -189,6 +196,20 @@ class SupervisorLauncher(_Launcher):
                 strategy.history = [*strategy.history, *coordinator.history]
                 strategy.schedules = [*strategy.schedules, *coordinator.schedules]
         return outcome, len(coordinator.roster)
+
+    def _own_setup(self, trainer: pl.Trainer, grid: Grid, heartbeat: HeartbeatCallback, wanted: Grid) -> RunSetup:
+        """What a worker outside runs with when the coordinator knows the grid only."""
+        strategy, module = self._strategy, trainer.lightning_module
+        assert isinstance(module, PipelineModule)
+        if (grid.pipelines, grid.stages) != (wanted.pipelines, wanted.stages) or (
+            strategy.num_microbatches not in (None, wanted.microbatches)
+        ):
+            raise ConfigurationError(
+                f"This script wants a grid of {grid}, the coordinator has {wanted} (pipelines x stages x"
+                " micro-batches): use the same devices * num_nodes, pipeline_parallel_size and num_microbatches in both."
+            )
+        parts = stage_layers(module, wanted.stages, strategy.partition, strategy.layer_seconds)
+        return RunSetup(wanted, heartbeat.interval, False, wanted.pipelines, parts)
 
     @override
     def kill(self, signum: Any) -> None:
@@ -207,12 +228,15 @@ class SupervisorLauncher(_Launcher):
                 f"strategy='recycle' needs a PipelineModule, got {type(module).__name__}. Derive your module from"
                 " lightning_recycle.PipelineModule and return its layers from configure_pipeline()."
             )
+        check_trainer(trainer)
+        check_module(module)
         loaders = args[1] if len(args) > 1 else None
         batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
-        grid = strategy.choose_grid(strategy.world_size, batch_size)
-        if loaders is not None and not isinstance(loaders, pl.LightningDataModule):
-            for loader in loaders if isinstance(loaders, (list, tuple)) and not fitting else [loaders]:
-                check_dataloader(loader, grid.microbatches if fitting else None)
+        grid = strategy.choose_grid(strategy.world_size * trainer.num_nodes, batch_size)
+        check_loaders(loaders, grid.microbatches if fitting else None)
+        if fitting:
+            check_loaders(args[_VAL_LOADERS], None)
+            grid = replace(grid, microbatches=grid.microbatches * trainer.accumulate_grad_batches)
         stage_layers(module, grid.stages, strategy.partition, strategy.layer_seconds)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]
         if heartbeat is None:
@@ -249,26 +273,6 @@ class SupervisorLauncher(_Launcher):
                 f" pipeline_parallel_size={len(profile.stages)}, or another path to measure again."
             )
         return path, profile
-
-
-def _address(variable: str) -> tuple[str, int]:
-    """The address in an environment variable, ``host:port``."""
-    text = os.environ[variable]
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise ConfigurationError(f"{variable}={text!r}: give host:port, for example {variable}=10.0.0.1:29400.")
-    return host, int(port)
-
-
-def _key() -> bytes:
-    """What the workers of a run know and others do not."""
-    key = os.environ.get("RECYCLE_KEY", "")
-    if not key:
-        raise ConfigurationError(
-            "RECYCLE_KEY is not set: give the launching process and the workers outside it the same secret, for example"
-            ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)".'
-        )
-    return key.encode()
 
 
 @contextlib.contextmanager

@@ -7,20 +7,24 @@ Entries that a worker does not own are parameterless :class:`AbsentLayer` placeh
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.layers import AbsentLayer, LayerSpec, needed_elsewhere, tie
 from lightning_recycle.partition import even_parts as stage_layers
+from lightning_recycle.runtime.data import StepHandle
 from lightning_recycle.runtime.tying import merge_groups, shared_parameters, split_name
 
 if TYPE_CHECKING:
@@ -61,6 +65,7 @@ class PipelineModule(pl.LightningModule):
     _tied: tuple[tuple[str, ...], ...] = ()
     recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
     """While a hook runs whose logging is put down instead of done: (name, value, further arguments)."""
+    _may_log = True
 
     # ------------------------------------------------------------------ what the user implements
 
@@ -201,12 +206,32 @@ class PipelineModule(pl.LightningModule):
     def log(self, *args: Any, **kwargs: Any) -> None:
         """As in Lightning; in a hook that sees outputs it is put down, and done on all workers with the whole step."""
         if self.recorded_logs is None:
+            if not self._may_log:
+                raise UnsupportedFeatureError(
+                    f"self.log({args[0] if args else kwargs.get('name')!r}, ...) was called while micro-batches are"
+                    " computed, in loss(), split_batch() or a layer: this worker has seen a part of the batch only."
+                    " Log it in on_training_output(), on_validation_output() or on_test_output()."
+                )
             super().log(*args, **kwargs)
             return
         bound = _LOG_SIGNATURE.bind(self, *args, **kwargs)
         bound.apply_defaults()
         arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
         self.recorded_logs.append((arguments.pop("name"), arguments.pop("value"), arguments))
+
+    @contextmanager
+    def logging_allowed(self, allowed: bool) -> Iterator[None]:
+        """Whether ``self.log`` works within the block, outside the hooks that see outputs."""
+        before, self._may_log = self._may_log, allowed
+        try:
+            yield
+        finally:
+            self._may_log = before
+
+    @override
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """The hook is for data; what Lightning's loops hold is an address."""
+        return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
 
     @override
     def configure_model(self) -> None:
@@ -278,6 +303,17 @@ class PipelineModule(pl.LightningModule):
                     layers[index] = layer
                 raise
 
+    def rebuild(self, state: Mapping[str, Any]) -> None:
+        """Makes a module of which only a stage is left whole again, with ``state``."""
+        training = self.training
+        self._modules.pop("layers", None)
+        self.materialize()
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if name in state:
+                tensor.data = tensor.data.to(state[name].dtype)
+        self.load_state_dict(state)
+        self.train(training)
+
     def keep_layers(self, indices: range) -> None:
         """Replaces every layer outside ``indices`` by a placeholder and frees it; :meth:`tied_groups` stay known."""
         layers = self._build_layers()
@@ -289,6 +325,29 @@ class PipelineModule(pl.LightningModule):
                     layers[index] = layer = AbsentLayer()
                 layer.elsewhere = True
                 layer.kept.update(kept.get(index, {}))
+
+    def without_storage(self) -> PipelineModule:
+        """A copy of the whole model whose parameters are on torch's meta device: for what only looks at shapes."""
+        layers = self._build_layers()
+        copied: dict[int, Any] = {}  # the memo of deepcopy: tensors that are in it already are not copied
+        for tensor in (*layers.parameters(), *layers.buffers()):
+            if not isinstance(tensor, UninitializedParameter):
+                empty = tensor.detach().to("meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copied[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        copies = nn.ModuleList()
+        for index, layer in enumerate(layers):
+            if isinstance(layer, AbsentLayer) and layer.spec is not None:
+                built = layer.spec.build_without_storage(index).train(self.training)
+                copies.append(built if layer.dtype is None else built.to(layer.dtype))
+            else:
+                copies.append(copy.deepcopy(layer, copied))
+        tie(copies, self._tied)
+        double: PipelineModule = object.__new__(type(self))
+        double.__dict__.update(self.__dict__)
+        double.__dict__["_modules"] = {**self._modules, "layers": copies}
+        double.__dict__["_device"] = torch.device("meta")
+        return double
 
     def tied_groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of each parameter that several layers share, in the order of the layers, whoever owns these.

@@ -34,7 +34,7 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
     assert isinstance(module, PipelineModule)
     state: dict[str, torch.Tensor] = {}
     extras: Extras | None = None
-    for _, (part, found) in sorted(results.items()):
+    for part, found in (pickle.loads(data) for _, data in sorted(results.items())):
         state.update(part)
         extras = found or extras
     assert extras is not None
@@ -44,11 +44,15 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
             tensor.data = tensor.data.to(state[name].dtype)
     module.load_state_dict(state)
     trainer.state = extras.trainer_state
+    trainer.should_stop = extras.should_stop
     trainer.callback_metrics.update(extras.callback_metrics)
     trainer.logged_metrics.update(extras.logged_metrics)
+    trainer.progress_bar_metrics.update(extras.progress_bar_metrics)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):  # it takes no results from another directory than its own
-            callback.dirpath = extras.callbacks.get(callback.state_key, {}).get("dirpath", callback.dirpath)
+            state = extras.callbacks.get(callback.state_key, {})
+            callback.dirpath = state.get("dirpath", callback.dirpath)
+            callback.current_score = state.get("current_score")  # in its state, but not taken from there
     call._call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
     load_progress(trainer.fit_loop, extras.fit_loop)
     return extras.returned

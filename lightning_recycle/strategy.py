@@ -21,12 +21,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,7 +36,7 @@ from typing_extensions import override
 from lightning_recycle.builtin_callbacks import keep_monitors_going, show_whole_run
 from lightning_recycle.checks import check_batch, check_optimizers, check_parameters
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.loggers import LogRelay
+from lightning_recycle.loggers import LogRelay, keep_files
 from lightning_recycle.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.module import PipelineModule, global_seed
 from lightning_recycle.outputs import OutputRecorder, concatenate
@@ -193,6 +194,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.profile = profile
         self.decoupled = decoupled
         self.staggered = staggered
+        self.num_nodes = 1  # Lightning sets it
         self.shadow = shadow
         self.restart_workers = restart_workers
         self.max_restarts = max_restarts
@@ -207,6 +209,10 @@ class ReCycleStrategy(ParallelStrategy):
         self.at_point: list[Callable[[str, int], None]] = []
         """Called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step."""
         self.gradient_norm = 0.0
+        self.weights_only: bool | None = None
+        """As given to the entry point of the Trainer that is running."""
+        self.has_run = False
+        """Whether there were workers of this strategy's before."""
         self.dataloader_idx = 0
         """Of the evaluation that is under way."""
         self._context: WorkerContext | None = None
@@ -216,6 +222,7 @@ class ReCycleStrategy(ParallelStrategy):
         self._restored_steps = 0
         self._loaders: list[MicrobatchLoader] = []
         self._batches_per_step = 1
+        self._count_in_batches: Callable[[], None] = _nothing
         self._relay: LogRelay | None = None
         self._recorder: OutputRecorder | None = None
         self._ties = TieExchange()
@@ -308,6 +315,15 @@ class ReCycleStrategy(ParallelStrategy):
         self._launcher = None
         self._follow_leader()
 
+    def leave_worker(self) -> None:
+        """The run is over, but this process goes on, as the launching process of the next."""
+        self.executor = self._context = self._relay = self._recorder = None
+        self._loaders, self._ties, self._restored_steps = [], TieExchange(), 0
+        self._loader = None
+        self._count_in_batches()
+        self._configure_launcher()
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+
     def _follow_leader(self) -> None:
         rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.global_rank)  # type: ignore[attr-defined]
 
@@ -335,6 +351,8 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
+        if self._context is not None:
+            return self.grid.num_workers
         return len(self.parallel_devices) if self.parallel_devices else 1
 
     @property
@@ -346,6 +364,13 @@ class ReCycleStrategy(ParallelStrategy):
         return not self._context.client.joining and self.global_rank == self.leader
 
     # ------------------------------------------------------------------ setup
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        if self.has_run and self.is_global_zero:  # the Trainer's loggers go on, as they do in one process
+            keep_files(self.lightning_module.trainer.loggers)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -367,7 +392,9 @@ class ReCycleStrategy(ParallelStrategy):
         self.model_to_device()
         check_parameters(module, worker, grid)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._batches_per_step = count_in_steps(trainer) if fitting else 1
+        self._batches_per_step = trainer.accumulate_grad_batches if fitting else 1
+        if fitting:
+            self._count_in_batches = count_in_steps(trainer)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -499,7 +526,7 @@ class ReCycleStrategy(ParallelStrategy):
         return module.split_batch(data)
 
     def _on_device(self, loader: MicrobatchLoader, data: Any, seed: int) -> Any:
-        """Converts and moves what was collated, with the user's hooks; what these draw depends on the data's address."""
+        """Converts and moves what was collated, by the user's hooks; what these draw depends on the data's address."""
         assert self.lightning_module is not None
         data = self.precision_plugin.convert_input(data)
         if not self._transfers:
@@ -686,11 +713,7 @@ class ReCycleStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self.save_distributed_checkpoint:
             return self.lightning_module.state_dict()
-        module = self.lightning_module
-        merged: dict[str, Any] = {}
-        for part in self._gather_stages("model state", lambda: to_cpu(module.state_dict())):
-            merged.update(part)
-        return merged
+        return self.whole_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -720,6 +743,8 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if weights_only is None:
+            weights_only = self.weights_only  # Lightning 2.6 forgets it where checkpoints are restored after setup
         if is_sharded(checkpoint_path):
             checkpoint = self._load_sharded(checkpoint_path)
         else:
@@ -810,6 +835,15 @@ class ReCycleStrategy(ParallelStrategy):
             states += [f"optimizer_{index}.param_groups", *(f"optimizer_{index}.state.{number}." for number in mine)]
         return load_sharded(path, lambda key: key in wanted or key.startswith(tuple(states)))
 
+    def whole_state(self) -> dict[str, Any]:
+        """The state dict of the whole model, on every worker."""
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        merged: dict[str, Any] = {}
+        for part in self._gather_stages("model state", lambda: to_cpu(module.state_dict())):
+            merged.update(part)
+        return merged
+
     def deliver_result(self, extras: Callable[[], Any]) -> None:
         """Brings this worker's part of the result to the coordinator: (state dict of the stage, ``extras()`` of
         the leader).
@@ -856,10 +890,15 @@ class ReCycleStrategy(ParallelStrategy):
             "_launcher": None,
             "_recorder": None,
             "_relay": None,
+            "_count_in_batches": _nothing,
             "_ties": TieExchange(),
             "_loaders": [],
             "plan_library": None,
         }
+
+
+def _nothing() -> None:
+    """What there is to undo where nothing was done."""
 
 
 def _layer_of(key: str) -> int:

@@ -29,6 +29,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerState
 
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
+from lightning_recycle.module import PipelineModule
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.resilience.client import EXIT_STOPPED, ControlClient
 from lightning_recycle.resilience.messages import Crash
@@ -36,6 +37,9 @@ from lightning_recycle.runtime.data import die_with_parent
 from lightning_recycle.state import to_cpu
 
 __all__ = ["Extras", "RunSetup", "WorkerStart", "global_state", "run_outside", "worker_main"]
+
+
+_COORDINATOR_SECONDS = 60.0  # that a worker outside waits for somebody to listen
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,10 @@ class Extras:
     """What the leader tells besides the weights."""
 
     trainer_state: TrainerState
+    should_stop: bool
     callback_metrics: dict[str, Any]
     logged_metrics: dict[str, Any]
+    progress_bar_metrics: dict[str, Any]
     callbacks: dict[str, Any]
     fit_loop: dict[str, Any]
     returned: Any
@@ -118,32 +124,61 @@ def worker_main(start: WorkerStart) -> None:
 def run_outside(
     address: tuple[str, int],
     authkey: bytes,
-    host: str,
+    host: str | None,
+    own_setup: Callable[[Grid], RunSetup],
     trainer: pl.Trainer,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
+) -> Any:
     """Runs as a worker in this process, which was started by hand or by a cluster manager.
 
-    Waits as a spare until there is a position for it.
+    Waits as a spare until there is a position for it. Afterwards the module in this process is whole.
+
+    Args:
+        address: of the coordinator.
+        authkey: the run's.
+        host: the address that this worker exchanges data at; by default that on the way to the coordinator.
+        own_setup: what this process would run with, for a grid; used where the coordinator knows no more than that.
 
     Raises:
         ConfigurationError: if nobody listens at ``address``, or the key is not the run's.
     """
+    deadline = time.monotonic() + _COORDINATOR_SECONDS
     try:
-        client = ControlClient(None, address, authkey, heartbeat_interval=0.5)
+        while True:
+            try:
+                client = ControlClient(None, address, authkey, heartbeat_interval=0.5, survives=True)
+                break
+            except ConnectionRefusedError:  # it starts, or is between two runs
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
     except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
         raise ConfigurationError(
             f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: no run can be joined there ({type(error).__name__}:"
-            f" {error}). Start the run first, with RECYCLE_LISTEN set to that address, and give RECYCLE_KEY the same"
-            " value here and there."
+            f" {error}). Start a recycle-coordinator there, or the launching process with RECYCLE_LISTEN set to that"
+            " address, and give RECYCLE_KEY the same value here and there."
         ) from error
     assignment = client.await_assignment()
     client.joining = assignment.joining
+    returned = None
     with _crashes_reported(client):
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        _run(client, assignment.setup, trainer, function, args, kwargs, assignment.incarnation, local, host)
+        setup = own_setup(assignment.setup) if isinstance(assignment.setup, Grid) else assignment.setup
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        returned = _run(
+            client,
+            setup,
+            trainer,
+            function,
+            args,
+            kwargs,
+            assignment.incarnation,
+            local,
+            host or client.local_host,
+            keep_model=True,
+        )
+    return returned
 
 
 def _run(
@@ -156,7 +191,8 @@ def _run(
     incarnation: int,
     device: int,
     host: str | None = None,
-) -> None:
+    keep_model: bool = False,
+) -> Any:
     from lightning_recycle.strategy import ReCycleStrategy, WorkerContext
 
     _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
@@ -176,8 +212,15 @@ def _run(
         )
     )
     returned = function(*args, **kwargs)
+    whole = strategy.whole_state() if keep_model else None
     strategy.deliver_result(lambda: _extras(trainer, returned))
     client.leave()
+    if whole is not None:
+        strategy.leave_worker()
+        module = trainer.lightning_module
+        assert isinstance(module, PipelineModule)
+        module.rebuild(whole)
+    return returned
 
 
 @contextlib.contextmanager
@@ -223,8 +266,10 @@ def _extras(trainer: pl.Trainer, returned: Any) -> Extras:
 
     return Extras(
         trainer.state,
+        trainer.should_stop,
         plain(trainer.callback_metrics),
         plain(trainer.logged_metrics),
+        plain(trainer.progress_bar_metrics),
         call._call_callbacks_state_dict(trainer),
         trainer.fit_loop.state_dict(),
         to_cpu(returned),

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Client
 from typing import Any, NoReturn, TypeVar
 
@@ -76,6 +79,7 @@ class ControlClient:
         authkey: the run's.
         heartbeat_interval: seconds between two signs of life.
         joining: whether the training may have begun.
+        survives: whether the process goes on when the results of the run are delivered.
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that is over; ``regroup`` from the main thread
@@ -89,9 +93,11 @@ class ControlClient:
         authkey: bytes,
         heartbeat_interval: float,
         joining: bool = False,
+        survives: bool = False,
     ) -> None:
         self.rank = -1 if rank is None else rank
         self.joining = joining
+        self._survives = survives
         self.generation = -1
         self.leader = -1
         self.leader_applied = -1
@@ -112,14 +118,14 @@ class ControlClient:
         self.next_collective = 0
         self._assignment: Assign | None = None
         self._confirmed = -1
-        self._begun = -1  # the newest step that the main thread has begun
+        self.begun = -1  # the newest step that the main thread has begun
         self._paused_generation = -1
         self._boundary: int | None = None
         self._leaving = False
         self._main_thread = threading.main_thread().ident
         self._wake_heartbeat = threading.Event()
         self._wants_to_leave = False
-        self.send(Hello(rank, os.getpid(), joining))
+        self.send(Hello(rank, os.getpid(), joining, os.environ.get("RECYCLE_NODE") or socket.gethostname()))
         for target in (self._receive, self._beat):
             threading.Thread(target=target, name=f"recycle-{target.__name__.strip('_')}", daemon=True).start()
 
@@ -156,10 +162,10 @@ class ControlClient:
             with self._changed:
                 if self.interrupted:
                     raise Interrupted
-                paused = self._paused_generation == self.generation and step > self._begun
+                paused = self._paused_generation == self.generation and step > self.begun
                 boundary = self._boundary if paused else None
                 if not paused or (boundary is not None and step < boundary):
-                    self._begun = max(self._begun, step)
+                    self.begun = max(self.begun, step)
                     return
             if boundary is not None and not said:
                 said = True
@@ -189,6 +195,11 @@ class ControlClient:
         self.send(Confirm(self.rank, number))
         self._wait(lambda: True if self._confirmed >= number else None, "the word that it is a member")
 
+    @property
+    def local_host(self) -> str:
+        """The address of this machine on the way to the coordinator."""
+        return self._connection.local_host
+
     def await_assignment(self) -> Assign:
         """Waits for a position to become free and takes it."""
         found = self._wait(lambda: self._assignment, "a free position")
@@ -209,13 +220,14 @@ class ControlClient:
         Raises:
             Interrupted: when a newer generation was announced meanwhile.
         """
-        self.send(report)
+        self.send(replace(report, commit=_packed(report.commit)))
 
         def resume() -> Resume | None:
             found = self._resume
             return found if found is not None and found.generation == report.generation else None
 
-        return self._wait(resume, "the others to report", interruptible=True)
+        answer = self._wait(resume, "the others to report", interruptible=True)
+        return replace(answer, commits=_unpacked(answer.commits))
 
     def commit(self, step: int, payload: Any) -> Committed:
         """Waits until every live worker is REDUCED in ``step``.
@@ -223,13 +235,14 @@ class ControlClient:
         Raises:
             Interrupted: when a generation was announced before that.
         """
-        self.send(Commit(self.rank, self.generation, step, payload))
+        self.send(Commit(self.rank, self.generation, step, _packed(payload)))
 
         def committed() -> Committed | None:
             found = self._committed
             return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
 
-        return self._wait(committed, "the commit", interruptible=True)
+        answer = self._wait(committed, "the commit", interruptible=True)
+        return replace(answer, payloads=_unpacked(answer.payloads))
 
     def await_loss(self, step: int) -> StepLoss:
         """Waits for the mean loss of ``step``, and what came with the losses.
@@ -276,7 +289,7 @@ class ControlClient:
         if self.joining:
             return {self.rank: payload}
         number, self.next_collective = self.next_collective, self.next_collective + 1
-        self.send(Arrive(self.rank, number, name, payload))
+        self.send(Arrive(self.rank, number, name, _packed(payload)))
         while True:
             try:
                 # Before the executor exists there is nothing to regroup: the announcement waits until it does.
@@ -285,7 +298,7 @@ class ControlClient:
                     lambda: self._answers.pop(number, None), f"collective {name!r}", interruptible=ready
                 )
                 self.leader = answer.leader
-                return answer.payloads
+                return _unpacked(answer.payloads)
             except Interrupted:
                 assert self.regroup is not None
                 self.regroup()
@@ -298,11 +311,11 @@ class ControlClient:
                 ``payload`` again, and arrive again.
         """
         number = self.next_collective
-        self.send(Arrive(self.rank, number, name, payload, self.generation))
+        self.send(Arrive(self.rank, number, name, _packed(payload), self.generation))
         answer = self._wait(lambda: self._answers.pop(number, None), f"collective {name!r}", interruptible=True)
         self.next_collective = number + 1
         self.leader = answer.leader
-        return answer.payloads
+        return _unpacked(answer.payloads)
 
     def leave(self) -> None:
         """From now on the end of the connection is no failure."""
@@ -339,6 +352,9 @@ class ControlClient:
             if isinstance(message, Stop):
                 if message.reason in (Finished.__name__, LEFT):
                     self._leaving = True  # the results are delivered, or others go on: nothing is left to do here
+                if self._survives and message.reason == Finished.__name__:
+                    self._connection.close()
+                    return
                 self._exit(f"was told to stop ({message.reason})", EXIT_STOPPED)
             with self._changed:
                 match message:
@@ -350,8 +366,9 @@ class ControlClient:
                         self._losses[message.step] = message
                         self.leader_applied = max(self.leader_applied, message.leader_applied)
                     case Pause():
-                        self._paused_generation, self._boundary = message.generation, None
-                        begun = self._begun
+                        if message.generation != self._paused_generation:
+                            self._paused_generation, self._boundary = message.generation, None
+                        begun = self.begun
                     case Boundary():
                         if message.generation == self._paused_generation:
                             self._boundary = message.step
@@ -394,6 +411,15 @@ class ControlClient:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if self._leaving else code)
+
+
+def _packed(payload: Any) -> bytes | None:
+    """What the coordinator passes on without looking at it: it need not have the classes that are in it."""
+    return None if payload is None else pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _unpacked(payloads: Mapping[int, Any]) -> dict[int, Any]:
+    return {rank: pickle.loads(data) if isinstance(data, bytes) else data for rank, data in payloads.items()}
 
 
 def _is_debugged(main_thread: int | None) -> bool:

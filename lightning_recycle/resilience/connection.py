@@ -31,6 +31,12 @@ class MessageConnection:
             if sock.family in (socket.AF_INET, socket.AF_INET6):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def local_host(self) -> str:
+        """The address of this end."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as sock:
+            return str(sock.getsockname()[0])
+
     def set_timeout(self, seconds: float) -> None:
         """Bounds each read and write, so that a peer that stops in the middle of a message cannot block this process.
 

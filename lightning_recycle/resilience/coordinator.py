@@ -40,6 +40,8 @@ from lightning_recycle.resilience.messages import (
     FaultInjected,
     Heartbeat,
     Hello,
+    Leave,
+    Paused,
     Profiled,
     Publish,
     Ready,
@@ -131,6 +133,7 @@ class Coordinator:
         self._processes: dict[int, WorkerProcess] = {}
         self._watch = Watch(grid, self.options)
         self._vacancies = Vacancies(self.options, start_worker, self._wake)
+        self._nodes: dict[int, str] = {}
         self._connected: set[int] = set()
         self._may_move = self.options.normalize  # once for each failure: what is measured then differs a little
         self._graces: dict[int, float] = {}
@@ -156,7 +159,8 @@ class Coordinator:
         workers that are started by hand.
         """
         self._processes = dict(processes)
-        self._watch.begin_start(time.monotonic())
+        if processes:
+            self._watch.begin_start(time.monotonic())
         self._listener.start()
         self._thread.start()
 
@@ -218,6 +222,8 @@ class Coordinator:
             self._evict(rank, cause)
         for rank, cause in self._watch.late(now, self._state).items():
             self._evict(rank, cause)
+        for rank, cause in self._watch.late_candidates(now).items():
+            self._evict(rank, cause)
         verdict = self._watch.judge(now, self._state, self.operation_seconds)
         for rank, cause in verdict.stuck.items():
             self._evict(rank, cause)
@@ -262,7 +268,7 @@ class Coordinator:
             with contextlib.suppress(OSError):  # it went away by itself
                 connection.send(Stop(type(self._state.outcome).__name__))
         if hello.rank is None:
-            self._vacancies.spares.append(connection)
+            self._vacancies.spares.append((connection, hello.node))
             self._selector.register(connection, selectors.EVENT_READ, partial(self._on_spare, connection))
             self._place_spares()
         else:
@@ -278,6 +284,10 @@ class Coordinator:
     def _admit(self, rank: int, connection: MessageConnection, joining: bool) -> None:
         self._connections[rank] = connection
         self._watch.heard(rank, time.monotonic())
+        if joining:
+            self._watch.expect(rank, time.monotonic())
+        elif self._state.generation < 0:
+            self._watch.begin_start(time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ, partial(self._on_readable, rank))
         if not joining:
             self._handle(Joined(rank))
@@ -288,7 +298,7 @@ class Coordinator:
             connection.receive()
         except (EOFError, OSError):
             self._selector.unregister(connection)
-            self._vacancies.spares.remove(connection)
+            self._vacancies.spares = [spare for spare in self._vacancies.spares if spare[0] is not connection]
             connection.close()
 
     def _place_spares(self) -> None:
@@ -298,10 +308,10 @@ class Coordinator:
             free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
         else:
             free = [r for r in sorted(self._state.live) if r not in self._processes and r not in self._connections]
-        for rank in free:
-            if not self._vacancies.spares:
-                return
-            connection = self._vacancies.spares.pop(0)
+        while free and self._vacancies.spares:
+            connection, node = self._vacancies.spares.pop(0)
+            rank = min(free, key=lambda rank: (*self._strangeness(rank, node), rank))
+            free.remove(rank)
             self._selector.unregister(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
             try:
@@ -309,7 +319,16 @@ class Coordinator:
             except OSError:
                 connection.close()
                 continue
+            self._nodes[rank] = node
             self._admit(rank, connection, joining)
+
+    def _strangeness(self, rank: int, node: str) -> tuple[bool, bool]:
+        """How little a worker of ``node`` fits the position: best into a pipeline with others of its node, so that the
+        loss of the node hits different stages, else into an empty one.
+        """
+        stages = self.grid.stages
+        pipeline = [self._nodes.get(r) for r in range(rank // stages * stages, (rank // stages + 1) * stages)]
+        return node not in pipeline, any(other not in (None, node) for other in pipeline)
 
     def _has_candidate(self, rank: int) -> bool:
         return rank in self._connections or rank in self._processes or self._vacancies.is_starting(rank)
@@ -325,11 +344,13 @@ class Coordinator:
             if self.options.restart_workers:
                 self._history.add("restarting", self._state, rank)
                 self._vacancies.start(rank)
+                self._watch.expect(rank, now)
             elif self._may_move and not self._state.moves:
                 mover = self._planner.propose_move(self._failed(), self.grid.worker(rank), self.operation_seconds)
                 if mover is not None:
                     self._handle(MovePlanned(rank, self.grid.rank(mover)))
                     self._vacancies.start(rank, on=self.grid.rank(mover))
+                    self._watch.expect(rank, now)
                     return
 
     def _on_readable(self, rank: int) -> None:
@@ -370,6 +391,7 @@ class Coordinator:
             self._selector.unregister(connection)
             connection.close()
         self._watch.forget(rank)
+        self._nodes.pop(rank, None)
         if rank in self._state.live:
             self._handle(Lost(rank, cause))
         elif process is not None or connection is not None:
@@ -402,6 +424,8 @@ class Coordinator:
     # ------------------------------------------------------------------ messages
 
     def _on_message(self, rank: int, message: Any) -> None:
+        if not isinstance(message, (Heartbeat, Leave, Paused, Publish)):  # these are from other threads
+            self._watch.acted(rank, time.monotonic())
         match message:
             case Heartbeat():
                 self._watch.beat(rank, message, time.monotonic())
@@ -432,7 +456,13 @@ class Coordinator:
                 self._watch.reported(rank)
             case Ready():
                 self._vacancies.succeeded(rank)
+                self._watch.ready(rank)
+            case Leave() if rank not in self._state.live:  # it was to join; now it has been told to end
+                self._dismiss(rank)
+                self._candidate_gone(rank)
+                return
             case Applied():
+                self._watch.applied(rank)
                 if rank == stage_leads(self.grid, self._state.roster).get(self.grid.worker(rank).stage):
                     self.operation_seconds[self.grid.worker(rank).stage] = dict(message.operation_seconds)
             case Broken():
@@ -546,7 +576,8 @@ class Coordinator:
         if self._state.outcome is None:
             self._state = replace(self._state, outcome=outcome)
         # Also when all went well: a worker may be waiting for a generation that nobody needs any more.
-        for connection in [*self._connections.values(), *self._vacancies.spares]:
+        spares = [connection for connection, _ in self._vacancies.spares]
+        for connection in [*self._connections.values(), *spares]:
             with contextlib.suppress(OSError):  # the run is ending; who is gone needs no message
                 connection.send(Stop(type(outcome).__name__))
         self._done.set()

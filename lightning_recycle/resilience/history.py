@@ -99,11 +99,12 @@ class History:
                 seconds = now - self._last_step_time if self._last_step_time is not None else None
                 self._last_step_time = now
             case "resumed":
+                if details.get("redone"):
+                    self.counters["redone_steps"] += 1
+                    self.add("redone", state, step=record.step, details={"ahead": details["ahead"]})
                 if self._failure_time is not None:
                     seconds = now - self._failure_time
                     self._recovering = True
-                    self.counters["redone_steps"] += 1
-                    self.add("redone", state, step=record.step, details={"ahead": details["ahead"]})
                 elif self._last_step_time is None or self._paused_time is None:
                     self._last_step_time = now
             case "paused":

@@ -243,9 +243,14 @@ def _report(state: MembershipState, event: Report) -> _Next:
         commits.update(state.answered[1])
     answered = (decision.version - 1, commits) if commits else state.answered
     state = replace(state, regrouping=False, answered=answered)  # who applies it need not bring it again
+    details = {
+        "roster": state.roster,
+        "ahead": tuple(sorted(decision.ahead)),
+        "redone": any(report.begun >= decision.version for report in state.reports.values()),
+    }
     return state, (
         Send(state.roster, Resume(state.generation, state.roster, decision, None, commits, donors)),
-        Record("resumed", decision.version, None, {"roster": state.roster, "ahead": tuple(sorted(decision.ahead))}),
+        Record("resumed", decision.version, None, details),
     )
 
 

@@ -57,11 +57,13 @@ class Hello:
         rank: the position that the worker was started for; None for one started by hand, which is given a position.
         pid: of its process.
         joining: whether the training may have begun without it: it enters at a step boundary.
+        node: name of its machine; workers of one machine are put into the same pipelines.
     """
 
     rank: int | None
     pid: int
     joining: bool = False
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +175,15 @@ class Confirm:
 class Report:
     """A survivor stopped for ``generation`` and says what it holds.
 
-    ``commit`` is what it would bring to the commit of its step if it is REDUCED and commits are asked for.
+    ``commit`` is what it would bring to the commit of its step if it is REDUCED and commits are asked for; ``begun`` the
+    newest step that it has begun.
     """
 
     rank: int
     generation: int
     status: WorkerStatus
     commit: Any = None
+    begun: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Vacancies:
         start_worker: Callable[[int, int, int], WorkerProcess] | None,
         wake: Callable[[], None],
     ) -> None:
-        self.spares: list[MessageConnection] = []
+        self.spares: list[tuple[MessageConnection, str]] = []  # and the machine that it is on
         self._options = options
         self._start_worker = start_worker
         self._wake = wake
@@ -102,5 +102,5 @@ class Vacancies:
                 if process is not None:
                     process.kill()
             time.sleep(0.01)
-        for connection in self.spares:
+        for connection, _ in self.spares:
             connection.close()

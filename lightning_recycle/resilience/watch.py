@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from lightning_recycle.planning.grid import Grid
@@ -24,8 +25,11 @@ class Watch:
         self._options = options
         self._heard: dict[int, float] = {}
         self._beats: dict[int, tuple[Heartbeat, float]] = {}
+        self._acted: dict[int, float] = {}
+        self._have_applied: set[int] = set()  # ever; a process's first step may take long whatever others took
         self._have_reported: set[int] = set()  # ever; before its first report a worker sets up, which may take long
         self._deadline: float | None = None
+        self._candidates: dict[int, float] = {}
 
     # ------------------------------------------------------------------ what is heard
 
@@ -36,13 +40,32 @@ class Watch:
         self._heard[rank] = now
         self._beats[rank] = (heartbeat, now)
 
+    def acted(self, rank: int, now: float) -> None:
+        """The worker's main thread said something: whatever an earlier heartbeat told of it is over."""
+        self._acted[rank] = now
+
+    def applied(self, rank: int) -> None:
+        self._have_applied.add(rank)
+
     def reported(self, rank: int) -> None:
+        self._have_reported.add(rank)
+
+    def expect(self, rank: int, now: float) -> None:
+        """A replacement for ``rank`` sets up from now on."""
+        self._candidates.setdefault(rank, now + self._options.start_timeout)
+
+    def ready(self, rank: int) -> None:
+        """The replacement is set up."""
+        self._candidates.pop(rank, None)
         self._have_reported.add(rank)
 
     def forget(self, rank: int) -> None:
         """The process at ``rank`` is gone; another one may come."""
+        self._candidates.pop(rank, None)
         self._heard.pop(rank, None)
         self._beats.pop(rank, None)
+        self._acted.pop(rank, None)
+        self._have_applied.discard(rank)
         self._have_reported.discard(rank)
 
     def forgive(self, now: float) -> None:
@@ -53,7 +76,9 @@ class Watch:
     # ------------------------------------------------------------------ what there is a bound for
 
     def begin_start(self, now: float) -> None:
-        self._deadline = now + self._options.start_timeout
+        """The first worker is expected, or there."""
+        if self._deadline is None:
+            self._deadline = now + self._options.start_timeout
 
     def begin_regroup(self, now: float) -> None:
         self._deadline = now + self._options.report_timeout
@@ -72,6 +97,11 @@ class Watch:
             if now - self._heard.get(rank, now) > timeout:
                 found[rank] = f"it was silent for more than {timeout:g} s"
         return found
+
+    def late_candidates(self, now: float) -> dict[int, str]:
+        """Which replacements are not ready although there was time."""
+        cause = f"it was not ready within {self._options.start_timeout:g} s"
+        return {rank: cause for rank, deadline in self._candidates.items() if now > deadline}
 
     def late(self, now: float, state: MembershipState) -> dict[int, str]:
         """Who has not joined, or not stopped for a regroup, although there was time."""
@@ -102,13 +132,24 @@ class Watch:
                 activity.operation,
                 activity.kind,
                 done or bool(activity.waiting_for),
-                beat.seconds + now - received,
+                min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
                 beat.debugged,
             )
         verdict = judge(
             observations,
-            lambda rank, kind: seconds.get(self._grid.worker(rank).stage, {}).get(kind),
+            lambda rank, kind: self._usual(rank, kind, seconds),
             self._options.heartbeat_timeout,
             self._options.patience,
         )
-        return Verdict(verdict.stuck) if state.regrouping else verdict
+        # What was waited for in an earlier generation says nothing about this one.
+        current = all(self._beats[rank][0].generation == state.generation for rank in state.live)
+        return verdict if current and not state.regrouping else Verdict(verdict.stuck)
+
+    def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
+        """The usual seconds of an operation; one that is new to the plan (a backward that was fused before, or is
+        fused now) takes at most twice as long as the longest.
+        """
+        known = seconds.get(self._grid.worker(rank).stage, {})
+        if rank not in self._have_applied or not known:
+            return None
+        return known.get(kind, 2 * max(known.values()))

@@ -37,7 +37,10 @@ __all__ = ["MicrobatchLoader", "StepHandle"]
 
 
 class StepHandle:
-    """What Lightning's loops see as the batch of one step: an address, not the data.
+    """What Lightning's loops and hooks see as the batch of one step: an address, not the data.
+
+    Callbacks that look into the batch, by index, key or iteration, find the whole global batch: it is read, in this
+    process, the first time that somebody looks.
 
     Args:
         loader: where its data comes from.
@@ -47,6 +50,27 @@ class StepHandle:
 
     def __init__(self, loader: MicrobatchLoader, epoch: int, index: int) -> None:
         self.loader, self.epoch, self.index = loader, epoch, index
+        self._data: tuple[Any] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Of the global batch."""
+        return self.loader.samples_in(self.index)
+
+    def read(self) -> Any:
+        """The whole global batch as the user's collate function makes it, on the device."""
+        if self._data is None:
+            self._data = (self.loader.read_batch(self),)
+        return self._data[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.read()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read())
+
+    def __len__(self) -> int:
+        return len(self.read())
 
     def __repr__(self) -> str:
         return f"StepHandle(epoch={self.epoch}, index={self.index})"
@@ -142,6 +166,11 @@ class MicrobatchLoader:
             stays what it was when a training goes on with fewer pipelines.
         evaluation: keep a trailing incomplete global batch, and make micro-batches of consecutive samples, as even as
             they can be; some may be empty.
+        batches_per_step: how many batches of the DataLoader each pipeline takes for one step (gradient accumulation).
+
+    Attributes:
+        prepare: called with a collated batch and a seed that belongs to it, before anybody sees it: moves it to the
+            device.
 
     Raises:
         UnsupportedFeatureError: for an IterableDataset or a custom batch sampler.
@@ -157,10 +186,10 @@ class MicrobatchLoader:
         prefetch: bool = True,
         batch_pipelines: int | None = None,
         evaluation: bool = False,
+        batches_per_step: int = 1,
     ) -> None:
-        check_dataloader(
-            dataloader, None if evaluation else grid.global_microbatches // (batch_pipelines or grid.pipelines)
-        )
+        pipelines = batch_pipelines or grid.pipelines
+        check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines // batches_per_step)
         self.evaluation = evaluation
         self.grid = grid
         self.dataset = dataloader.dataset
@@ -169,7 +198,10 @@ class MicrobatchLoader:
         batch_size, self._user_sampler = batching_of(dataloader)
         assert batch_size is not None
         self.batch_size = batch_size
-        self.global_batch_size = batch_size * (batch_pipelines or grid.pipelines)
+        self.batches_per_step = batches_per_step
+        self.global_batch_size = batch_size * pipelines * batches_per_step
+        self.prepare: Callable[[Any, int], Any] | None = None
+        self.dataloader_idx = 0  # among several loaders of an evaluation
         # Lightning wraps the batch sampler for prediction; its callbacks read there which samples a batch had.
         self.batch_sampler = getattr(dataloader, "batch_sampler", None)
         self._dataloader = dataloader
@@ -185,14 +217,19 @@ class MicrobatchLoader:
         self._prefetched_to: tuple[int, int, Microbatch] | None = None
         num_samples = self._num_samples = len(self._user_sampler)
         self._num_steps = num_samples // self.global_batch_size
-        if evaluation:
+        if evaluation and not _drops_last(dataloader):
             self._num_steps = -(-num_samples // self.global_batch_size)
-        elif self._num_steps == 0:
+        elif self._num_steps == 0 and not evaluation:
             raise ConfigurationError(
                 f"The training data has {num_samples} samples, fewer than one global batch of {grid.pipelines}"
                 " pipelines x"
                 f" batch_size={self.batch_size}. Use a smaller batch_size or fewer pipelines."
             )
+
+    @property
+    def unused_samples(self) -> int:
+        """How many samples of an epoch no step has."""
+        return max(0, self._num_samples - self._num_steps * self.global_batch_size)
 
     # ------------------------------------------------------------------ what Lightning sees
 
@@ -248,7 +285,26 @@ class MicrobatchLoader:
             own = self._prefetch and microbatch.pipeline == self._pipeline and self._dataloader.num_workers > 0
             if not own or not self._take_prefetched(key):
                 self._read([key])
-        return self._fetched.pop(key)
+        return self._prepared(self._fetched.pop(key), handle, global_index(self.grid, microbatch))
+
+    def read_batch(self, handle: StepHandle) -> Any:
+        """The whole global batch of ``handle``, collated as one."""
+        first = handle.index * self.global_batch_size
+        order = self._order(handle.epoch)
+        addresses = [(handle.epoch, int(order[first + i])) for i in range(self.samples_in(handle.index))]
+        with seeded_everything() as reseed:
+            data = self._collate.collect(self._addressed.read(addresses, reseed), reseed)
+        return self._prepared(data, handle, -1)
+
+    def _prepared(self, data: Any, handle: StepHandle, index: int) -> Any:
+        if self.prepare is None:
+            return data
+        return self.prepare(data, derive_seed(self._seed, handle.epoch, handle.index, index))
+
+    def samples_in(self, step: int) -> int:
+        """Number of samples of the global batch of a step; that of the last one in an evaluation may be smaller."""
+        first = step * self.global_batch_size
+        return min(first + self.global_batch_size, self._num_samples) - first
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
         """The samples of a micro-batch, as (epoch, dataset index)."""
@@ -362,6 +418,11 @@ def batching_of(dataloader: DataLoader[Any]) -> tuple[int | None, Any]:
     ):  # as it is, or Lightning's wrapper
         return int(batch_sampler.batch_size), batch_sampler.sampler  # type: ignore[union-attr]
     return None, None
+
+
+def _drops_last(dataloader: DataLoader[Any]) -> bool:
+    batch_sampler = dataloader.batch_sampler
+    return bool(getattr(getattr(batch_sampler, "_batch_sampler", batch_sampler), "drop_last", False))
 
 
 def check_dataloader(dataloader: Any, microbatches: int | None) -> None:

@@ -407,7 +407,7 @@ class Executor:
             self._incoming = {}
             announced = self._client.enter_generation()
             status = WorkerStatus(self.worker.stage, -1 if self._joining else self.version, self._reduced)
-            report = Report(self._client.rank, announced.generation, status, self._payload)
+            report = Report(self._client.rank, announced.generation, status, self._payload, self._client.begun)
             self._client.activity = Activity(self.version, "recovery", "", time.monotonic(), _RECOVER)
             try:
                 resume = self._client.report(report)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lightning_recycle.resilience.client import ControlClient, Interrupted
-from lightning_recycle.resilience.messages import Applied, Connected, Report, Resume
+from lightning_recycle.resilience.messages import Applied, Connected, Entered, Losses, Report, Resume
 from lightning_recycle.resilience.recovery import WorkerStatus
 
 
@@ -53,6 +53,7 @@ class Member:
     def __init__(self, client: ControlClient, stages: int) -> None:
         self.client = client
         self.stage = client.rank % stages
+        self.last_stage = stages - 1
         self.version = 0
         self.reduced = False
         self.resumes: list[Resume] = []
@@ -63,17 +64,28 @@ class Member:
         self.regroup()
         return self
 
+    def enter(self) -> Member:
+        """Joins a training that has begun."""
+        self.version = -1
+        self.client.wait_to_enter()
+        self.regroup()
+        return self
+
     def regroup(self) -> None:
         while True:
             announced = self.client.enter_generation()
             payload = Payload(self.client.rank) if self.reduced else None
             status = WorkerStatus(self.stage, self.version, self.reduced)
             try:
-                resume = self.client.report(Report(self.client.rank, announced.generation, status, payload))
+                report = Report(self.client.rank, announced.generation, status, payload, self.client.begun)
+                resume = self.client.report(report)
             except Interrupted:
                 continue
             self.resumes.append(resume)
             self.client.send(Connected(self.client.rank, resume.generation))
+            if self.client.rank in resume.donors:  # there is no state to get
+                self.version = resume.decision.version
+                self.client.send(Entered(self.client.rank, resume.generation))
             if self.version < resume.decision.version:
                 self.apply()
             return
@@ -82,8 +94,9 @@ class Member:
         target = self.version + 1
         while self.version < target:
             try:
-                if self.client.interrupted:
-                    raise Interrupted
+                self.client.begin_step(self.version)
+                if self.stage == self.last_stage:  # the last one: losses come before gradients
+                    self.client.send(Losses(self.client.rank, self.version, {0: 0.5, 1: 0.5}))
                 self.reduced = True
                 self.client.commit(self.version, Payload(self.client.rank))
                 self.apply()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -24,10 +25,10 @@ from control_worker import Member, Payload, ThreadClient
 
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.resilience import watch
 from lightning_recycle.resilience.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED, Interrupted
 from lightning_recycle.resilience.connection import MessageConnection
 from lightning_recycle.resilience.coordinator import Coordinator, CoordinatorOptions
-from lightning_recycle.resilience.membership import RESULT, Crashed, Failed, Finished, StageLost
 from lightning_recycle.resilience.messages import (
     Activity,
     Arrive,
@@ -43,6 +44,7 @@ from lightning_recycle.resilience.messages import (
     Stop,
 )
 from lightning_recycle.resilience.recovery import WorkerStatus
+from lightning_recycle.resilience.state import RESULT, Crashed, Failed, Finished, StageLost
 
 PATIENCE = 15.0  # seconds for what must happen
 pytestmark = pytest.mark.timeout(60)
@@ -109,11 +111,20 @@ class FakePlanner:
 class ControlPlane:
     """A coordinator with the workers that a test gives it."""
 
-    def __init__(self, grid: Grid = GRID, **options: float) -> None:
+    def __init__(
+        self, grid: Grid = GRID, start_worker: Callable[[int, int, int], Any] | None = None, **options: float
+    ) -> None:
         self.processes = {rank: FakeProcess() for rank in range(grid.num_workers)}
         defaults = {"heartbeat_timeout": PATIENCE, "start_timeout": PATIENCE, "report_timeout": PATIENCE, "grace": 0.1}
         self.planner = FakePlanner()
-        self.coordinator = Coordinator(grid, self.planner, CoordinatorOptions(**{**defaults, **options}))  # type: ignore[arg-type]
+        all_options = CoordinatorOptions(**{**defaults, **options})  # type: ignore[arg-type]
+        self.coordinator = Coordinator(
+            grid,
+            self.planner,
+            all_options,
+            start_worker=start_worker,
+            setup="for who is started by hand",  # type: ignore[arg-type]
+        )
         self.grid = grid
         self.clients: list[ThreadClient] = []
         self.raw: list[MessageConnection] = []
@@ -123,8 +134,8 @@ class ControlPlane:
     def start(self) -> None:
         self.coordinator.start(self.processes)
 
-    def client(self, rank: int) -> ThreadClient:
-        client = ThreadClient(rank, self.coordinator.address, self.coordinator.authkey, 0.05)
+    def client(self, rank: int | None, joining: bool = False) -> ThreadClient:
+        client = ThreadClient(rank, self.coordinator.address, self.coordinator.authkey, 0.05, joining)
         self.clients.append(client)
         return client
 
@@ -188,8 +199,9 @@ def plane() -> Iterator[ControlPlane]:
 
 
 @pytest.fixture
-def strict() -> Iterator[ControlPlane]:
-    """One that evicts a worker after a second of silence."""
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlPlane]:
+    """One that evicts a worker after a second of silence, also while it starts."""
+    monkeypatch.setattr(watch, "_LEAST_START_TIMEOUT", SILENCE)
     plane = ControlPlane(heartbeat_timeout=SILENCE)
     plane.start()
     yield plane
@@ -264,7 +276,9 @@ def test_results_stay_with_the_coordinator_and_end_the_run(plane: ControlPlane) 
     parts = {0: "first stage", 1: "last stage", 2: None, 3: None}
     answers = together(*(lambda m=m: m.client.arrive(RESULT, parts[m.client.rank]) for m in members))
     assert all(answer == {0: True, 1: True, 2: False, 3: False} for answer in answers)
-    assert plane.coordinator.wait(PATIENCE) == Finished({0: "first stage", 1: "last stage"})
+    outcome = plane.coordinator.wait(PATIENCE)
+    assert isinstance(outcome, Finished)
+    assert {rank: pickle.loads(part) for rank, part in outcome.results.items()} == {0: "first stage", 1: "last stage"}
 
 
 def test_waiting_for_the_end_is_bounded_when_asked(plane: ControlPlane) -> None:
@@ -345,6 +359,18 @@ def test_an_exception_of_the_users_ends_the_run_even_if_its_process_is_already_g
     assert plane.coordinator.wait(PATIENCE) == Crashed(crash)
 
 
+def test_an_exception_of_the_infrastructure_ends_connection_and_process_at_once(plane: ControlPlane) -> None:
+    members = plane.members()
+    members[3].client.leave()  # in this process only: as a worker whose interpreter is still shutting down
+    members[3].client.send(Crash(3, True, "InjectedFaultError: as asked", None, "Traceback"))
+    together(*(member.step for member in members[:3]))
+    assert plane.processes[3].killed.is_set()
+    assert members[3].client.exited.wait(PATIENCE)
+    (failure,) = plane.events("failure")
+    assert (failure.worker, failure.details["cause"]) == ((1, 1), "InjectedFaultError: as asked")
+    assert members[0].client.roster == (0, 1, 2)
+
+
 def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason() -> None:
     plane = ControlPlane()
     plane.planner.error = RuntimeError("no plan for this")
@@ -397,6 +423,182 @@ def test_a_worker_that_does_not_stop_for_a_regroup_is_evicted() -> None:
         plane.close()
 
 
+# ---------------------------------------------------------------------- the roster grows and shrinks
+
+
+def run_to(version: int, members: list[Member]) -> list[Future[Any]]:
+    """Lets each of ``members`` step up to ``version``, in a thread of its own."""
+
+    def run(member: Member) -> None:
+        while member.version < version:
+            member.step()
+
+    return [in_thread(run, member) for member in members]
+
+
+def has_boundary(plane: ControlPlane) -> bool:
+    """Whether all have been asked to stop, and have heard it."""
+    pause = plane.coordinator._state.pause
+    return pause is not None and pause.boundary is not None
+
+
+def results(futures: list[Future[Any]]) -> list[Any]:
+    return [future.result(PATIENCE) for future in futures]
+
+
+def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane: ControlPlane) -> None:
+    members = plane.members()
+    die(plane, members[3])
+    results(run_to(1, members[:3]))
+    joiner = Member(plane.client(3, joining=True), 2)
+    entering = in_thread(joiner.enter)
+    plane.until(lambda: has_boundary(plane))
+    running = run_to(6, members[:3])
+    entering.result(PATIENCE)
+    assert joiner.resumes[0].donors == {3: 1}
+    assert (joiner.version, joiner.client.roster) == (1, (0, 1, 2, 3))
+    results([*running, *run_to(6, [joiner])])
+    plane.until(lambda: len(plane.events("step")) == 6)
+    assert [event.step for event in plane.events("step")] == list(range(6))
+    assert len(plane.events("failure")) == 1
+    assert plane.events("redone") == []  # nobody had begun the next step
+    (rejoined,) = plane.events("rejoined")
+    (paused,) = plane.events("paused")
+    assert (rejoined.worker, rejoined.step) == ((1, 1), 1)
+    assert rejoined.seconds == pytest.approx(rejoined.time - paused.time, abs=0.01)
+    answers = together(*(partial(m.client.arrive, "end", m.client.rank) for m in [*members[:3], joiner]))
+    assert answers == [{0: 0, 1: 1, 2: 2, 3: 3}] * 4
+    assert plane.coordinator.schedules[-1] == FakeSchedule(frozenset()), "the plan of before"
+
+
+def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_ends_well(plane: ControlPlane) -> None:
+    members = plane.members()
+    results(run_to(2, members))
+    members[3].client.request_leave()
+    plane.until(lambda: has_boundary(plane))
+    run_to(3, [members[3]])
+    results(run_to(5, members[:3]))
+    assert members[3].client.exited.wait(PATIENCE)
+    assert members[3].client.exit_code == 0
+    assert (members[3].version, members[0].client.roster) == (2, (0, 1, 2))
+    (left,) = plane.events("left")
+    assert (left.worker, left.step) == ((1, 1), 2)
+    assert [*plane.events("failure"), *plane.events("redone")] == []
+    assert not plane.processes[3].killed.is_set()
+
+
+def test_a_leader_that_was_lost_is_not_leader_again_when_it_comes_back(plane: ControlPlane) -> None:
+    members = plane.members()
+    assert {member.client.leader for member in members} == {1}
+    die(plane, members[1])
+    survivors = [members[0], members[2], members[3]]
+    results(run_to(1, survivors))
+    joiner = Member(plane.client(1, joining=True), 2)
+    entering = in_thread(joiner.enter)
+    plane.until(lambda: has_boundary(plane))
+    running = run_to(3, survivors)
+    entering.result(PATIENCE)
+    results([*running, *run_to(3, [joiner])])
+    assert {member.client.leader for member in [*survivors, joiner]} == {3}
+
+
+def test_a_worker_started_by_hand_gets_the_position_that_is_free(plane: ControlPlane) -> None:
+    members = plane.members()
+    spare = plane.client(None, joining=True)
+    waiting = in_thread(spare.await_assignment)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.3)
+    die(plane, members[2])
+    found = waiting.result(PATIENCE)
+    assert (found.rank, found.incarnation, found.joining, found.setup) == (2, 1, True, "for who is started by hand")
+    assert spare.rank == 2
+
+
+def test_a_spare_that_goes_away_is_not_given_a_position(plane: ControlPlane) -> None:
+    members = plane.members()
+    gone = plane.connection()
+    gone.send(Hello(None, os.getpid(), True))
+    plane.until(lambda: plane.coordinator._vacancies.spares)
+    gone.close()
+    plane.until(lambda: not plane.coordinator._vacancies.spares)
+    stays = plane.client(None, joining=True)
+    die(plane, members[2])
+    assert in_thread(stays.await_assignment).result(PATIENCE).rank == 2
+
+
+def test_replacements_are_started_for_the_lost_as_often_as_allowed() -> None:
+    started: list[tuple[int, int, int]] = []
+    processes: list[FakeProcess] = []
+
+    def start_worker(rank: int, incarnation: int, device: int) -> FakeProcess:
+        started.append((rank, incarnation, device))
+        processes.append(FakeProcess())
+        return processes[-1]
+
+    plane = ControlPlane(start_worker=start_worker, restart_workers=True, max_restarts=2)
+    plane.start()
+    try:
+        members = plane.members()
+        die(plane, members[3])
+        plane.until(lambda: len(started) == 1)
+        plane.until(lambda: 3 in plane.coordinator._processes)
+        processes[0].die("it exited with code 1")
+        plane.until(lambda: len(started) == 2)
+        plane.until(lambda: 3 in plane.coordinator._processes)
+        processes[1].die("it exited with code 1")
+        plane.until(lambda: 3 not in plane.coordinator._processes)
+        time.sleep(0.7)  # the first wait is half a second
+        assert started == [(3, 1, 3), (3, 2, 3)]
+        assert [event.worker for event in plane.events("restarting")] == [(1, 1), (1, 1)]
+        assert len(plane.events("failure")) == 1, "who was never let in is no failure"
+    finally:
+        plane.close()
+        for process in processes:
+            process.close()
+
+
+def test_a_replacement_that_does_not_become_ready_in_time_is_given_up_for_the_next_one() -> None:
+    processes: list[FakeProcess] = []
+
+    def start_worker(rank: int, incarnation: int, device: int) -> FakeProcess:
+        processes.append(FakeProcess())
+        return processes[-1]
+
+    plane = ControlPlane(start_worker=start_worker, restart_workers=True, start_timeout=1.0)
+    plane.start()
+    try:
+        members = plane.members()
+        die(plane, members[3])
+        plane.until(lambda: processes)
+        plane.until(lambda: processes[0].killed.is_set(), seconds=3.0)  # it never says hello
+        plane.until(lambda: len(processes) > 1)
+    finally:
+        plane.close()
+        for process in processes:
+            process.close()
+
+
+@pytest.mark.parametrize(("rank", "joining"), [(3, True), (4, True), (-1, False)], ids=["taken", "outside", "negative"])
+def test_who_claims_a_position_that_it_cannot_have_is_refused(plane: ControlPlane, rank: int, joining: bool) -> None:
+    members = plane.members()
+    stranger = plane.connection()
+    stranger.send(Hello(rank, os.getpid(), joining))
+    with pytest.raises((EOFError, OSError)):
+        stranger.receive()
+    together(*(member.step for member in members))
+    assert plane.events("failure") == []
+
+
+def test_only_a_member_is_told_that_it_is_one(plane: ControlPlane) -> None:
+    members = plane.members()
+    together(*(partial(member.client.confirm) for member in members))
+    joiner = plane.client(3, joining=True)  # the position is taken
+    confirming = in_thread(joiner.confirm)
+    assert joiner.exited.wait(PATIENCE)
+    assert joiner.exit_code == EXIT_LOST_COORDINATOR
+    assert not confirming.done() or confirming.exception() is not None
+
+
 # ---------------------------------------------------------------------- silence
 
 
@@ -413,6 +615,8 @@ def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int)
     members = strict.members(0, 1, 2)  # they need worker 3's report, or its eviction
     assert strict.processes[3].killed.is_set()
     assert [event.worker for event in strict.events("failure")] == [(1, 1)]
+    kinds = [event.kind for event in strict.coordinator.history if event.worker == (1, 1)]
+    assert kinds == ["suspected", "evicted", "failure"]
     assert "silent for more than 1 s" in strict.events("failure")[0].details["cause"]
     assert members[0].client.roster == (0, 1, 2)
     assert isinstance(silent.receive(), Regroup)
@@ -599,10 +803,12 @@ def test_history_tells_a_failure_from_its_detection_to_the_next_committed_step(p
         together(*(member.step for member in survivors))
     plane.until(lambda: len(plane.events("step")) == 3)
     kinds = [event.kind for event in plane.coordinator.history]
-    assert kinds == ["resumed", "regrouped", "step", "failure", "resumed", "regrouped", "step", "recovered", "step"]
+    recovery = ["failure", "resumed", "regrouped", "step", "recovered"]
+    assert kinds == ["resumed", "regrouped", "step", *recovery, "step"]
     _, _, first, failure, resumed, regrouped, second, recovered, third = plane.coordinator.history
     assert [event.generation for event in (first, resumed, second, recovered, third)] == [0, 1, 1, 1, 1]
-    assert [event.step for event in (first, failure, resumed, second, recovered, third)] == [0, 1, 1, 1, 1, 2]
+    steps = [event.step for event in (first, failure, resumed, second, recovered, third)]
+    assert steps == [0, 1, 1, 1, 1, 2]
     assert failure.worker == (1, 0)
     assert (failure.details["kind"], failure.details["operation"]) == ("kill", "F(0, 0)@0")
     moments = [failure.seconds, resumed.seconds, regrouped.seconds, recovered.seconds]
@@ -633,12 +839,12 @@ def test_plans_are_made_ahead_at_the_start_and_again_once_the_times_are_known(pl
 def test_what_a_worker_publishes_reaches_the_others_of_its_generation(plane: ControlPlane) -> None:
     members = plane.members()
     members[2].client.publish("address", b"of 2")
-    assert together(*(partial(m.client.lookup, "address") for m in members)) == [b"of 2"] * 4
+    assert together(*(partial(m.client.lookup, "address", threading.Event()) for m in members)) == [b"of 2"] * 4
 
 
 def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane: ControlPlane) -> None:
     members = plane.members()
-    waiting = in_thread(members[0].client.lookup, "address")
+    waiting = in_thread(members[0].client.lookup, "address", threading.Event())
     die(plane, members[3])
     with pytest.raises(Interrupted):
         waiting.result(PATIENCE)
@@ -649,7 +855,7 @@ def test_the_mean_loss_of_a_step_is_known_to_all_when_all_its_parts_are(plane: C
     waiting = [in_thread(member.client.await_loss, 0) for member in members]
     members[1].client.send(Losses(1, 0, {0: 1.0}))
     members[3].client.send(Losses(3, 0, {1: 4.0}))
-    assert [future.result(PATIENCE) for future in waiting] == [2.5] * 4
+    assert [future.result(PATIENCE).loss for future in waiting] == [2.5] * 4
 
 
 def test_closing_before_the_start_is_harmless() -> None:

@@ -1,13 +1,38 @@
 """The membership state machine, event by event."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
+from membership_feed import (
+    ALL,
+    GRID,
+    all_losses,
+    applied,
+    commits,
+    feed,
+    messages,
+    records,
+    report,
+    reports,
+    running,
+    running_without_3,
+)
 
-from lightning_recycle.planning.grid import Grid
-from lightning_recycle.resilience.membership import (
-    MAX_DISTURBANCES,
+from lightning_recycle.resilience.membership import MAX_DISTURBANCES, transition
+from lightning_recycle.resilience.messages import (
+    Answer,
+    Applied,
+    Arrive,
+    Broken,
+    Commit,
+    Committed,
+    Crash,
+    Losses,
+    Regroup,
+    Report,
+    Resume,
+    StepLoss,
+)
+from lightning_recycle.resilience.recovery import Adoption, Decision
+from lightning_recycle.resilience.state import (
     RESULT,
     Command,
     Crashed,
@@ -25,74 +50,7 @@ from lightning_recycle.resilience.membership import (
     initial_state,
     leader,
     stage_leads,
-    transition,
 )
-from lightning_recycle.resilience.messages import (
-    Answer,
-    Applied,
-    Arrive,
-    Broken,
-    Commit,
-    Committed,
-    Crash,
-    Losses,
-    Regroup,
-    Report,
-    Resume,
-    StepLoss,
-)
-from lightning_recycle.resilience.recovery import Adoption, Decision, WorkerStatus
-
-GRID = Grid(2, 2, 2)  # ranks 0 and 2 are stage 0, ranks 1 and 3 stage 1
-ALL = (0, 1, 2, 3)
-
-
-def feed(state: MembershipState, *events: Event) -> tuple[MembershipState, list[Command]]:
-    """The state after ``events``, and all commands that they caused."""
-    caused: list[Command] = []
-    for event in events:
-        state, commands = transition(state, event)
-        caused += commands
-    return state, caused
-
-
-def messages(commands: Iterable[Command], kind: type) -> list[Any]:
-    return [c.message for c in commands if isinstance(c, Send) and isinstance(c.message, kind)]
-
-
-def records(commands: Iterable[Command], kind: str) -> list[Record]:
-    return [c for c in commands if isinstance(c, Record) and c.kind == kind]
-
-
-def report(rank: int, generation: int, version: int = 0, reduced: bool = False) -> Report:
-    status = WorkerStatus(GRID.worker(rank).stage, version, reduced)
-    return Report(rank, generation, status, f"commit of {rank}" if reduced else None)
-
-
-def reports(ranks: Iterable[int], generation: int, version: int = 0, reduced: bool = False) -> list[Report]:
-    return [report(rank, generation, version, reduced) for rank in ranks]
-
-
-def commits(ranks: Iterable[int], generation: int, step: int) -> list[Commit]:
-    return [Commit(rank, generation, step, f"payload of {rank}") for rank in ranks]
-
-
-def applied(ranks: Iterable[int], step: int) -> list[Applied]:
-    return [Applied(rank, step, {}) for rank in ranks]
-
-
-def running() -> MembershipState:
-    """All four workers run step 0 in generation 0."""
-    state, _ = feed(initial_state(GRID), *map(Joined, ALL), *reports(ALL, 0))
-    assert (state.generation, state.regrouping) == (0, False)
-    return state
-
-
-def running_without_3(version: int = 0) -> MembershipState:
-    """Worker 3 was lost; the others run in generation 1."""
-    state, _ = feed(running(), Lost(3, "gone"), *reports((0, 1, 2), 1, version))
-    return state
-
 
 # ---------------------------------------------------------------------- start
 
@@ -101,13 +59,13 @@ def test_the_first_generation_begins_when_the_last_worker_has_joined() -> None:
     state, commands = feed(initial_state(GRID), Joined(2), Joined(0), Joined(3))
     assert (state.generation, commands) == (-1, [])
     state, commands = feed(state, Joined(1))
-    assert commands == [Send(ALL, Regroup(0, ALL))]
+    assert commands == [Send(ALL, Regroup(0, ALL, 1))]
     assert state.regrouping
 
 
 def test_a_worker_lost_during_the_start_is_left_out_of_the_first_generation() -> None:
     _state, commands = feed(initial_state(GRID), Joined(0), Joined(1), Joined(2), Lost(3, "import failed"))
-    assert messages(commands, Regroup) == [Regroup(0, (0, 1, 2))]
+    assert messages(commands, Regroup) == [Regroup(0, (0, 1, 2), 1)]
     assert records(commands, "failure") == [Record("failure", 0, 3, {"cause": "import failed"})]
 
 
@@ -115,7 +73,7 @@ def test_a_worker_lost_after_it_joined_does_not_count_as_joined() -> None:
     state, commands = feed(initial_state(GRID), Joined(0), Joined(3), Lost(3, "gone"), Joined(1))
     assert messages(commands, Regroup) == []
     state, commands = feed(state, Joined(2))
-    assert commands == [Send((0, 1, 2), Regroup(0, (0, 1, 2)))]
+    assert commands == [Send((0, 1, 2), Regroup(0, (0, 1, 2), 1))]
 
 
 def test_the_first_resume_starts_at_step_0_and_nobody_has_anything_to_do() -> None:
@@ -133,14 +91,14 @@ def test_the_first_resume_starts_at_step_0_and_nobody_has_anything_to_do() -> No
 
 def test_a_loss_while_running_tells_all_survivors_to_regroup_in_the_next_generation() -> None:
     state, commands = feed(running(), Lost(2, "killed by SIGKILL"))
-    assert messages(commands, Regroup) == [Regroup(1, (0, 1, 3))]
+    assert messages(commands, Regroup) == [Regroup(1, (0, 1, 3), 1)]
     assert [c.ranks for c in commands if isinstance(c, Send)] == [(0, 1, 3)]
     assert records(commands, "failure") == [Record("failure", 0, 2, {"cause": "killed by SIGKILL"})]
     assert state.regrouping
 
 
 def test_survivors_resume_together_with_what_the_decision_says() -> None:
-    state, _ = feed(running(), Lost(3, "gone"))
+    state, _ = feed(running(), all_losses(0), Lost(3, "gone"))
     state, commands = feed(state, report(0, 1, 0, True), report(1, 1, 0, True))
     assert messages(commands, Resume) == []
     state, commands = feed(state, report(2, 1, 0, False))
@@ -162,7 +120,7 @@ def test_a_step_that_one_stage_lacks_runs_again() -> None:
 def test_a_second_loss_during_a_regroup_begins_again_and_needs_all_new_reports() -> None:
     state, _ = feed(running(), Lost(3, "first"), report(0, 1), report(1, 1))
     state, commands = feed(state, Lost(2, "second"))
-    assert messages(commands, Regroup) == [Regroup(2, (0, 1))]
+    assert messages(commands, Regroup) == [Regroup(2, (0, 1), 1)]
     state, commands = feed(state, report(0, 2))
     assert messages(commands, Resume) == []
     state, commands = feed(state, report(1, 2))
@@ -178,7 +136,7 @@ def test_a_second_loss_is_a_failure_of_its_own_and_the_first_is_not_repeated() -
 @pytest.mark.parametrize("stage_1", [report(1, 2, 0, True), report(1, 2, 1)], ids=["reduced", "applied"])
 def test_a_roll_forward_after_a_commit_brings_the_payloads_of_all_stages(stage_1: Report) -> None:
     """A second loss interrupts it when stage 1 has applied step 0 or not, and stage 0 has not."""
-    state, _ = feed(running(), *commits(ALL, 0, 0), Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
+    state, _ = feed(running(), all_losses(0), *commits(ALL, 0, 0), Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
     state, commands = feed(state, Lost(2, "second"), report(0, 2, 0, True), stage_1)
     (resume,) = messages(commands, Resume)
     assert resume.decision.version == 1
@@ -187,7 +145,7 @@ def test_a_roll_forward_after_a_commit_brings_the_payloads_of_all_stages(stage_1
 
 def test_a_roll_forward_without_a_commit_brings_the_payload_of_a_stage_that_has_already_applied() -> None:
     """The commit was not answered; the reports of the first regroup brought the payloads."""
-    state, _ = feed(running(), Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
+    state, _ = feed(running(), all_losses(0), Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
     state, commands = feed(state, Lost(2, "second"), report(0, 2, 0, True), report(1, 2, 1))
     (resume,) = messages(commands, Resume)
     assert resume.decision.version == 1
@@ -196,11 +154,26 @@ def test_a_roll_forward_without_a_commit_brings_the_payload_of_a_stage_that_has_
 
 def test_a_donor_that_dies_before_it_has_given_its_gradient_does_not_end_the_run() -> None:
     """Worker 2 was to adopt the gradient of worker 0, which dies, while worker 1 has already applied its own."""
-    state, commands = feed(running(), Lost(3, "first"), report(0, 1, 0, True), report(1, 1, 0, True), report(2, 1))
+    state, _ = feed(running(), all_losses(0), Lost(3, "first"))
+    state, commands = feed(state, report(0, 1, 0, True), report(1, 1, 0, True), report(2, 1))
     assert messages(commands, Resume)[0].decision.version == 1
     state, commands = feed(state, Lost(0, "second"), report(1, 2, 1), report(2, 2))
     (resume,) = messages(commands, Resume)
     assert resume.decision == Decision(0, frozenset({1}), ())
+
+
+def test_a_step_whose_loss_died_with_a_worker_runs_again_though_all_hold_its_gradient() -> None:
+    state, _ = feed(running(), Losses(1, 0, {0: 0.5, 2: 0.5}), Lost(3, "with the losses of 1 and 3"))
+    state, commands = feed(state, *reports((0, 1, 2), 1, 0, True))
+    assert messages(commands, Resume)[0].decision == Decision(0, frozenset({0, 1}), ())
+    _, commands = feed(state, Losses(1, 0, {0: 0.5, 1: 1.5, 2: 0.5, 3: 1.5}))
+    assert commands == [Send((0, 1, 2), StepLoss(0, 1.0))]
+
+
+def test_a_report_counts_the_losses_that_were_told_before_it() -> None:
+    state, _ = feed(running(), Losses(1, 0, {0: 0.5, 2: 0.5}), Losses(3, 0, {1: 0.5}), Lost(0, "gone"))
+    state, commands = feed(state, Losses(3, 0, {3: 0.5}), *reports((1, 2, 3), 1, 0, True))
+    assert messages(commands, Resume)[0].decision.version == 1
 
 
 # ---------------------------------------------------------------------- what is over
@@ -230,6 +203,30 @@ def test_messages_of_a_past_generation_or_a_lost_worker_change_nothing(stale: Ev
     assert transition(state, stale) == (state, ())
 
 
+@pytest.mark.parametrize(
+    "again",
+    [
+        report(0, 0),
+        Joined(0),
+        Applied(0, 0, {}),
+        Applied(0, 1, {}),
+        Losses(1, 0, {0: 0.5}),
+        Losses(1, 1, {0: 0.5}),
+        Commit(0, 0, 0, "payload of 0"),
+        Commit(0, 0, 1, "payload of 0"),
+        Arrive(0, 0, "first", None),
+        Arrive(0, 1, "second", None),
+    ],
+    ids=repr,
+)
+def test_messages_that_arrive_a_second_time_change_nothing(again: Event) -> None:
+    state = running()
+    for step, name in enumerate(("first", "second")):
+        events = [all_losses(step), *commits(ALL, 0, step), *applied(ALL, step)]
+        state, _ = feed(state, *events, *(Arrive(rank, step, name, None) for rank in ALL))
+    assert transition(state, again) == (state, ())
+
+
 @pytest.mark.parametrize("early", [Commit(0, 1, 0, None), GraceElapsed(1), Broken(0, 1, "reset")], ids=repr)
 def test_a_regroup_listens_to_reports_only(early: Event) -> None:
     state, _ = feed(running(), Lost(3, "gone"))
@@ -254,7 +251,7 @@ def test_a_commit_is_answered_when_all_live_workers_are_there_with_one_payload_p
 
 
 def test_a_death_does_not_complete_a_commit_the_step_is_settled_by_the_reports() -> None:
-    state, _ = feed(running(), *commits((0, 1, 2), 0, 0))
+    state, _ = feed(running(), all_losses(0), *commits((0, 1, 2), 0, 0))
     state, commands = feed(state, Lost(3, "gone"))
     assert messages(commands, Committed) == []
     state, commands = feed(state, *reports((0, 1, 2), 1, 0, True))
@@ -326,25 +323,33 @@ def test_a_collective_is_answered_to_all_live_workers_with_all_payloads() -> Non
     state, commands = feed(running(), *(Arrive(rank, 0, "barrier", rank * 10) for rank in (2, 0, 3)))
     assert commands == []
     state, commands = feed(state, Arrive(1, 0, "barrier", 10))
-    assert commands == [Send(ALL, Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}))]
+    assert commands == [Send(ALL, Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1))]
     assert state.collectives == {}
 
 
 def test_a_collective_is_completed_by_the_death_of_the_one_it_waits_for() -> None:
     state, _ = feed(running(), *(Arrive(rank, 4, "reduce", rank) for rank in (0, 1, 2)))
     state, commands = feed(state, Lost(3, "gone"))
-    assert messages(commands, Answer) == [Answer(4, {0: 0, 1: 1, 2: 2})]
+    assert messages(commands, Answer) == [Answer(4, {0: 0, 1: 1, 2: 2}, 1)]
+
+
+def test_a_collective_that_the_leaders_death_completes_names_a_leader_who_has_a_part_in_it() -> None:
+    state, _ = feed(running(), *(Arrive(rank, 0, "broadcast", rank) for rank in (0, 2, 3)))
+    assert state.leader == 1
+    _, commands = feed(state, Lost(1, "gone"))
+    assert messages(commands, Answer) == [Answer(0, {0: 0, 2: 2, 3: 3}, 3)]
+    assert messages(commands, Regroup) == [Regroup(1, (0, 2, 3), 3)]
 
 
 def test_a_collective_outlives_the_generation_and_drops_the_dead_workers_payload() -> None:
     state, _ = feed(running(), Arrive(3, 0, "reduce", "of the dead"), Arrive(0, 0, "reduce", 0), Lost(3, "gone"))
     state, commands = feed(state, *reports((0, 1, 2), 1), Arrive(1, 0, "reduce", 1), Arrive(2, 0, "reduce", 2))
-    assert messages(commands, Answer) == [Answer(0, {0: 0, 1: 1, 2: 2})]
+    assert messages(commands, Answer) == [Answer(0, {0: 0, 1: 1, 2: 2}, 1)]
 
 
 def test_a_collective_before_the_first_generation_is_answered_too() -> None:
     _state, commands = feed(initial_state(GRID), *(Arrive(rank, 0, "setup", None) for rank in ALL))
-    assert messages(commands, Answer) == [Answer(0, dict.fromkeys(ALL))]
+    assert messages(commands, Answer) == [Answer(0, dict.fromkeys(ALL), 1)]
 
 
 def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names() -> None:
@@ -362,7 +367,7 @@ def test_results_of_every_stage_finish_the_run_and_stay_with_the_coordinator() -
     contributions = {0: "stage 0", 1: ("stage 1", "metrics"), 2: None, 3: None}
     _state, commands = feed(running(), *(Arrive(rank, 9, RESULT, value) for rank, value in contributions.items()))
     assert commands == [
-        Send(ALL, Answer(9, {0: True, 1: True, 2: False, 3: False})),
+        Send(ALL, Answer(9, {0: True, 1: True, 2: False, 3: False}, 1)),
         Finished({0: "stage 0", 1: ("stage 1", "metrics")}),
     ]
 
@@ -372,7 +377,7 @@ def test_a_result_without_a_stage_is_asked_for_again() -> None:
     state, _ = feed(running(), Arrive(0, 0, RESULT, "a"), Arrive(1, 0, RESULT, "b"), Arrive(2, 0, RESULT, None))
     state, _ = feed(state, Lost(1, "gone"))
     state, commands = feed(state, *reports((0, 2, 3), 1), Arrive(3, 0, RESULT, None))
-    assert messages(commands, Answer) == [Answer(0, {0: True, 2: False, 3: False})]
+    assert messages(commands, Answer) == [Answer(0, {0: True, 2: False, 3: False}, 3)]
     assert state.outcome is None
     state, commands = feed(state, *(Arrive(r, 1, RESULT, value) for r, value in ((0, "a"), (2, None), (3, "b"))))
     assert commands[-1] == Finished({0: "a", 3: "b"})
@@ -408,7 +413,7 @@ def test_an_exception_of_the_users_ends_the_run_as_itself() -> None:
 
 def test_an_exception_of_the_infrastructure_is_a_loss() -> None:
     _state, commands = feed(running(), Crash(2, True, "InjectedFaultError: x", None, ""))
-    assert messages(commands, Regroup) == [Regroup(1, (0, 1, 3))]
+    assert messages(commands, Regroup) == [Regroup(1, (0, 1, 3), 1)]
     assert records(commands, "failure")[0].details == {"cause": "InjectedFaultError: x"}
 
 
@@ -435,7 +440,7 @@ def test_a_broken_connection_is_given_time_for_a_death_to_explain_it() -> None:
 def test_without_a_death_the_same_workers_regroup() -> None:
     state, commands = disturb(running())
     assert commands[0] == StartGrace(0, "connection reset")
-    assert messages(commands, Regroup) == [Regroup(1, ALL)]
+    assert messages(commands, Regroup) == [Regroup(1, ALL, 1)]
     assert len(records(commands, "disturbance")) == 1
     assert (state.regrouping, state.disturbances) == (False, 1)
 

@@ -18,20 +18,7 @@ from typing import Any
 import pytest
 
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.resilience.membership import (
-    RESULT,
-    Finished,
-    GraceElapsed,
-    Joined,
-    Lost,
-    Record,
-    Send,
-    StageLost,
-    StartGrace,
-    initial_state,
-    stage_leads,
-    transition,
-)
+from lightning_recycle.resilience.membership import transition
 from lightning_recycle.resilience.messages import (
     Answer,
     Applied,
@@ -46,6 +33,19 @@ from lightning_recycle.resilience.messages import (
     StepLoss,
 )
 from lightning_recycle.resilience.recovery import WorkerStatus
+from lightning_recycle.resilience.state import (
+    RESULT,
+    Finished,
+    GraceElapsed,
+    Joined,
+    Lost,
+    Record,
+    Send,
+    StageLost,
+    StartGrace,
+    initial_state,
+    stage_leads,
+)
 
 STEPS = 3
 EVENTS = 600  # of a history, before the crashes stop

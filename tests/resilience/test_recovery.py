@@ -115,6 +115,58 @@ def test_an_interrupted_recovery_leaves_statuses_from_which_another_one_is_possi
             assert second.ahead == first.ahead
 
 
+def without_its_loss(grid: Grid) -> Iterator[dict[int, WorkerStatus]]:
+    """Every report of survivors in a step whose loss is not known: nobody can have applied it."""
+    return (held for held in reachable_statuses(grid) if all(status.version == T for status in held.values()))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped(grid: Grid) -> None:
+    all_ahead = 0
+    for statuses in without_its_loss(grid):
+        decision = decide(statuses, known_losses=T)
+        assert decision.version == T, statuses
+        ahead = {stage for stage in range(grid.stages) if best_version(statuses, stage) == T + 1}
+        assert decision.ahead == ahead, statuses
+        all_ahead += len(ahead) == grid.stages
+        for status in statuses.values():
+            after = obey(status, decision)
+            assert after == WorkerStatus(status.stage, T, status.stage in ahead), (status, statuses)
+        for adoption in decision.adoptions:
+            assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
+    assert all_ahead > 0
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_known_losses_change_nothing_about_steps_that_can_be_committed(grid: Grid) -> None:
+    for statuses in reachable_statuses(grid):
+        assert decide(statuses, known_losses=T + 1) == decide(statuses), statuses
+
+
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.num_workers <= 4], ids=str)
+def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(grid: Grid) -> None:
+    """The loss comes while some have obeyed the first decision and others have not."""
+    for statuses in without_its_loss(grid):
+        first = decide(statuses, known_losses=T)
+        for obeyed in itertools.product((False, True), repeat=len(statuses)):
+            mixed = {
+                rank: obey(status, first) if done else status
+                for (rank, status), done in zip(statuses.items(), obeyed, strict=True)
+            }
+            assert decide(mixed, known_losses=T).version == T, (statuses, mixed)
+            assert decide(mixed, known_losses=T + 1) == decide(mixed), (statuses, mixed)
+
+
+def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the_loss_only() -> None:
+    statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, True)}
+    assert decide(statuses, known_losses=T) == Decision(T, frozenset({0, 1}), (Adoption(1, T, 3),))
+
+
+def test_a_step_that_was_applied_without_its_loss_is_an_error() -> None:
+    with pytest.raises(ReCycleError, match="stage 0 spans versions"):
+        decide({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T + 1, False)}, known_losses=T)
+
+
 def test_a_step_is_redone_with_the_help_of_the_stage_that_has_done_its_part() -> None:
     statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, False)}
     assert decide(statuses) == Decision(T, frozenset({0}), ())

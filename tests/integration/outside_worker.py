@@ -1,0 +1,52 @@
+"""A training script as a cluster manager starts it, once for each worker: ``outside_worker.py STEPS SECONDS OUTPUT``.
+
+Writes the trained weights to OUTPUT, unless another worker did.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from support import GLOBAL_BATCH, Regression, dataset
+from torch.utils.data import DataLoader
+
+from lightning_recycle import ReCycleStrategy
+
+
+class Slow(Regression):
+    seconds = 0.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        print("step", self.global_step, flush=True)
+        time.sleep(self.seconds)
+
+
+def main() -> None:
+    steps, seconds, output = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
+    model = Slow().double()
+    model.seconds = seconds
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        num_nodes=2,
+        strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6),
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // 2)
+    trainer.fit(model, loader)
+    (metrics,) = trainer.validate(model, DataLoader(dataset(20), batch_size=10), verbose=False)
+    temporary = output.with_suffix(f".{os.getpid()}")
+    torch.save((model.state_dict(), metrics), temporary)
+    temporary.rename(output)
+
+
+if __name__ == "__main__":
+    main()
