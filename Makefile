@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive bench check clean
+.PHONY: help install demo test test-exhaustive chaos bench docs check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -18,8 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,viz,cpsat]'
 	touch $@
 
-demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers, kill one on the way, print the report
-	$(BIN)/python examples/train_gpt.py $(ARGS)
+demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a failure, compare what it costs
+	$(BIN)/python examples/train_gpt.py experiment=demo $(ARGS)
 
 test: $(STAMP) ## run all tests (ARGS are passed on to pytest)
 	$(BIN)/python -m pytest -q $(ARGS)
@@ -27,11 +27,17 @@ test: $(STAMP) ## run all tests (ARGS are passed on to pytest)
 test-exhaustive: $(STAMP) ## every case of the matrices of which `make test` runs a seeded sample
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
 
+chaos: $(STAMP) ## 200 random scenarios of failures, checked to the last bit and process (ARGS="--only SEED")
+	$(BIN)/python -m lightning_recycle.chaos --scenarios 200 --seed 1 $(ARGS)
+
 bench: $(STAMP) ## all benchmarks; wants an idle machine
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/planner.py
+
+docs: $(STAMP) ## build the documentation into build/site; a broken link or reference fails
+	$(BIN)/mkdocs build --strict
 
 check: $(STAMP) ## lint, formatting, types, direction of imports
 	$(BIN)/ruff check .

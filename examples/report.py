@@ -152,12 +152,27 @@ def summarize_losses(losses: Mapping[int, float], failed_step: int | None = None
 
 
 def render(
-    losses: Losses | None, failures: Sequence[Failure], phases: Sequence[Phase], tokens_per_step: int
+    losses: Losses | None,
+    failures: Sequence[Failure],
+    phases: Sequence[Phase],
+    units_per_step: int,
+    *,
+    loss_unit: str = "nats per byte",
+    unit: str = "tokens",
 ) -> RenderableType:
-    """Tables of loss, failures and generations; what the run does not have is left out."""
+    """Tables of loss, failures and generations; what the run does not have is left out.
+
+    Args:
+        losses: Of the run.
+        failures: Of the run.
+        phases: Of the run.
+        units_per_step: What a step processes, counted in ``unit``.
+        loss_unit: Of the loss.
+        unit: Of what is processed.
+    """
     tables: list[RenderableType] = []
     if losses:
-        table = Table("first step", "before the failure", "after it", "last", title="Loss (nats per byte)")
+        table = Table("first step", "before the failure", "after it", "last", title=f"Loss ({loss_unit})")
         values = (losses.first, losses.before_failure, losses.after_failure, losses.last)
         table.add_row(*("-" if value is None else f"{value:.3f}" for value in values))
         tables.append(table)
@@ -178,7 +193,14 @@ def render(
         tables.append(table)
     if phases:
         table = Table(
-            "generation", "workers", "steps", "measured step", "planned step", "steps/s", "tokens/s", title="Throughput"
+            "generation",
+            "workers",
+            "steps",
+            "measured step",
+            "planned step",
+            "steps/s",
+            f"{unit}/s",
+            title="Throughput",
         )
         for phase in phases:
             rate = 1 / phase.step_seconds if phase.step_seconds else math.nan
@@ -189,7 +211,7 @@ def render(
                 _milliseconds(phase.step_seconds),
                 _milliseconds(phase.planned_seconds),
                 "-" if math.isnan(rate) else f"{rate:.2f}",
-                "-" if math.isnan(rate) else f"{rate * tokens_per_step:,.0f}",
+                "-" if math.isnan(rate) else f"{rate * units_per_step:,.0f}",
             )
         table.caption = "medians without the first step of a generation"
         tables.append(table)

@@ -8,19 +8,36 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
-from lightning_recycle.planning import ExactPlanner
+from lightning_recycle.planning import ExactPlanner, Grid, Worker
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = [
-    group for default in OmegaConf.load(CONF / "train_gpt.yaml").defaults if default != "_self_" for group in default
-]
-OPTIONS = sorted(f"{group}={file.stem}" for group in GROUPS for file in (CONF / group).glob("*.yaml"))
+APPLICATIONS = {
+    "train_gpt": {"gpt.GPT", "stdlib_text.StdlibText"},
+    "train_vision": {"convnet.ConvNet", "digits.Digits"},
+}
+GROUPS = sorted(
+    group.removeprefix("override ")
+    for default in OmegaConf.load(CONF / "train_gpt.yaml").defaults
+    if default != "_self_"
+    for group in default
+)
+OF_ONE_APPLICATION = {"model", "data"}
+OPTIONS = sorted(
+    (application, f"{group}={file.stem}")
+    for application in APPLICATIONS
+    for group in GROUPS
+    for file in (CONF / group).glob("*.yaml")
+    if group not in OF_ONE_APPLICATION or file.stem.startswith("digits") == (application == "train_vision")
+    if application == "train_gpt" or file.stem != "demo"
+)
+FAULTS = sorted(file.stem for file in (CONF / "faults").glob("*.yaml"))
 
 
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str, application: str = "train_gpt") -> DictConfig:
     with initialize_config_module("lightning_recycle.conf", version_base=None):
-        return compose("train_gpt", overrides=["output_dir=somewhere", *overrides])
+        return compose(application, overrides=["output_dir=somewhere", *overrides])
 
 
 def targets(node: Any) -> list[dict[str, Any]]:
@@ -30,18 +47,33 @@ def targets(node: Any) -> list[dict[str, Any]]:
     return own + [target for child in children for target in targets(child)]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option_composes_and_its_targets_take_their_arguments(option: str) -> None:
-    config = OmegaConf.to_container(composed(option), resolve=True, throw_on_missing=True)
+def test_the_groups_are_those_that_are_documented() -> None:
+    assert set(GROUPS) == {
+        "callbacks",
+        "data",
+        "experiment",
+        "faults",
+        "logger",
+        "model",
+        "planner",
+        "strategy",
+        "trainer",
+    }
+
+
+@pytest.mark.parametrize(("application", "option"), OPTIONS)
+def test_option_composes_and_its_targets_take_their_arguments(application: str, option: str) -> None:
+    config = OmegaConf.to_container(composed(option, application=application), resolve=True, throw_on_missing=True)
     found = targets(config)
-    assert {"gpt.GPT", "stdlib_text.StdlibText", "lightning.Trainer"} <= {target["_target_"] for target in found}
+    assert {*APPLICATIONS[application], "lightning.Trainer"} <= {target["_target_"] for target in found}
     for target in found:
         arguments = {name: value for name, value in target.items() if not name.startswith("_")}
         inspect.signature(get_class(target["_target_"])).bind(**arguments)
 
 
-def test_default_is_two_pipelines_of_two_stages_that_lose_one_worker_half_way() -> None:
-    config = composed()
+@pytest.mark.parametrize("application", APPLICATIONS)
+def test_default_is_two_pipelines_of_two_stages_that_lose_one_worker_half_way(application: str) -> None:
+    config = composed(application=application)
     assert config.trainer.devices == 2 * config.strategy.pipeline_parallel_size
     assert config.data.batch_size % config.strategy.num_microbatches == 0
     (fault,) = config.faults.faults
@@ -49,14 +81,63 @@ def test_default_is_two_pipelines_of_two_stages_that_lose_one_worker_half_way() 
     assert fault.step == config.trainer.max_steps // 2
 
 
-def test_single_device_has_the_global_batch_of_two_pipelines_and_no_workers_to_lose() -> None:
-    config, distributed = composed("strategy=single_device"), composed()
+@pytest.mark.parametrize("application", APPLICATIONS)
+def test_single_device_has_the_global_batch_of_two_pipelines_and_no_workers_to_lose(application: str) -> None:
+    config = composed("strategy=single_device", application=application)
+    distributed = composed(application=application)
     assert config.trainer.devices == 1
     assert config.data.batch_size == 2 * distributed.data.batch_size
     assert not config.faults.faults
     assert not config.callbacks
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("faults", FAULTS)
+def test_faults_fit_the_grid_and_the_length_of_the_run(faults: str, stages: int) -> None:
+    config = composed(f"faults={faults}", f"strategy.pipeline_parallel_size={stages}", "trainer.max_steps=10")
+    callback = instantiate(config.faults, _convert_="all")
+    callback.check(Grid(4 // stages, stages, 4))
+    assert all(fault.step < 10 for fault in callback.faults)
+    assert bool(callback.faults or callback.mtbf or callback.trace) == (faults != "none")
+
+
+def test_the_leader_is_in_the_last_stage_and_a_node_has_neighbouring_ranks() -> None:
+    def lost(faults: str, stages: int) -> list[Worker]:
+        config = composed(f"faults={faults}", f"strategy.pipeline_parallel_size={stages}")
+        return [Worker(fault.pipeline, fault.stage) for fault in config.faults.faults]
+
+    assert lost("kill_leader", 3) == [Worker(0, 2)]
+    assert [Grid(4, 1, 1).rank(worker) for worker in lost("node", 1)] == [2, 3]
+    assert [Grid(2, 2, 1).rank(worker) for worker in lost("node", 2)] == [2, 3]
+
+
+def test_faults_that_cannot_be_placed_say_what_is_missing() -> None:
+    config = composed("faults=kill_leader", "strategy.pipeline_parallel_size=null")
+    with pytest.raises(InterpolationResolutionError, match=r"strategy\.pipeline_parallel_size is None.*faults=none"):
+        OmegaConf.to_container(config, resolve=True)
+    config = composed("trainer.max_steps=-1")
+    with pytest.raises(InterpolationResolutionError, match=r"trainer\.max_steps is -1.*faults=none"):
+        OmegaConf.to_container(config, resolve=True)
+
+
 def test_the_planner_reaches_the_strategy() -> None:
     config = composed("planner=cbc", "planner.time_limit=5.0")
     assert instantiate(config.strategy.planner) == ExactPlanner("cbc", time_limit=5.0)
+
+
+def test_experiments_are_changes_to_several_groups() -> None:
+    demo, rejoin, spot = (composed(f"experiment={name}") for name in ("demo", "rejoin", "spot"))
+    (fault,) = demo.faults.faults
+    assert fault.step < demo.trainer.max_steps
+    assert fault.step % demo.compare.checkpoint_every == demo.compare.checkpoint_every // 2
+    assert (rejoin.strategy.restart_workers, composed().strategy.restart_workers) == (True, False)
+    assert spot.faults.trace
+    assert spot.strategy.restart_workers
+    assert spot.strategy.on_stage_lost == "restart"
+    assert spot.trainer.enable_checkpointing
+
+
+def test_what_is_given_on_the_command_line_wins_over_an_experiment() -> None:
+    config = composed("experiment=spot", "faults=hang", "strategy.on_stage_lost=raise")
+    assert config.faults.faults[0].kind == "hang"
+    assert config.strategy.on_stage_lost == "raise"

@@ -1,0 +1,118 @@
+"""What the Hydra applications of this directory have in common: from a configuration to a Trainer, and clear ends.
+
+A mistake in the call (an unknown option, a fault outside the grid) ends the program with one line and exit code 2;
+``RECYCLE_FULL_ERROR=1`` shows the traceback instead.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from lightning_recycle.commands.application import bad_input_ends, run_application
+
+from report import Losses, find_failures, find_phases, read_losses, render, summarize_losses, write_pictures
+
+__all__ = ["build_trainer", "find_metrics", "prepare", "run_as_command", "run_job", "show_report"]
+
+
+def prepare(config: DictConfig) -> Path:
+    """Settle threads and seed of a job; returns its output directory, which exists then."""
+    # Read by the libraries of the worker processes when these start; with the default, each would take all cores.
+    os.environ["OMP_NUM_THREADS"] = str(config.threads_per_worker)
+    L.seed_everything(config.seed)
+    directory = Path(config.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def build_trainer(config: DictConfig, callbacks: Sequence[L.Callback] = ()) -> L.Trainer:
+    """The Trainer with everything it is made of, and ``callbacks`` besides."""
+    configured = [instantiate(callback, _convert_="all") for callback in config.callbacks.values()]
+    if any(config.faults.get(source) for source in ("faults", "mtbf", "trace")):
+        configured.append(instantiate(config.faults, _convert_="all"))
+    trainer: L.Trainer = instantiate(
+        config.trainer,
+        strategy=instantiate(config.strategy, _convert_="all"),
+        logger=instantiate(config.logger) if config.logger else False,
+        callbacks=[*configured, *callbacks],
+        _convert_="all",
+    )
+    return trainer
+
+
+def find_metrics(trainer: L.Trainer) -> Path:
+    """The file that a CSVLogger of ``trainer`` writes; with other loggers there is none at that place."""
+    return Path(getattr(trainer.logger, "log_dir", None) or trainer.default_root_dir) / "metrics.csv"
+
+
+def show_report(
+    trainer: L.Trainer, directory: Path, console: Console, units_per_pipeline: int, loss_unit: str, unit: str
+) -> Losses | None:
+    """Print the report of a run and write what is to be kept of it; returns its losses, if any were logged.
+
+    Args:
+        trainer: That is done.
+        directory: Where the weights and the pictures of the schedules are written.
+        console: Where the report is printed.
+        units_per_pipeline: What a step processes in each pipeline, counted in ``unit``.
+        loss_unit: Of the training loss.
+        unit: Of what is processed.
+    """
+    history = getattr(trainer.strategy, "history", [])
+    schedules = getattr(trainer.strategy, "schedules", [])
+    failures = find_failures(history)
+    metrics = find_metrics(trainer)
+    losses = summarize_losses(read_losses(metrics), failures[0].step if failures else None)
+    units = units_per_pipeline * (schedules[0].grid.pipelines if schedules else 1)
+    console.rule("Report")
+    phases = find_phases(history, schedules)
+    console.print(render(losses, failures, phases, units, loss_unit=loss_unit, unit=unit))
+    weights = directory / "model.pt"
+    torch.save(trainer.lightning_module.state_dict(), weights)
+    for path in (*([metrics] if metrics.is_file() else []), weights, *write_pictures(schedules, directory)):
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+    return losses
+
+
+_sweep: list[tuple[list[str], float | None]] = []
+"""Overrides and result of each job of this process, for the table at the end of a sweep."""
+
+
+def run_job(job: Callable[[DictConfig], float | None], config: DictConfig) -> float | None:
+    """``job(config)``; bad input ends the program. To be called in the function that ``hydra.main`` decorates."""
+    with bad_input_ends(_name()):
+        result = job(config)
+        _sweep.append((list(HydraConfig.get().overrides.task), result))
+        return result
+
+
+def run_as_command(application: Callable[[], object]) -> None:
+    """Call ``application``, a function decorated with ``hydra.main``; after several jobs, print what they returned."""
+    _sweep.clear()
+    try:
+        run_application(_name(), application)
+    finally:
+        if len(_sweep) > 1:
+            Console().print(_render_sweep())
+
+
+def _render_sweep() -> Table:
+    table = Table("job", "what differs", "result", title="Sweep", title_justify="left")
+    common = set.intersection(*(set(overrides) for overrides, _ in _sweep))
+    for number, (overrides, result) in enumerate(_sweep):
+        differs = " ".join(override for override in overrides if override not in common)
+        table.add_row(str(number), differs, "-" if result is None else f"{result:.4f}")
+    return table
+
+
+def _name() -> str:
+    return Path(sys.argv[0]).name

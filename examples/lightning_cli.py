@@ -1,0 +1,23 @@
+"""Lightning's own command line, with the strategy chosen in a YAML file.
+
+    python examples/lightning_cli.py fit --config examples/lightning_cli.yaml
+    python examples/lightning_cli.py validate --config examples/lightning_cli.yaml --ckpt_path CHECKPOINT
+    python examples/lightning_cli.py fit --config examples/lightning_cli.yaml --trainer.max_steps=1000
+    python examples/lightning_cli.py fit --config examples/lightning_cli.yaml --trainer.strategy.planner=highs
+
+Nothing here knows of the strategy: any ``LightningCLI`` program whose model is a ``PipelineModule`` works like this. It
+needs jsonargparse: ``pip install 'lightning-recycle[cli]'``.
+"""
+
+from lightning.pytorch.cli import LightningCLI
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """The command line."""
+    LightningCLI(save_config_kwargs={"overwrite": True})
+
+
+if __name__ == "__main__":  # workers import this file
+    main()
