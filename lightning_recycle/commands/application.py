@@ -15,7 +15,13 @@ import sys
 from collections.abc import Callable, Iterator
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import DictConfig
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from lightning_recycle.errors import ReCycleError
 
@@ -67,6 +73,9 @@ def _line(error: BaseException) -> str:
         return f"unknown {group} {option!r}: choose one of {', '.join(sorted(error.options))}."
     if isinstance(error, MissingMandatoryValue) and getattr(error, "full_key", None):
         return f"{error.full_key} is missing: give {error.full_key}=..."
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
+        known = ", ".join(sorted(str(name) for name in cause.parent_node if not str(name).startswith("_")))
+        return f"unknown setting {cause.full_key!r}: choose one of {known}."
     text = _flat(str(error))
     if isinstance(cause, OmegaConfBaseException):
         text += f" ({_flat(str(cause).splitlines()[0])})"

@@ -1,0 +1,45 @@
+"""``recycle-report``: results of ``recycle-simulate`` as one self-contained HTML page.
+
+    recycle-report multirun/simulate/2026-11-20_12-00-00 -o report.html
+
+Reads every ``result.json`` below the folder. Sections of the page without results say how to make them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_recycle.commands.application import bad_input_ends
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.visualize.report import load_results, render_report
+
+__all__ = ["main"]
+
+_NAME = "recycle-report"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    parser = argparse.ArgumentParser(prog=_NAME, description="A page of the results of recycle-simulate.")
+    parser.add_argument("folder", type=Path, help="output folder of a run, a sweep or an experiment")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: %(default)s")
+    parser.add_argument("--title", default="ReCycle simulation report", help="default: %(default)s")
+    chosen = parser.parse_args(arguments)
+    with bad_input_ends(_NAME):
+        results = load_results(chosen.folder)
+        page = render_report(results, chosen.title)
+        try:
+            chosen.output.parent.mkdir(parents=True, exist_ok=True)
+            chosen.output.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {chosen.output}: {error.strerror or error}.") from error
+        size = len(page.encode()) / 1e6
+        Console(soft_wrap=True).print(f"wrote {chosen.output}: {results.count} results, {size:.1f} MB", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

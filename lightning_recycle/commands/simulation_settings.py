@@ -1,0 +1,141 @@
+"""From the configuration of ``recycle-simulate`` to what the simulator is asked.
+
+Contract: every mistake raises an error that names the value and says what would be right.
+
+Must not know: what is done with the scenario.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from hydra.utils import instantiate
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Grid, Worker
+from lightning_recycle.simulation import (
+    Cluster,
+    FailureSource,
+    Policy,
+    Scripted,
+    TraceReplay,
+    TrainingModel,
+    Transformer,
+    as_seconds,
+    available_models,
+    get_model,
+)
+from lightning_recycle.traces import load_trace
+
+__all__ = ["Scenario", "grid_from", "model_from", "scenario_from", "workers_from"]
+
+_USUAL_DURATION = 86400.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated: one training run for each seed; ``duration`` in seconds."""
+
+    model: TrainingModel
+    cluster: Cluster
+    policy: Policy
+    failures: FailureSource
+    duration: float
+    seeds: range
+
+
+def scenario_from(config: Mapping[str, Any]) -> Scenario:
+    """The scenario of ``conf/simulation/simulate.yaml``'s settings.
+
+    Raises:
+        ConfigurationError: when a value is impossible.
+    """
+    model = model_from(config["model"])
+    policy = _instance("policy", config["policy"], Policy)
+    failures = _instance("failures", config["failures"], FailureSource)
+    extra = config["cluster"]["extra_nodes"]
+    cluster = Cluster.of(
+        model,
+        gpus_per_node=config["cluster"]["gpus_per_node"],
+        extra_nodes=getattr(policy, "spares", 0) if extra == "auto" else extra,
+    )
+    random = not policy.ignores_failures and not isinstance(failures, (Scripted, TraceReplay))
+    first, count = _whole("first_seed", config["first_seed"], 0), _whole("seeds", config["seeds"], 1)
+    seeds = range(first, first + (count if random else 1))
+    return Scenario(model, cluster, policy, failures, _duration(config["duration"], failures), seeds)
+
+
+def model_from(settings: Mapping[str, Any]) -> TrainingModel:
+    """The model of ``conf/simulation/model``; what is null there is left to the catalogue.
+
+    Raises:
+        ConfigurationError: when a value is impossible.
+    """
+    changes = {name: value for name, value in settings.items() if value is not None}
+    name = changes.pop("name")
+    changes["transformer"] = Transformer(**settings["transformer"])
+    if "efficiency" in changes:
+        changes["throughput"] = None  # a known efficiency needs no calibration
+    if name in available_models():
+        return get_model(name, **changes)
+    if "throughput" not in changes:
+        raise ConfigurationError(f"the model {name} is not calibrated: give model.throughput or model.efficiency.")
+    return TrainingModel(name=name, **changes)
+
+
+def grid_from(settings: Mapping[str, Any]) -> Grid:
+    """The grid of ``task.grid``.
+
+    Raises:
+        ConfigurationError: when it is impossible.
+    """
+    return Grid(settings["pipelines"], settings["stages"], settings["microbatches"])
+
+
+def workers_from(name: str, pairs: Any) -> frozenset[Worker]:
+    """Workers given as [pipeline, stage].
+
+    Raises:
+        ConfigurationError: when they are given as something else.
+    """
+    fine = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(part) is int for part in pair) for pair in pairs
+    )
+    if not fine:
+        raise ConfigurationError(f"{name}={pairs!r}: give a list of [pipeline,stage], e.g. '{name}=[[1,2]]'.")
+    return frozenset(Worker(*pair) for pair in pairs)
+
+
+def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:
+    found = instantiate(settings, _convert_="all")
+    if not isinstance(found, kind) or not is_dataclass(found):
+        raise ConfigurationError(
+            f"{name}={type(found).__name__} is no {kind.__name__} of lightning_recycle.simulation."
+        )
+    for item in fields(found):  # everything else is checked by the classes
+        value = getattr(found, item.name)
+        if isinstance(item.default, bool) and not isinstance(value, bool):
+            raise ConfigurationError(f"{name}.{item.name}={value!r}: give true or false.")
+    return found
+
+
+def _duration(value: Any, failures: FailureSource) -> float:
+    if value != "auto":
+        return as_seconds("duration", value, positive=True)
+    if not isinstance(failures, TraceReplay):
+        return _USUAL_DURATION
+    trace = load_trace(failures.trace)
+    left = (trace.duration - float(failures.start)) / failures.speed
+    if left <= 0:
+        raise ConfigurationError(
+            f"failures.start={failures.start:g} s: the trace {failures.trace} ends after {trace.duration:g} s."
+        )
+    return left
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}.")
+    return value

@@ -1,0 +1,15 @@
+"""The page that ``recycle-report`` makes of simulation results: one HTML file that needs nothing else."""
+
+from lightning_recycle.visualize.report.names import duration_text, failures_text, policy_text
+from lightning_recycle.visualize.report.page import render_report
+from lightning_recycle.visualize.report.records import SECTION_NAMES, Results, load_results
+
+__all__ = [
+    "SECTION_NAMES",
+    "Results",
+    "duration_text",
+    "failures_text",
+    "load_results",
+    "policy_text",
+    "render_report",
+]

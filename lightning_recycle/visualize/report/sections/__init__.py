@@ -1,0 +1,27 @@
+"""The sections of the page, in their order."""
+
+from lightning_recycle.visualize.report.sections.ablation import ablation_section
+from lightning_recycle.visualize.report.sections.base import Section
+from lightning_recycle.visualize.report.sections.causes import causes_section
+from lightning_recycle.visualize.report.sections.crossovers import layers_section, restart_section, spares_section
+from lightning_recycle.visualize.report.sections.fractions import fractions_section
+from lightning_recycle.visualize.report.sections.intervals import intervals_section
+from lightning_recycle.visualize.report.sections.others import others_section, runs_section
+from lightning_recycle.visualize.report.sections.planner import planner_section
+from lightning_recycle.visualize.report.sections.traces import traces_section
+
+__all__ = ["SECTIONS", "Section"]
+
+SECTIONS = (
+    intervals_section,
+    causes_section,
+    traces_section,
+    fractions_section,
+    ablation_section,
+    planner_section,
+    spares_section,
+    restart_section,
+    layers_section,
+    others_section,
+    runs_section,
+)

@@ -1,0 +1,288 @@
+"""``recycle-simulate`` as a user meets it: figures, files, sweeps, experiments, and one line for bad input."""
+
+import json
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_driver import run, run_all
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class, instantiate
+from omegaconf import OmegaConf
+
+from lightning_recycle.commands.experiments import points_of
+from lightning_recycle.commands.simulation_settings import model_from
+from lightning_recycle.simulation import Cluster, FailureRate, Poisson, Restart, available_models, get_model, repeat
+
+CONF = Path(__file__).parents[2] / "conf" / "simulation"
+SMALL = ["model=gpt3_medium", "duration=6h", "seeds=3"]
+
+
+def simulate(directory: Path, *arguments: str) -> str:
+    return run("recycle-simulate", directory, *arguments)
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(CONF), version_base=None):
+        return OmegaConf.to_container(compose("simulate", overrides=list(overrides)), resolve=True)  # type: ignore
+
+
+def test_the_installed_script_simulates(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("recycle-simulate")
+    if not script.exists():
+        pytest.skip("the package is not installed with its scripts")
+    done = subprocess.run([script, *SMALL, "policy=restart"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "samples/s" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What one run prints, and its folder."""
+    directory = tmp_path_factory.mktemp("one")
+    out = simulate(
+        directory, *SMALL, "policy=restart", "policy.restart=2min", "failures.mtbf=30min", "hydra.run.dir=here"
+    )
+    return out, directory / "here"
+
+
+def test_what_is_written_is_what_the_simulator_says(one: tuple[str, Path]) -> None:
+    result = result_in(one[1])
+    model = get_model("gpt3_medium")
+    expected = repeat(model, Cluster.of(model), Restart(restart="2min"), Poisson("30min"), "6h", range(3))
+    assert result["throughput"] == expected.throughput
+    assert result["ratio"] == expected.ratio
+    assert result["deviation"] == expected.deviation
+    assert [run["throughput"] for run in result["runs"]] == [each.throughput for each in expected.results]
+    assert result["policy"] == {
+        "name": "Restart",
+        "settings": {
+            "checkpoint_every": 1800.0, "storage": 31250000.0, "detection": 5.0, "restart": 120.0, "elastic": True,
+        },
+        "changed": ["restart"],
+    }  # fmt: skip
+    assert sum(result["gpu_seconds"].values()) == pytest.approx(32 * 6 * 3600)
+    assert sum(result["losses"].values()) == pytest.approx(result["fault_free_throughput"] - result["throughput"])
+
+
+def test_what_is_printed_is_what_is_written(one: tuple[str, Path]) -> None:
+    out, folder = one
+    result = result_in(folder)
+    lines = {line.split("  ")[0].strip(" │"): line for line in out.splitlines()}
+    assert f"{result['throughput']:.2f} samples/s" in out
+    assert f"{result['ratio']:.3f}" in out
+    assert "Restart (2 min)" in out
+    for cause, lost in result["losses"].items():
+        if cause == "slower steps":  # the others stand in two tables
+            assert f"{lost:.3f}" in lines[cause]
+    for cause, seconds in result["gpu_seconds"].items():
+        assert f"{seconds / 3600:,.2f}" in lines[cause], cause
+
+
+def test_the_trace_has_no_gap_and_the_picture_is_svg(one: tuple[str, Path]) -> None:
+    _, folder = one
+    result = result_in(folder)
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
+    assert slices[0]["ts"] == 0
+    assert slices[-1]["ts"] + slices[-1]["dur"] == pytest.approx(6 * 3600 * 1e6)
+    for before, after in pairwise(slices):
+        assert before["ts"] + before["dur"] == pytest.approx(after["ts"])
+    down = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert len(down) == result["runs"][0]["node_failures"] > 0
+    failed = sum(event["dur"] for event in down) / 1e6
+    counted = sum((32 - i["live_gpus"]) * (i["end"] - i["begin"]) for i in result["timeline"]["intervals"])
+    assert failed == pytest.approx(counted)
+    root = ElementTree.parse(folder / "timeline.svg").getroot()
+    names = [group.get("data-name") for group in root.iter("{http://www.w3.org/2000/svg}g")]
+    assert names == ["title", "available GPUs", "samples/s", "states", "axis", "legend"]
+
+
+def test_a_sweep_over_all_policies_has_a_folder_for_each_and_a_table(tmp_path: Path) -> None:
+    out = simulate(
+        tmp_path, "-m", *SMALL, "seeds=1", "policy=glob(*)", "failures.mtbf=2h,30min", "hydra.sweep.dir=jobs"
+    )
+    policies = options("policy")
+    found = [result_in(tmp_path / "jobs" / str(job)) for job in range(2 * len(policies))]
+    classes = [str(OmegaConf.load(CONF / "policy" / f"{name}.yaml")._target_).split(".")[-1] for name in policies]
+    assert [each["policy"]["name"] for each in found] == [name for name in classes for _ in range(2)]
+    assert [each["failures"]["settings"]["mtbf"] for each in found] == [7200.0, 1800.0] * len(policies)
+    table = out[out.index("Sweep") :].splitlines()
+    assert len([line for line in table if line.startswith("gpt3_medium")]) == len(found)
+    (spares,) = [each for each in found if each["policy"]["name"] == "Spares"][:1]
+    assert spares["cluster"]["nodes"] == 33
+
+
+def test_a_sweep_over_all_failure_sources(tmp_path: Path) -> None:
+    simulate(tmp_path, "-m", *SMALL, "policy=drop_replica", "failures=glob(*)", "hydra.sweep.dir=jobs")
+    found = [result_in(tmp_path / "jobs" / str(job)) for job in range(len(options("failures")))]
+    assert [len(each["runs"]) for each in found] == [
+        1 if name in ("trace", "scripted") else 3 for name in options("failures")
+    ]
+    rates = dict(zip(options("failures"), found, strict=True))
+    assert rates["scripted"]["node_failures"] == 0
+    assert rates["fraction"]["node_failures"] == 2
+    assert rates["trace"]["node_failures"] > 10
+
+
+def test_a_trace_is_replayed_to_its_end(tmp_path: Path) -> None:
+    arguments = ["model=gpt3_medium", "policy=oobleck", "failures=trace", "failures.trace=aws-p3"]
+    simulate(tmp_path, *arguments, "failures.start=10min", "hydra.run.dir=here")
+    assert result_in(tmp_path / "here")["duration"] == pytest.approx(11.4 * 3600 - 600, rel=0.01)
+
+
+def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path: Path) -> None:
+    code = (
+        "import sys; from lightning_recycle.commands import simulate as s; f = s.simulate_and_show\n"
+        "s.simulate_and_show = lambda config: print('VALUE', repr(f(config)))\n"
+        "sys.argv = ['x', 'hydra.run.dir=here', 'hydra.sweep.dir=jobs', *sys.argv[1:]]; s.main()"
+    )
+    for arguments, value in (
+        ([*SMALL, "policy=fault_free"], 27.58),
+        (["task=techniques"], 27.0),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True
+        )
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("VALUE")]
+        assert float(line.split()[1]) == pytest.approx(value)
+
+
+def test_the_running_example_has_the_papers_slots(tmp_path: Path) -> None:
+    out = simulate(tmp_path, "task=techniques", "hydra.run.dir=here")
+    slots = {"one_f_one_b": 27, "zero_bubble": 21, "adaptive": 36, "decoupled": 29, "staggered": 27}
+    assert result_in(tmp_path / "here")["slots"] == slots
+    assert "36 slots" in out
+
+
+def test_an_experiment_takes_values_from_the_command_line_and_each_point_can_be_repeated(tmp_path: Path) -> None:
+    # The command line wins over the lines of the experiment: one model and one run where the file has more.
+    arguments = ["experiment=layers", "model=gpt3_medium", "policy=recycle", "policy.effort=0"]
+    arguments += ["failures=fraction", "failures.part=0.0625"]
+    out = simulate(tmp_path, *arguments, "hydra.run.dir=here")
+    found = result_in(tmp_path / "here" / "layers" / "000")
+    assert not (tmp_path / "here" / "layers" / "001").exists()
+    assert found["section"] == "layers"
+    assert found["policy"]["settings"]["effort"] == 0
+    assert "1/1" in out
+    again = [argument for argument in shlex.split(found["command"])[1:] if not argument.startswith("hydra")]
+    simulate(tmp_path, *again, "hydra.run.dir=again")
+    assert result_in(tmp_path / "again")["throughput"] == found["throughput"]
+
+
+def test_an_experiment_on_the_command_line(tmp_path: Path) -> None:
+    lines = "model=gpt3_medium failures=llama3,rsc1 policy=restart,fault_free"
+    simulate(tmp_path, f'+experiment.others=["{lines}"]', "duration=6h", "seeds=2", "hydra.run.dir=here")
+    found = [result_in(tmp_path / "here" / "others" / f"{place:03d}") for place in range(4)]
+    expected = [(rate, policy) for rate in ("llama3", "rsc1") for policy in ("restart", "fault_free")]
+    assert [each["command"].split()[2:4] for each in found] == [
+        [f"failures={rate}", f"policy={policy}"] for rate, policy in expected
+    ]
+    assert {(each["section"], each["duration"]) for each in found} == {("others", 21600.0)}
+    assert not any("experiment" in each["command"] for each in found)
+
+
+def test_every_line_of_every_experiment_composes() -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        for name in options("experiment"):
+            sections = OmegaConf.to_container(compose("simulate", overrides=[f"experiment={name}"]).experiment)
+            points = points_of(sections)  # type: ignore[arg-type]
+            assert len(set(points)) == len(points)
+            for section in sections:  # type: ignore[union-attr]
+                own = [point for point in points if point.section == section]
+                for point in (own[0], own[-1]):
+                    model_from(compose("simulate", overrides=list(point.overrides)).model)
+
+
+def test_the_paper_experiment_is_all_the_others() -> None:
+    everything = set(composed("experiment=paper")["experiment"])
+    assert everything == set(options("experiment")) - {"paper", "quick"}
+    assert everything == set(composed("experiment=quick")["experiment"])
+
+
+@pytest.mark.parametrize("group", ["policy", "failures"])
+def test_configuration_names_every_constant_with_the_value_that_the_class_has(group: str) -> None:
+    for name in options(group):
+        settings = composed(f"{group}={name}")[group]
+        kind = get_class(settings.pop("_target_"))
+        assert set(settings) == {item.name for item in fields(kind)}, name
+        usual = FailureRate("rsc1") if name == "rsc1" else kind()
+        assert kind(**settings) == usual, name
+        assert instantiate({"_target_": f"{kind.__module__}.{kind.__name__}", **settings}) == usual
+
+
+def test_configuration_of_models_is_that_of_the_catalogue() -> None:
+    assert set(options("model")) == set(available_models())
+    for name in available_models():
+        settings = composed(f"model={name}")["model"]
+        model = get_model(name)
+        assert model_from(settings) == model
+        assert set(settings) == {item.name for item in fields(model)}
+    changed = composed("model=gpt3_6_7b", "model.efficiency=0.5", "model.gpu=H100-80GB")["model"]
+    assert (model_from(changed).efficiency, model_from(changed).device.name) == (0.5, "H100-80GB")
+
+
+BAD = [
+    (["model=gpt5"], "unknown model 'gpt5': choose one of gpt3_3_35b, gpt3_6_7b, gpt3_medium, megatron_"),
+    (["policy=hope"], "unknown policy 'hope': choose one of bamboo, drop_replica, elastic_layers, fault_free"),
+    (["failures=never"], "unknown failures 'never': choose one of correlated, fraction, llama3, mtbf"),
+    (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p3"),
+    (["task=dance"], "unknown task 'dance': choose one of planner, techniques, training"),
+    (["experiment=mine"], "unknown experiment 'mine': choose one of ablation"),
+    (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': choose one of mtbf, repair"),
+    (["failures.mtbf=often"], "Poisson(mtbf)='often': give a duration above 0"),
+    (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1"),
+    (["failures=fraction", "failures.part=2"], "part=2"),
+    (["failures=scripted", "failures.outages=[[0,[99],1]]"], "there is no node 99 in a cluster of 32"),
+    (["failures=trace", "failures.start=2d"], "failures.start=172800 s: the trace aws-p3 ends after"),
+    (["policy.adaptive=maybe"], "policy.adaptive='maybe': give true or false"),
+    (["policy.adaptive=false"], "switch decoupled and staggered off as well"),
+    (["policy=spares", "policy.spares=two"], "spares='two'"),
+    (["policy=spares", "cluster.extra_nodes=0"], "Spares(spares=1)"),
+    (["cluster.gpus_per_node=5"], "Cluster(gpus_per_node=5)"),
+    (["model.gpu=B300"], "unknown GPU 'B300': choose one of"),
+    (["model.name=mine", "model.throughput=null"], "give model.throughput or model.efficiency"),
+    (["model.global_batch=130"], "global_batch=130"),
+    (["model.throughput=1e9"], "cannot be faster than"),
+    (["duration=long"], "duration='long'"),
+    (["duration=0"], "duration=0"),
+    (["seeds=0"], "seeds=0: give an integer of at least 1"),
+    (["section=mine"], "unknown section 'mine': choose one of intervals, traces"),
+    (["timeline=svg"], "timeline='svg': give true or false"),
+    (["task=planner", "task.failed=1"], "task.failed=1"),
+    (["task=planner", "task.grid.stages=0"], "stages=0"),
+    (["task=techniques", "task.failed=2"], "task.failed=2: give a list of [pipeline,stage]"),
+    (["task=techniques", "task.failed=[[9,9]]"], "failed worker (9, 9) is outside the grid"),
+    (["+experiment.mine=text"], "experiment.mine='text': give a list of lines"),
+]
+
+
+def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    answers = run_all("recycle-simulate", tmp_path, *([*arguments, "hydra.run.dir=here"] for arguments, _ in BAD))
+    for (arguments, message), (code, _, err) in zip(BAD, answers, strict=True):
+        assert code == 2, (arguments, err)
+        assert err.startswith("recycle-simulate: "), (arguments, err)
+        assert err.count("\n") == 1, (arguments, err)
+        assert message in err, (arguments, err)
+    assert not (tmp_path / "here" / "result.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "here" / "result.json").mkdir(parents=True)
+    ((code, _, err),) = run_all("recycle-simulate", tmp_path, ["task=techniques", "hydra.run.dir=here"])
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("recycle-simulate: cannot write to ")
