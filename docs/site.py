@@ -1,0 +1,65 @@
+"""What mkdocs is told besides mkdocs.yml: pages that lie elsewhere, and a check that the site loads nothing.
+
+A hook of mkdocs, named in mkdocs.yml.
+"""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+__all__ = ["on_files", "on_page_markdown", "on_post_build"]
+
+_ROOT = Path(__file__).parents[1]
+_ELSEWHERE = {"results.md": "benchmarks/RESULTS.md", "changelog.md": "CHANGELOG.md"}
+"""Pages of the site whose source is not in docs/, by their name in the site."""
+
+_LOADING = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that lie elsewhere."""
+    for name, path in _ELSEWHERE.items():
+        files.append(File.generated(config, name, abs_src_path=str(_ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links to those files, which work in the repository, lead to their pages."""
+    for name, path in _ELSEWHERE.items():
+        markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(path)}", f"]({name}", markdown)
+    if page.file.src_uri in _ELSEWHERE:
+        markdown = markdown.replace("](docs/", "](").replace("](../docs/", "](")
+    return markdown
+
+
+class _Loads(HTMLParser):
+    """Collects what a page makes a browser load from another server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        address = values.get(_LOADING.get(tag, ""), "") or ""
+        if re.match("(?:[a-z]+:)?//", address) and values.get("rel") != "canonical":
+            self.found.append(address)
+
+
+def on_post_build(config: Any) -> None:
+    """Fail if a page or a style sheet would load something from another server."""
+    site = Path(config["site_dir"])
+    found = {}
+    for file in site.rglob("*.html"):
+        page = _Loads()
+        page.feed(file.read_text(encoding="utf-8"))
+        found[file] = page.found
+    for file in site.rglob("*.css"):
+        found[file] = re.findall(r"url\(['\"]?((?:https?:)?//[^)]+)", file.read_text(encoding="utf-8"))
+    lines = [f"{file.relative_to(site)} loads {', '.join(urls)}" for file, urls in found.items() if urls]
+    if lines:
+        raise PluginError("The site must load nothing from elsewhere.\n" + "\n".join(lines))
