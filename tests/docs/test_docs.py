@@ -1,0 +1,346 @@
+"""What the pages say is so: examples run, links lead somewhere, names and tables are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import DOCS, PAGES, ROOT, Block, blocks, commands, names_in, table_under, text, without_blocks
+
+import lightning_recycle
+from lightning_recycle import PipelineModule, callbacks
+from lightning_recycle.callbacks import HeartbeatCallback
+from lightning_recycle.callbacks.faults import KINDS, POINTS
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.resilience import standalone
+from lightning_recycle.resilience.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
+from lightning_recycle.resilience.history import History
+
+PACKAGE = ROOT / "lightning_recycle"
+SCRIPTS = set(re.findall(r"^(recycle-[a-z]+) = ", (ROOT / "pyproject.toml").read_text(), re.M))
+SOURCE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+
+# ---------------------------------------------------------------------- python
+
+RUN_PAGES = ["checkpoints.md", "choosing_a_grid.md", "faults.md", "getting_started.md", "index.md", "operations.md"]
+RUN_PAGES += ["porting.md"]
+"""Pages whose blocks without a title are executed too, each for itself; they build things and start nothing."""
+
+OUTPUTS: dict[str, list[str] | None] = {
+    "first_run.py": ["validation loss"],
+    "lose_a_worker.py": ["failure 5 (1, 0)", "redone 5", "recovered 5"],
+    "before.py": None,
+    "after.py": ["'val_accuracy'"],
+}
+"""What complete scripts print; None for one that is not run by itself, because the next one runs all of it."""
+
+
+ONE_AFTER_THE_OTHER = """
+import runpy, sys
+for script in sys.argv[1:]:
+    print("=====", script, flush=True)
+    runpy.run_path(script, run_name="__main__")
+"""
+"""Runs scripts as Python would; in one process, because starting the workers' fork server takes longest."""
+
+
+@pytest.mark.timeout(300)
+def test_complete_scripts_run(tmp_path: Path) -> None:
+    for block in blocks("python"):
+        if block.title:
+            (tmp_path / block.title).write_text(block.code)
+    titles = [title for title, words in OUTPUTS.items() if words]
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, *titles],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    printed = re.split(r"^===== \S+$", done.stdout, flags=re.M)[1:]
+    for title, output in zip(titles, printed, strict=True):
+        assert all(words in output for words in OUTPUTS[title] or ()), f"{title}\n{output}"
+
+
+def test_every_complete_script_is_run() -> None:
+    assert {block.title for block in blocks("python") if block.title} == OUTPUTS.keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("block", [b for b in blocks("python") if not b.title], ids=lambda block: block.place)
+def test_other_examples_compile_and_import_what_exists(block: Block) -> None:
+    compiled = compile(block.code, block.place, "exec")
+    if block.page in RUN_PAGES:
+        exec(compiled, {"__name__": block.place})
+        return
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                assert importlib.util.find_spec(alias.name), f"{block.place}: {alias.name}"
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{block.place}: {node.module}.{alias.name}"
+
+
+# ---------------------------------------------------------------------- commands
+
+
+@pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
+def test_commands_exist(place: str, words: list[str]) -> None:
+    program, *arguments = words
+    if program == "make":
+        assert arguments[0] in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    elif program == "python" and arguments[0] == "-m":
+        assert importlib.util.find_spec(arguments[1])
+    elif program == "python" and "/" in arguments[0]:
+        assert (ROOT / arguments[0]).is_file()
+    elif program.startswith("recycle-"):
+        assert program in SCRIPTS
+        if program == "recycle-coordinator":
+            standalone._parser().parse_args(arguments)
+
+
+CONFIGURED = {
+    "recycle-plan": ("lightning_recycle.conf", "plan"),
+    "recycle-simulate": ("lightning_recycle.conf.simulation", "simulate"),
+    "examples/train_gpt.py": ("lightning_recycle.conf", "train_gpt"),
+    "examples/train_vision.py": ("lightning_recycle.conf", "train_vision"),
+}
+
+
+def configured_commands() -> list[Any]:
+    found = []
+    for place, words in commands():
+        name = words[1] if words[0] == "python" and len(words) > 1 else words[0]
+        if name in CONFIGURED:
+            settings = [w for w in words[words.index(name) + 1 :] if not w.startswith("-")]
+            found.append(pytest.param(name, settings, id=f"{place} {' '.join(settings)}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "settings"), configured_commands())
+def test_settings_of_commands_exist(name: str, settings: list[str]) -> None:
+    from hydra import compose, initialize_config_dir
+
+    importlib.import_module("lightning_recycle.conf")
+    folder = ROOT / "conf" / ("simulation" if name == "recycle-simulate" else "")
+    first = [re.sub(r"=([^\[{',]*),.*", r"=\1", setting) for setting in settings]  # of a sweep, the first job
+    with initialize_config_dir(str(folder), version_base=None):
+        compose(CONFIGURED[name][1], overrides=first, return_hydra_config=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_named_in_a_text_are_installed(page: str) -> None:
+    assert set(re.findall(r"(?<![\w/-])recycle-[a-z]+\b", text(page))) <= SCRIPTS
+
+
+def test_every_installed_command_is_documented() -> None:
+    everything = "".join(map(text, PAGES))
+    assert {name for name in SCRIPTS if name not in everything} == set()
+
+
+def test_the_options_of_the_coordinator_are_all_there() -> None:
+    documented = {option.split()[0] for row in table_under("operations.md", "option") for option in names_in(row[0])}
+    parsed = {a.option_strings[0] for a in standalone._parser()._actions if a.option_strings[0] != "-h"}
+    assert documented == parsed
+
+
+# ---------------------------------------------------------------------- links
+
+
+def anchors(path: Path) -> set[str]:
+    """The ids of the headings of a page, and of the objects of an API page."""
+    content = path.read_text(encoding="utf-8")
+    found = set(re.findall(r"^::: (\S+)", content, re.M))
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", content, flags=re.M | re.S), re.M):
+        plain = re.sub(r"[^\w\s-]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", plain))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page)):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (DOCS / name).resolve() if name else DOCS / page
+        assert path.is_file(), f"{page}: {target}"
+        if anchor:
+            assert anchor in anchors(path), f"{page}: {target}"
+
+
+# ---------------------------------------------------------------------- names
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    documented = set(re.findall(r"^::: (\S+)", text("api.md"), re.M))
+    public = {f"lightning_recycle.{name}" for name in lightning_recycle.__all__}
+    public |= {f"lightning_recycle.callbacks.{name}" for name in callbacks.__all__}
+    assert public - documented == set()
+
+
+def resolve(path: str) -> Any:
+    """The object of a dotted path."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[count:]:
+            found = getattr(found, name)
+        return found
+    raise AssertionError(path)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("api")])
+def test_the_api_pages_name_what_exists(page: str) -> None:
+    named = re.findall(r"^::: (\S+)\n((?: .*\n|\n)*)", text(page) + "\n", re.M)
+    assert named
+    for path, options in named:
+        found = resolve(path)
+        listed = re.findall(r"^ +- (\w+)$", options, re.M)
+        listed += [name for line in re.findall(r"members: \[(.*?)\]", options) for name in line.split(", ")]
+        assert [name for name in listed if not hasattr(found, name)] == []
+
+
+def variables(content: str) -> set[str]:
+    return set(re.findall(r"(?<![A-Z_])RECYCLE_[A-Z]+(?:_[A-Z]+)*", content))
+
+
+def test_the_environment_variables_are_those_of_the_code() -> None:
+    documented = {name for row in table_under("operations.md", "variable") for name in names_in(row[0])}
+    assert documented == variables(SOURCE)
+    assert set().union(*(variables(text(page)) for page in PAGES)) <= documented
+
+
+def test_the_kinds_of_faults_are_those_of_the_code() -> None:
+    assert tuple(name for row in table_under("faults.md", "kind") for name in names_in(row[0])) == KINDS
+    assert [point for point in POINTS if f"`{point}`" not in text("faults.md")] == []
+
+
+def test_the_faults_of_the_examples_are_those_of_the_configuration() -> None:
+    line = re.search(r"`faults=(\w+)`,\n?([^.]*)\.", text("faults.md"))
+    assert line is not None
+    named = {line.group(1), *names_in(line.group(2))}
+    assert named == {path.stem for path in (ROOT / "conf" / "faults").glob("*.yaml")}
+
+
+def test_the_events_are_those_of_the_code() -> None:
+    code = "\n".join(path.read_text() for path in (PACKAGE / "resilience").glob("*.py"))
+    recorded = set(re.findall(r"(?:\bRecord|\bself\.add|_history\.add)\(\s*\"(\w+)\"", code))
+    recorded |= {"left", "moved"} & set(re.findall(r"\"(\w+)\"", code))
+    assert {name for row in table_under("faults.md", "event") for name in names_in(row[0])} == recorded
+
+
+def test_the_metrics_are_those_of_the_code() -> None:
+    counters = {"live_workers", *History(Grid(1, 1, 1)).counters}
+    counters |= set(re.findall(r"counters\[\"(\w+)\"\]", SOURCE))
+    documented = {name for row in table_under("faults.md", "metric") for name in names_in(row[0])}
+    assert documented == {f"recycle/{name}" for name in counters}
+
+
+def test_the_exit_codes_are_those_of_the_code() -> None:
+    codes = [int(row[0]) for row in table_under("operations.md", "exit code of a worker")]
+    assert codes == [0, 1, EXIT_LOST_COORDINATOR, EXIT_STOPPED]
+    assert f"exit code {EXIT_LOST_COORDINATOR}" in text("faults.md")
+
+
+def test_the_hooks_exist() -> None:
+    for row in table_under("porting.md", "in a LightningModule"):
+        for name in re.findall(r"`(\w+)(?:\([^`]*\))?`", " ".join(row)):
+            assert hasattr(PipelineModule, name) or name in ("train_loss", "val_loss", "test_loss", "batch"), name
+
+
+def test_defaults_that_are_written_down_are_the_defaults() -> None:
+    signatures = {
+        "HeartbeatCallback": inspect.signature(HeartbeatCallback).parameters,
+        "ReCycleStrategy": inspect.signature(lightning_recycle.ReCycleStrategy).parameters,
+    }
+    said = re.findall(r"`HeartbeatCallback\(interval=([\d.]+), timeout=([\d.]+)\)`", text("faults.md"))
+    defaults = signatures["HeartbeatCallback"]
+    assert said == [(str(defaults["interval"].default), str(defaults["timeout"].default))]
+    for page in PAGES:
+        for arguments in re.findall(r"`ReCycleStrategy\(([^`]*)\)`", text(page)):
+            for name in re.findall(r"(\w+)=", arguments):
+                assert name in signatures["ReCycleStrategy"], f"{page}: {name}"
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def test_the_table_of_grids_follows_its_formula() -> None:
+    rows = table_under("choosing_a_grid.md", "D | S | M")
+    assert len(rows) >= 4
+    for *numbers, free in rows:
+        d, s, m, load, room = map(int, numbers)
+        assert (load, room) == (math.ceil(m * d / (d - 1)), m + s - 1)
+        assert free == ("yes" if load <= room else "no")
+
+
+def test_the_comparison_has_no_figure_of_its_own() -> None:
+    sources = (ROOT / "benchmarks" / "RESULTS.md").read_text() + text("simulation.md")
+    known = set(re.findall(r"[\d.,]*\d", sources))
+    prose = re.sub(r"\]\([^)]*\)|arXiv [\d.]+", "", without_blocks("comparison.md"))
+    figures = set(re.findall(r"(?<![\w.])\d*\.\d+|(?<=\| )\d+(?= \|)", prose))
+    assert len(figures) > 50
+    assert figures - known == set()
+
+
+# ---------------------------------------------------------------------- the site
+
+
+def module_of(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_docstrings_become_markdown() -> None:
+    docstring = (
+        "See :class:`~lightning_recycle.planning.Grid` and :func:`other`::\n\n"
+        "    =====  =======\n    a      b\n    =====  =======\n    ``x``  y | z\n    =====  =======\n\n"
+        ">>> f(1)\n2\n\nEnd."
+    )
+    link = '<autoref identifier="lightning_recycle.planning.Grid" optional><code>Grid</code></autoref>'
+    assert module_of("docstrings").as_markdown(docstring) == (
+        f"See {link} and `other`:\n\n    | a | b |\n    | --- | --- |\n    | ``x`` | y \\| z |\n\n"
+        "```pycon\n>>> f(1)\n2\n```\n\nEnd."
+    )
+
+
+def test_a_site_that_loads_something_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    from mkdocs.exceptions import PluginError
+
+    hook = module_of("site")
+    page = tmp_path / "index.html"
+    page.write_text('<a href="https://elsewhere.org">link</a><script src="assets/x.js"></script>')
+    hook.on_post_build({"site_dir": tmp_path})
+    for loading in ('<script src="https://cdn.org/x.js">', '<link rel="stylesheet" href="//fonts.org/a.css">'):
+        page.write_text(loading)
+        with pytest.raises(PluginError, match=r"index\.html loads .*(cdn|fonts)\.org"):
+            hook.on_post_build({"site_dir": tmp_path})
+
+
+def test_links_to_files_outside_lead_to_their_pages() -> None:
+    hook = module_of("site")
+    page = type("Page", (), {"file": type("File", (), {"src_uri": "index.md"})})
+    assert hook.on_page_markdown("[m](../benchmarks/RESULTS.md#planning)", page) == "[m](results.md#planning)"
