@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,12 +28,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
+from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
 from lightning_recycle.checks import check_loaders, check_module, check_trainer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.module import PipelineModule
@@ -43,6 +45,7 @@ from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.processes import Crew, LocalWorker
 from lightning_recycle.resilience.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.resilience.drift import DriftOptions
 from lightning_recycle.resilience.replanning import RunPlanner
 from lightning_recycle.resilience.standalone import address_from, key_from_environment
 from lightning_recycle.resilience.state import Finished, Outcome, StageLost
@@ -87,10 +90,11 @@ class SupervisorLauncher(_Launcher):
         """
         assert trainer is not None
         strategy = self._strategy
+        strategy.interrupted = True
         grid, heartbeat = self._prepare(trainer, args)
         strategy.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
         if "RECYCLE_COORDINATOR" in os.environ:
-            return run_outside(
+            returned = run_outside(
                 address_from(os.environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR"),
                 key_from_environment(),
                 os.environ.get("RECYCLE_HOST"),
@@ -100,12 +104,15 @@ class SupervisorLauncher(_Launcher):
                 args,
                 kwargs,
             )
+            strategy.interrupted = False
+            return returned
         strategy.history, strategy.schedules = [], []
         batch_pipelines = grid.pipelines
         for attempt in itertools.count():
             outcome, survivors = self._run(function, args, kwargs, trainer, grid, heartbeat, batch_pipelines, attempt)
             strategy.has_run = True
             if isinstance(outcome, Finished):
+                strategy.interrupted = False
                 return take_results(trainer, outcome.results)
             error = error_of(outcome, grid, strategy.history)
             fitting = trainer.state.fn == TrainerFn.FITTING
@@ -150,6 +157,7 @@ class SupervisorLauncher(_Launcher):
             profile_path is not None and profile is None,
             batch_pipelines=batch_pipelines,
             parts=stage_layers(module, grid.stages, strategy.partition, strategy.layer_seconds),
+            outsiders="RECYCLE_LISTEN" in os.environ,
         )
         fitting = trainer.state.fn == TrainerFn.FITTING  # else there are no steps to enter between
         options = CoordinatorOptions(
@@ -157,6 +165,7 @@ class SupervisorLauncher(_Launcher):
             restart_workers=strategy.restart_workers and fitting,
             max_restarts=strategy.max_restarts,
             normalize=strategy.normalize and fitting,
+            drift=_drift_options(trainer) if fitting else None,
         )
         listen = "RECYCLE_LISTEN" in os.environ
         host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN") if listen else (_HOST, 0)
@@ -209,7 +218,7 @@ class SupervisorLauncher(_Launcher):
                 " micro-batches): use the same devices * num_nodes, pipeline_parallel_size and num_microbatches in both."
             )
         parts = stage_layers(module, wanted.stages, strategy.partition, strategy.layer_seconds)
-        return RunSetup(wanted, heartbeat.interval, False, wanted.pipelines, parts)
+        return RunSetup(wanted, heartbeat.interval, False, wanted.pipelines, parts, outsiders=True)
 
     @override
     def kill(self, signum: Any) -> None:
@@ -303,10 +312,29 @@ def _smaller_grid(grid: Grid, workers: int) -> Grid | None:
     return Grid(pipelines, grid.stages, grid.global_microbatches // pipelines)
 
 
+def _drift_options(trainer: pl.Trainer) -> DriftOptions | None:
+    """Whether and when the plan is to change because operations take other times than it assumes."""
+    monitors = (c.options for c in trainer.callbacks if isinstance(c, PlanMonitor))  # type: ignore[attr-defined]
+    return next(monitors, None)
+
+
 def _newest_checkpoint(strategy: ReCycleStrategy) -> str | None:
-    """The newest checkpoint of this run that is complete and still there."""
+    """The newest checkpoint of this run that is still there and whole."""
     saved = [str(event.details["path"]) for event in strategy.history if event.kind == "saved"]
-    return next((path for path in reversed(saved) if os.path.exists(path)), None)
+    checksums = isinstance(strategy.checkpoint_io, TorchCheckpointIO)
+    return next((path for path in reversed(saved) if _is_whole(path, checksums)), None)
+
+
+def _is_whole(path: str, checksums: bool) -> bool:
+    """Whether a checkpoint is what was written. With ``checksums`` a file is a zip archive, as torch writes them."""
+    if not checksums or not os.path.isfile(path):
+        return os.path.exists(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        log.warning("The checkpoint %s is damaged; the one before it is taken.", path)
+        return False
 
 
 def _library(library: Any, planner: Any) -> PlanLibrary | None:

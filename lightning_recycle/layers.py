@@ -69,12 +69,15 @@ class LayerSpec:
         Raises:
             ConfigurationError: if the layer cannot be built, or its parameters get their shapes from the first input.
         """
+        return count_parameters(self.build_without_storage(index), index)
+
+    def build_without_storage(self, index: int) -> nn.Module:
+        """Builds the layer on torch's meta device, where that is possible: for what only looks at shapes."""
         try:
             with torch.device("meta"):
-                layer = self.build(index, seed=0)
+                return self.build(index, seed=0)
         except ConfigurationError:
-            layer = self.build(index, seed=0)  # what is wrong with the recipe itself is wrong here too
-        return count_parameters(layer, index)
+            return self.build(index, seed=0)  # what is wrong with the recipe itself is wrong here too
 
     def __repr__(self) -> str:
         arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-__all__ = ["LogRelay"]
+__all__ = ["LogRelay", "keep_files"]
 
 
 class LogRelay:
@@ -68,6 +68,12 @@ class LogRelay:
         for logger in self._loggers:
             logger.save()
             _flush(logger)
+
+
+def keep_files(loggers: Iterable[Logger]) -> None:
+    """Lets loggers that were used before, in another process, append to what they wrote."""
+    for logger in loggers:
+        _keep_file(logger)
 
 
 def _flush(logger: Logger) -> None:

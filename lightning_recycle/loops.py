@@ -3,13 +3,19 @@
 Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. A worker that joins a
 running training goes through the same loops, and stops before its first epoch until it is let in.
 
-Private Lightning API used here, and nowhere else: the loop classes ``_FitLoop``, ``_TrainingEpochLoop`` and
-``_AutomaticOptimization``, their progress attributes, ``trainer._results`` and ``call._call_lightning_module_hook``.
+Lightning's hooks around a step keep their order. They all concern the whole global batch: ``on_before_backward`` and
+``on_after_backward`` come with its mean loss when its gradient is complete, right before ``on_before_optimizer_step``.
+
+Private Lightning API used here, and nowhere else: the loop classes ``_FitLoop``, ``_TrainingEpochLoop`` (with its
+``_should_check_val_fx``) and ``_AutomaticOptimization``, their progress attributes, ``trainer._results``,
+``trainer._val_check_time_interval``, ``trainer._logger_connector.on_batch_start`` and
+``call._call_lightning_module_hook``.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -22,13 +28,18 @@ from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_recycle.runtime.data import MicrobatchLoader
+from lightning_recycle.checks import check_batch
+from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
 from lightning_recycle.runtime.executor import StepResult
 
 if TYPE_CHECKING:
     from lightning_recycle.strategy import ReCycleStrategy
 
-__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "PipelineOptimization"]
+__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "PipelineOptimization", "count_in_steps", "tell_batch_sizes"]
+
+
+_COUNTED_IN_BATCHES = ("limit_train_batches", "val_check_interval", "accumulate_grad_batches")
+"""Attributes of a Trainer; an interval in seconds has no ``val_check_interval``."""
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -40,12 +51,19 @@ class PipelineOptimization(_AutomaticOptimization):
         strategy: ReCycleStrategy = trainer.strategy  # type: ignore[assignment]
         module = trainer.lightning_module
         handle = kwargs["batch"]
+        check_batch(handle)
         self._on_before_zero_grad(optimizer)
         self.optim_progress.optimizer.zero_grad.increment_completed()
 
         def apply(result: StepResult) -> None:
             strategy.gradient_norm = result.gradient_norm
             loss = strategy.as_loss(result.loss)
+
+            def backward_is_done() -> torch.Tensor:
+                strategy.precision_plugin.pre_backward(loss, module)
+                strategy.precision_plugin.post_backward(loss, module)
+                return loss
+
             self.optim_progress.optimizer.step.increment_ready()
             call._call_lightning_module_hook(
                 trainer,
@@ -53,11 +71,13 @@ class PipelineOptimization(_AutomaticOptimization):
                 trainer.current_epoch,
                 batch_idx,
                 strategy._lightning_optimizers[0],
-                lambda: loss,
+                backward_is_done,
             )
             self.optim_progress.optimizer.step.increment_completed()
 
-        result = strategy.run_step(handle, apply)
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        with profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):
+            result = strategy.run_step(handle, apply)
         loss = strategy.as_loss(result.loss)
         self._log(module, loss, result)
         return {"loss": loss}
@@ -107,6 +127,13 @@ class PipelineEpochLoop(_TrainingEpochLoop):
             data_fetcher.fetched += first
 
     @override
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        decided = super()._should_check_val_fx(data_fetcher)
+        if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
+            return bool(self.trainer.strategy.broadcast(decided))  # each worker has a clock of its own
+        return decided
+
+    @override
     def _broadcast_sigterm_tensor(self) -> None:
         """The parent broadcasts from rank 0 through torch's default group; there is none, and rank 0 may be dead."""
 
@@ -132,3 +159,38 @@ class PipelineFitLoop(_FitLoop):
         super().on_run_start()
         strategy: ReCycleStrategy = self.trainer.strategy  # type: ignore[assignment]
         strategy.enter_training()
+
+
+def count_in_steps(trainer: pl.Trainer) -> Callable[[], None]:
+    """Makes the loops of this worker count steps of ``accumulate_grad_batches`` batches; returns what undoes that.
+
+    Gradients are accumulated over the micro-batches of all batches of a step at once, so there is nothing left for
+    Lightning to accumulate.
+    """
+    given = {name: getattr(trainer, name) for name in _COUNTED_IN_BATCHES if hasattr(trainer, name)}
+    batches = given["accumulate_grad_batches"]
+    for name, value in given.items():
+        if isinstance(value, int) and value > 0:
+            setattr(trainer, name, max(1, value // batches))
+
+    def undo() -> None:
+        for name, value in given.items():
+            setattr(trainer, name, value)
+
+    return undo
+
+
+def tell_batch_sizes(trainer: pl.Trainer) -> None:
+    """Lets hooks log means over an epoch without ``batch_size``: Lightning cannot see how large a batch is that is an
+    address.
+    """
+    connector = trainer._logger_connector
+    start = connector.on_batch_start
+
+    def on_batch_start(batch: Any, dataloader_idx: int | None = None) -> None:
+        start(batch, dataloader_idx)
+        if isinstance(batch, StepHandle):
+            assert trainer._results is not None
+            trainer._results.batch_size = batch.num_samples
+
+    connector.on_batch_start = on_batch_start  # type: ignore[method-assign]

@@ -107,10 +107,6 @@ class OutputRecorder:
 
     # ------------------------------------------------------------------ on every worker
 
-    def num_samples(self, records: Mapping[int, bytes]) -> int:
-        """Samples of all micro-batches together."""
-        return sum(pickle.loads(data).samples for data in records.values())
-
     def replay(self, records: Mapping[int, bytes], on_step: bool) -> list[Any]:
         """Does on this worker what the hooks did with the outputs of a whole step.
 

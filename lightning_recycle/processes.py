@@ -1,8 +1,13 @@
-"""The worker processes of this machine: how they are started, watched and ended."""
+"""The worker processes of this machine: how they are started, watched and ended.
+
+Private Lightning API used here, and nowhere else: ``PyTorchProfiler._default_schedule``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
 import multiprocessing
 import os
 import pickle
@@ -11,8 +16,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.context import BaseContext
+from types import FunctionType
 from typing import Any
+
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_recycle.errors import ConfigurationError, WorkerStartError
 from lightning_recycle.resilience.client import EXIT_STOPPED
@@ -69,6 +79,17 @@ class LocalWorker:
                 self._process.kill()
 
 
+class _Pickler(pickle.Pickler):
+    """Also takes the schedules of torch's profiler, which are closures: ``PyTorchProfiler`` holds one."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, FunctionType) or obj.__qualname__ != "schedule.<locals>.schedule_fn":
+            return NotImplemented
+        if obj is PyTorchProfiler._default_schedule():
+            return PyTorchProfiler._default_schedule, ()  # it is recognised by its identity
+        return partial(torch.profiler.schedule, **inspect.getclosurevars(obj).nonlocals), ()
+
+
 class Crew:
     """All worker processes that one run ever starts here. Use as a context manager: none survives it.
 
@@ -87,7 +108,9 @@ class Crew:
         self._lock = threading.Lock()
         self._closed = False
         try:
-            data = pickle.dumps(payload)
+            buffer = io.BytesIO()
+            _Pickler(buffer).dump(payload)
+            data = buffer.getvalue()
         except Exception as error:
             raise ConfigurationError(
                 f"The Trainer, model or data cannot be sent to the worker processes: {type(error).__name__}: {error}."

@@ -50,9 +50,9 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
     trainer.progress_bar_metrics.update(extras.progress_bar_metrics)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):  # it takes no results from another directory than its own
-            state = extras.callbacks.get(callback.state_key, {})
-            callback.dirpath = state.get("dirpath", callback.dirpath)
-            callback.current_score = state.get("current_score")  # in its state, but not taken from there
+            found = extras.callbacks.get(callback.state_key, {})
+            callback.dirpath = found.get("dirpath", callback.dirpath)
+            callback.current_score = found.get("current_score")  # in its state, but not taken from there
     call._call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
     load_progress(trainer.fit_loop, extras.fit_loop)
     return extras.returned

@@ -41,7 +41,8 @@ from lightning_recycle.loops import PipelineFitLoop, count_in_steps, tell_batch_
 from lightning_recycle.module import PipelineModule, global_seed
 from lightning_recycle.outputs import OutputRecorder, concatenate
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.planner import get_planner
+from lightning_recycle.planning.library import PlanLibrary
+from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience.client import ControlClient
 from lightning_recycle.resilience.messages import Event, Restored, Saved
@@ -149,8 +150,8 @@ class ReCycleStrategy(ParallelStrategy):
         self,
         pipeline_parallel_size: int | None = None,
         num_microbatches: int | None = None,
-        planner: Any = "heuristic",
-        plan_library: Any = None,
+        planner: str | Planner = "heuristic",
+        plan_library: str | os.PathLike[str] | PlanLibrary | None = None,
         partition: Literal["count", "parameters", "profile"] | list[int] = "count",
         layer_seconds: list[float] | None = None,
         profile: str | os.PathLike[str] | None = None,
@@ -209,6 +210,8 @@ class ReCycleStrategy(ParallelStrategy):
         self.at_point: list[Callable[[str, int], None]] = []
         """Called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step."""
         self.gradient_norm = 0.0
+        self.interrupted = False
+        """In the launching process: whether the last run failed, or has not ended."""
         self.weights_only: bool | None = None
         """As given to the entry point of the Trainer that is running."""
         self.has_run = False
@@ -711,7 +714,7 @@ class ReCycleStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the whole model, on every worker; of the stage where checkpoints are sharded."""
         assert self.lightning_module is not None
-        if self.save_distributed_checkpoint:
+        if self.save_distributed_checkpoint or self._context is None:
             return self.lightning_module.state_dict()
         return self.whole_state()
 
@@ -778,7 +781,9 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """The leader writes, or a worker of each stage; if one dies before it is done, a peer does."""
-        assert self._context is not None
+        if self._context is None:
+            self._save_in_launching_process(checkpoint, filepath, storage_options)
+            return
         if self.save_distributed_checkpoint:
             self._save_sharded(checkpoint, filepath)
             return
@@ -793,6 +798,20 @@ class ReCycleStrategy(ParallelStrategy):
                 self._context.client.send(Saved(self.global_rank, os.fspath(filepath), step))
             if any(self._gather("checkpoint", wrote).values()):
                 return
+
+    def _save_in_launching_process(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        if self.interrupted:
+            log.warning(
+                "%s is not written: the run failed, and its newest weights were those of the workers.", filepath
+            )
+        elif "optimizer_states" in checkpoint:
+            raise UnsupportedFeatureError(
+                f"trainer.save_checkpoint({os.fspath(filepath)!r}) was called in the launching process, which has the"
+                " weights but not the optimizer's state: that is gone with the workers. Use"
+                " trainer.save_checkpoint(..., weights_only=True), or a ModelCheckpoint callback."
+            )
+        else:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _save_sharded(self, checkpoint: dict[str, Any], filepath: Any) -> None:
         assert self._context is not None

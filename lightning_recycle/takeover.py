@@ -1,11 +1,22 @@
-"""The progress bar of a new leader."""
+"""The progress bar of a new leader.
+
+Private Lightning API used here, and nowhere else: ``ProgressBar._trainer``.
+"""
 
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 __all__ = ["show_progress_bar"]
+
+
+_EVALUATIONS = {  # stage -> its name in hooks
+    RunningStage.SANITY_CHECKING: "validation",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "predict",
+}
 
 
 def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
@@ -30,8 +41,8 @@ def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
     elif fitting and trainer.fit_loop.epoch_progress.current.ready:
         bar.on_train_start(trainer, module)
         bar.on_train_epoch_start(trainer, module)
-    phase = {"validate": "validation", "sanity_check": "validation"}.get(trainer.state.stage, trainer.state.stage)
-    if phase in ("validation", "test", "predict"):
+    phase = _EVALUATIONS.get(trainer.state.stage)
+    if phase is not None:
         bar.reset_dataloader_idx_tracker()
         getattr(bar, f"on_{phase}_start")(trainer, module)
         getattr(bar, f"on_{phase}_batch_start")(trainer, module, None, 0, dataloader_idx)

@@ -52,6 +52,8 @@ class RunSetup:
         profiles: whether the model is to be measured.
         batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
         parts: the layers of each stage.
+        outsiders: whether there may be workers that go on in their own process afterwards: in the end all workers
+            exchange the whole model then.
     """
 
     grid: Grid
@@ -59,6 +61,7 @@ class RunSetup:
     profiles: bool
     batch_pipelines: int
     parts: tuple[range, ...]
+    outsiders: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ def run_outside(
     returned = None
     with _crashes_reported(client):
         setup = own_setup(assignment.setup) if isinstance(assignment.setup, Grid) else assignment.setup
+        client.heartbeat_interval = setup.heartbeat_interval
         local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
         returned = _run(
             client,
@@ -212,10 +216,10 @@ def _run(
         )
     )
     returned = function(*args, **kwargs)
-    whole = strategy.whole_state() if keep_model else None
+    whole = strategy.whole_state() if setup.outsiders else None
     strategy.deliver_result(lambda: _extras(trainer, returned))
     client.leave()
-    if whole is not None:
+    if whole is not None and keep_model:
         strategy.leave_worker()
         module = trainer.lightning_module
         assert isinstance(module, PipelineModule)

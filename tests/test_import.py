@@ -83,7 +83,11 @@ PRIVATE = {
         "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization._on_before_zero_grad",
         "lightning.pytorch.trainer:call._call_lightning_module_hook",
         "lightning.pytorch:Trainer._results",
+        "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.on_batch_start",
+        "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
     ],
+    "lightning_recycle.builtin_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
+    "lightning_recycle.processes": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
     "lightning_recycle.launcher": [
         "lightning.pytorch.strategies.launchers.launcher:_Launcher",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.is_interactive_compatible",
@@ -145,6 +149,11 @@ def test_attributes_of_lightnings_loops_are_where_the_package_expects_them() -> 
     assert loop.automatic_optimization.optim_progress.optimizer.step.increment_ready is not None
     assert loop.automatic_optimization.optim_progress.optimizer.zero_grad.increment_completed is not None
     assert loop.val_loop is not None
+    assert trainer._val_check_time_interval is None
+    monitor = L.pytorch.callbacks.ThroughputMonitor(batch_size_fn=len)
+    for attribute in ("_throughputs", "_t0s", "_samples", "_batches", "_lengths"):
+        assert getattr(monitor, attribute) == {}
+    assert L.pytorch.callbacks.ProgressBar()._trainer is None
     assert (loop.min_steps, loop.max_steps) == (None, 1)
     assert "epoch_loop.state_dict" in trainer.fit_loop.state_dict()
 

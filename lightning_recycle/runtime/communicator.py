@@ -281,12 +281,20 @@ class Communicator:
         self._ties = {}
 
     def _shutdown_sockets(self) -> None:
-        still_open = _open_sockets()
         for fd, inode in self._opened().items():
-            if still_open.get(fd) == inode:  # else Gloo closed it, and the number may belong to somebody else by now
-                # An OSError says that it is not connected any more.
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-                    sock.shutdown(socket.SHUT_RDWR)
+            # Gloo closes sockets in threads of its own, and their numbers go to whatever is opened next: so take hold
+            # of it first, and look whether it is the right one then. (The other way round, on a busy machine, aborts
+            # shut down connections to DataLoader processes that were opened at that moment.)
+            try:
+                held = os.dup(fd)
+            except OSError:
+                continue  # closed
+            try:
+                if os.fstat(held).st_ino == inode:
+                    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(held)) as sock:
+                        sock.shutdown(socket.SHUT_RDWR)  # an OSError says that it is not connected any more
+            finally:
+                os.close(held)
 
     # ------------------------------------------------------------------ values between stages
 

@@ -23,6 +23,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -438,7 +439,13 @@ def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
             " could not"
             " fetch those of a dead worker. Use a map-style dataset (__getitem__ and __len__)."
         )
-    batch_size, _ = batching_of(dataloader)
+    batch_size, sampler = batching_of(dataloader)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise UnsupportedFeatureError(
+            f"The DataLoader's {type(sampler).__name__}(num_replicas={sampler.num_replicas}, rank={sampler.rank}) gives"
+            " this process a part of the data; the strategy shares the data out itself, and every worker must know all"
+            " of its order. Use shuffle=True or a sampler over the whole dataset."
+        )
     if batch_size is None:
         raise UnsupportedFeatureError(
             "The DataLoader has a batch_sampler of its own or no batching; give batch_size (per pipeline) and, if"

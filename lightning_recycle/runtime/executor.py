@@ -116,8 +116,8 @@ class Executor:
         version: steps that are applied to the parameters.
         before_operation: called with (step, operation) before each operation.
         after_operation: called with (step, operation) after each.
-        stretch_operation: called with the seconds that an operation has computed; the time that it takes itself counts
-            as computing. For fault injection.
+        stretch_operation: called with the seconds that an F, B, W or BW has computed; the time that it takes itself
+            counts as computing. For fault injection.
         on_generation: called when the workers of a generation are connected.
         on_recovery: called in the middle of a regroup, with the step that is to be run.
         record_output: called on the last stage with (output, target, number of samples) of each micro-batch in
@@ -194,7 +194,9 @@ class Executor:
         self._stage.remember_modes()
         while self.version == number:
             try:
-                self._client.begin_step(number)
+                schedule = self._client.begin_step(number)
+                if schedule is not None:
+                    self._program = worker_program(schedule, self.worker)
                 self._run_program(number)
             except Interrupted:
                 self.regroup()
@@ -317,7 +319,8 @@ class Executor:
         step.apply(result)
         self._timings.add(OpKind.STEP, time.perf_counter() - started)
         step.result = result
-        self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds)))
+        measured = self._timings.take_step()
+        self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds), measured))
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
 
@@ -538,7 +541,8 @@ class Executor:
             return self._communicator.receive(self._incoming[task])
 
     def _measured(self, kind: OpKind) -> AbstractContextManager[None]:
-        return self._timings.measure(kind, self._communicator.device, self.stretch_operation)
+        stretch = None if kind is OpKind.REDUCE else self.stretch_operation  # most of a REDUCE is waiting for peers
+        return self._timings.measure(kind, self._communicator.device, stretch)
 
     def _samples(self, step: int, task: Task) -> int:
         data = self._steps[step]

@@ -1,4 +1,4 @@
-"""How long the operations of a worker take: smoothed, by kind."""
+"""How long the operations of a worker take, by kind: smoothed, and in the newest step alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ class Timings:
     """Smoothed seconds by kind of operation. REDUCE keeps its minimum: the rest of it is waiting for peers."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    _step: dict[str, list[float]] = field(default_factory=dict)
+
+    def take_step(self) -> dict[str, float]:
+        """The mean seconds of what was measured since this was last called."""
+        measured, self._step = self._step, {}
+        return {name: sum(values) / len(values) for name, values in measured.items()}
 
     def add(self, kind: OpKind, seconds: float) -> None:
         """Takes a measurement into account."""
+        self._step.setdefault(kind.value, []).append(seconds)
         old = self.seconds.get(kind.value)
         if old is None:
             self.seconds[kind.value] = seconds

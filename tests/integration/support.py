@@ -121,9 +121,10 @@ def fit(
     model: PipelineModule, pipelines: int, stages: int, faults: Sequence[Fault] = (), data: Any = None, **kwargs: Any
 ) -> L.Trainer:
     """Trains ``model`` and returns the trainer."""
-    loader = kwargs.pop("loader", {})
+    loader, val = kwargs.pop("loader", {}), kwargs.pop("val", None)
     run = trainer(pipelines, stages, faults, **kwargs)
-    run.fit(model, DataLoader(dataset() if data is None else data, batch_size=GLOBAL_BATCH // pipelines, **loader))
+    train = DataLoader(dataset() if data is None else data, batch_size=GLOBAL_BATCH // pipelines, **loader)
+    run.fit(model, train, val)
     return run
 
 

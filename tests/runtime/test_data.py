@@ -91,7 +91,7 @@ def loader(
 
 def step_data(source: MicrobatchLoader, epoch: int, step: int) -> list[Tensor]:
     """The micro-batches of a step by their global index."""
-    handle = StepHandle(epoch, step)
+    handle = StepHandle(source, epoch, step)
     source.begin_step(handle)
     microbatches = sorted(source.grid.all_microbatches(), key=lambda mb: global_index(source.grid, mb))
     return [source.fetch(handle, mb) for mb in microbatches]
@@ -249,12 +249,16 @@ def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between
     ]
     try:
         for step in (0, 1, 3):  # a step may be skipped: another worker's data, or a resumed run
-            handle = StepHandle(0, step)
+            handle = StepHandle(source, 0, step)
             source.begin_step(handle)
             for microbatch in wanted:
                 assert torch.equal(source.fetch(handle, microbatch), direct.fetch(handle, microbatch))
     finally:
         source.close()
+
+
+class OwnBatches(BatchSampler):
+    """Whose batches may be anything."""
 
 
 class WhoRead(Numbers):
@@ -264,7 +268,7 @@ class WhoRead(Numbers):
 
 def test_only_own_microbatches_are_prefetched_by_other_processes() -> None:
     source = loader(WhoRead(32), Grid(2, 1, 2), 4, pipeline=1, num_workers=1)
-    handle = StepHandle(0, 0)
+    handle = StepHandle(source, 0, 0)
     try:
         own = source.fetch(handle, Microbatch(1, 0))
         adopted = source.fetch(handle, Microbatch(0, 0))
@@ -278,7 +282,7 @@ def test_only_own_microbatches_are_prefetched_by_other_processes() -> None:
 def test_what_a_step_does_to_its_data_in_place_is_not_seen_when_it_is_redone(num_workers: int) -> None:
     """An in-place first layer, or a split_batch() that normalises in place."""
     source = loader(Numbers(8), Grid(1, 1, 2), 4, num_workers=num_workers)
-    handle = StepHandle(0, 0)
+    handle = StepHandle(source, 0, 0)
     source.begin_step(handle)
     try:
         fetched = source.fetch(handle, Microbatch(0, 0))
@@ -327,7 +331,7 @@ class Stream(IterableDataset[int]):
             "Stream is an IterableDataset.*map-style",
         ),
         (
-            lambda: DataLoader(Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 4, True)),
+            lambda: DataLoader(Numbers(8), batch_sampler=OwnBatches(SequentialSampler(range(8)), 4, True)),
             UnsupportedFeatureError,
             "batch_sampler.*batch_size",
         ),
@@ -371,7 +375,7 @@ WORKER = """
             return torch.tensor(os.getpid())
 
     loader = MicrobatchLoader(DataLoader(WhoRead(), batch_size=4, num_workers=2), Grid(1, 1, 2), 0, 0)
-    readers = {pid for m in range(2) for pid in loader.fetch(StepHandle(0, 0), Microbatch(0, m)).tolist()}
+    readers = {pid for m in range(2) for pid in loader.fetch(StepHandle(loader, 0, 0), Microbatch(0, m)).tolist()}
     print(*readers, flush=True)
     time.sleep(60)
 """
@@ -404,3 +408,48 @@ def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
         worker.stdout.close()  # type: ignore[union-attr]
         for pid in filter(_alive, readers):
             os.kill(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- what hooks see of a batch
+
+
+def test_a_handle_reads_the_whole_global_batch_when_somebody_looks() -> None:
+    source = loader(Numbers(16), Grid(2, 1, 2), 4)
+    handles = list(source)
+    assert len(handles) == 2
+    whole = handles[1].read()
+    assert len(handles[1]) == handles[1].num_samples == 8
+    assert torch.equal(whole, torch.stack(list(handles[1])))
+    parts = torch.cat(step_data(source, 0, 1))
+    assert torch.equal(whole.sort(0).values, parts.sort(0).values)
+    assert handles[1].read() is whole, "it is read once"
+
+
+def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has() -> None:
+    data = DataLoader(Numbers(11), batch_size=4)
+    source = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, evaluation=True)
+    assert [handle.num_samples for handle in source] == [8, 3]
+    dropping = MicrobatchLoader(
+        DataLoader(Numbers(11), batch_size=4, drop_last=True), Grid(2, 1, 2), 0, SEED, evaluation=True
+    )
+    assert [handle.num_samples for handle in dropping] == [8]
+
+
+def test_several_batches_make_one_step_of_as_many_microbatches_more() -> None:
+    data = DataLoader(Numbers(40), batch_size=4)
+    source = MicrobatchLoader(data, Grid(2, 1, 6), 0, SEED, batches_per_step=3)
+    assert (len(source), source.global_batch_size, source.unused_samples) == (1, 24, 16)
+    alone = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED)
+    together = [alone.fetch(handle, mb) for handle in list(alone)[:3] for mb in alone.grid.all_microbatches()]
+    assert torch.equal(torch.cat(step_data(source, 0, 0)).sort(0).values, torch.cat(together).sort(0).values)
+
+
+def test_prepare_gets_a_seed_that_belongs_to_the_microbatch() -> None:
+    seeds: dict[int, list[int]] = {}
+    for attempt in range(2):
+        source = loader(Numbers(16), Grid(1, 1, 2), 4)
+        source.prepare = lambda data, seed, attempt=attempt: seeds.setdefault(attempt, []).append(seed) or data
+        for step in range(2):
+            step_data(source, 0, step)
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4

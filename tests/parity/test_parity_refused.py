@@ -1,0 +1,216 @@
+"""What cannot be supported is refused in the launching process, before a worker starts, with the value and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.callbacks.finetuning import BaseFinetuning
+from lightning.pytorch.utilities import CombinedLoader
+from same_script import Classifier, Data, Session, assert_same, on_a_grid
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_recycle import UnsupportedFeatureError
+from lightning_recycle.launcher import SupervisorLauncher
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None: ...
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None: ...
+
+
+class OwnTrainingStep(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class OwnValidationStep(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", 0.0)
+
+
+class OwnTestStep(Classifier):
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+
+class OwnPredictStep(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class OwnZeroGrad(Classifier):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None: ...
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def fit(module: Callable[[], Any] = Classifier, **kwargs: Any) -> Callable[[Session], None]:
+    def script(session: Session) -> None:
+        session.fit(module(), **kwargs)
+
+    return script
+
+
+def fit_with(trainer: dict[str, Any]) -> Callable[[Session], None]:
+    return fit(max_steps=1, **trainer)
+
+
+def two_loaders(session: Session) -> None:
+    loaders = CombinedLoader([session.data.training(), session.data.training()], "min_size")
+    session.trainer(max_steps=1).fit(Classifier(), loaders)
+
+
+def combined_validation(session: Session) -> None:
+    loaders = CombinedLoader([session.data.validation(), session.data.validation()], "min_size")
+    session.trainer(max_steps=1).validate(Classifier(), loaders)
+
+
+def two_loaders_in_a_list(session: Session) -> None:
+    session.trainer(max_steps=1).fit(Classifier(), [session.data.training(), session.data.training()])
+
+
+def half_mixed(session: Session) -> None:
+    trainer = session.trainer(max_steps=1)
+    trainer.precision_plugin.precision = "16-mixed"  # Lightning itself replaces it on a CPU
+    trainer.fit(Classifier(), session.data.training())
+
+
+def in_loss(session: Session) -> None:
+    session.fit(LogsInLoss(), max_steps=1)
+
+
+class LogsInLoss(Classifier):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = super().loss(output, target)
+        self.log("inner", loss.detach())
+        return loss
+
+
+def distributed_sampler(session: Session) -> None:
+    dataset = session.data.training().dataset
+    sampler = DistributedSampler(dataset, num_replicas=4, rank=1)
+    session.trainer(max_steps=1).fit(Classifier(), DataLoader(dataset, batch_size=4, sampler=sampler))
+
+
+class CombinedData(L.LightningDataModule):
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self.data = data
+
+    def train_dataloader(self) -> Any:
+        return {"a": self.data.training(), "b": self.data.training()}
+
+
+def combined_by_a_data_module(session: Session) -> None:
+    session.trainer(max_steps=1).fit(Classifier(), datamodule=CombinedData(session.data))
+
+
+BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] = {
+    "precision 16-true": (fit_with({"precision": "16-true"}), ["precision='16-true'", "'bf16-true'"]),
+    "precision 16-mixed": (half_mixed, ["precision='16-mixed'", "loss scaling", "'bf16-mixed'"]),
+    "accumulation and limit": (
+        fit_with({"accumulate_grad_batches": 2, "limit_train_batches": 3}),
+        ["limit_train_batches=3", "accumulate_grad_batches=2", "multiple of 2"],
+    ),
+    "accumulation and interval": (
+        fit_with({"accumulate_grad_batches": 2, "val_check_interval": 3}),
+        ["val_check_interval=3", "multiple of 2"],
+    ),
+    "num_nodes": (fit_with({"num_nodes": 2}), ["num_nodes=2"]),
+    "sync_batchnorm": (fit_with({"sync_batchnorm": True}), ["sync_batchnorm=True", "LayerNorm"]),
+    "StochasticWeightAveraging": (
+        fit(callbacks=[StochasticWeightAveraging(1e-2)]),
+        ["StochasticWeightAveraging", "checkpoints"],
+    ),
+    "WeightAveraging": (fit(callbacks=[WeightAveraging()]), ["WeightAveraging", "checkpoints"]),
+    "EMAWeightAveraging": (fit(callbacks=[EMAWeightAveraging()]), ["EMAWeightAveraging", "checkpoints"]),
+    "GradientAccumulationScheduler": (
+        fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]),
+        ["GradientAccumulationScheduler", "accumulate_grad_batches"],
+    ),
+    "BatchSizeFinder": (fit(callbacks=[BatchSizeFinder()]), ["BatchSizeFinder", "strategy='auto'"]),
+    "LearningRateFinder": (fit(callbacks=[LearningRateFinder()]), ["LearningRateFinder", "strategy='auto'"]),
+    "BaseFinetuning": (fit(callbacks=[Finetuning()]), ["Finetuning", "requires_grad"]),
+    "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "requires_grad"]),
+    "OnExceptionCheckpoint": (
+        fit(callbacks=[OnExceptionCheckpoint("somewhere")], enable_checkpointing=True),
+        ["OnExceptionCheckpoint", "every_n_train_steps"],
+    ),
+    "save_on_exception": (
+        fit(callbacks=[ModelCheckpoint("somewhere", save_on_exception=True)], enable_checkpointing=True),
+        ["save_on_exception=True", "every_n_train_steps"],
+    ),
+    "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
+    "training_step": (fit(OwnTrainingStep), ["OwnTrainingStep.training_step()", "on_training_output()"]),
+    "validation_step": (fit(OwnValidationStep), ["validation_step()", "on_validation_output()"]),
+    "test_step": (fit(OwnTestStep), ["test_step()", "on_test_output()"]),
+    "predict_step": (fit(OwnPredictStep), ["predict_step()", "on_predict_output()"]),
+    "backward": (fit(OwnBackward), ["OwnBackward.backward()", "schedule"]),
+    "optimizer_zero_grad": (fit(OwnZeroGrad), ["optimizer_zero_grad()", "zeroed"]),
+    "DistributedSampler": (distributed_sampler, ["DistributedSampler(num_replicas=4, rank=1)", "shuffle=True"]),
+    "CombinedLoader in training": (two_loaders, ["CombinedLoader(mode='min_size')", "ConcatDataset"]),
+    "several loaders in training": (two_loaders_in_a_list, ["list", "DataLoader"]),
+    "CombinedLoader in evaluation": (combined_validation, ["CombinedLoader(mode='min_size')", "list of DataLoaders"]),
+}
+
+BY_A_WORKER: dict[str, tuple[Callable[[Session], None], list[str]]] = {
+    "self.log in loss()": (in_loss, ["self.log('inner'", "on_training_output()"]),
+    "CombinedLoader of a data module": (combined_by_a_data_module, ["dict", "one DataLoader"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nodes.*", "ignore:.*experimental.*")
+@pytest.mark.parametrize("name", BEFORE_ANYTHING_STARTS)
+def test_it_is_refused_before_anything_starts(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(SupervisorLauncher, "_run", start)
+    monkeypatch.setenv("RECYCLE_LISTEN", "127.0.0.1:0")
+    script, words = BEFORE_ANYTHING_STARTS[name]
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        on_a_grid(script, tmp_path)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("name", BY_A_WORKER)
+def test_what_only_a_worker_sees_is_refused_in_the_launching_process_too(tmp_path: Path, name: str) -> None:
+    script, words = BY_A_WORKER[name]
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        on_a_grid(script, tmp_path)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_after_a_fit_the_launching_process_saves_weights_and_refuses_to_save_more(tmp_path: Path) -> None:
+    run = on_a_grid(fit(max_steps=1), tmp_path)
+    with pytest.raises(UnsupportedFeatureError, match="weights_only=True"):
+        run.trainer.save_checkpoint(tmp_path / "all.ckpt")
+    run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    loaded = Classifier.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert_same(loaded.state_dict(), run.weights)
+    assert run.files() == ["weights.ckpt"]
