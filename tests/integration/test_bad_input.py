@@ -1,4 +1,7 @@
-"""What cannot work is refused with an error that names the value and the remedy, in the launching process."""
+"""What cannot work is refused with an error that names the value and the remedy, in the launching process.
+
+The flags and callbacks of Lightning's that are refused are in tests/parity/test_parity_refused.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from support import Regression, dataset, fit, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule, ReCycleStrategy, UnsupportedFeatureError
+from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.errors import ReCycleError
 
@@ -58,11 +61,6 @@ class Outside(Regression):
 class NoOptimizer(Regression):
     def configure_optimizers(self) -> Any:
         return None
-
-
-class WithValidation(Regression):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
 
 
 class WrongBatch(Regression):
@@ -127,41 +125,9 @@ def test_wrong_modules_are_refused_by_name(model: Any, words: list[str]) -> None
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"precision": "bf16-true"}, ["precision='bf16-true'", "'32-true' or '64-true'"]),
-        ({"precision": "bf16-mixed"}, ["precision='bf16-mixed'"]),
-        ({"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2", "num_microbatches"]),
-    ],
-)
-def test_unsupported_trainer_flags_are_refused_before_anything_starts(
-    arguments: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(UnsupportedFeatureError) as caught:
-        fit(Regression().double(), 2, 2, **arguments)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_mixed_half_precision_is_refused() -> None:
-    # On the CPU Lightning itself turns it into bf16-mixed, with a warning.
-    with pytest.raises(UnsupportedFeatureError, match=r"precision='(bf)?16-mixed'.*'32-true'"):
-        fit(Regression(), 2, 2, precision="16-mixed")
-
-
-def test_validation_inside_fit_is_refused_and_can_be_switched_off() -> None:
-    loader = DataLoader(dataset(), batch_size=12)
-    with pytest.raises(UnsupportedFeatureError, match="limit_val_batches=0"):
-        trainer(2, 2).fit(WithValidation().double(), loader, loader)
-    trainer(2, 2, limit_val_batches=0, max_steps=1).fit(WithValidation().double(), loader, loader)
-
-
-def test_other_entry_points_and_missing_checkpoints_are_refused() -> None:
-    loader = DataLoader(dataset(), batch_size=12)
-    with pytest.raises(UnsupportedFeatureError, match="validate"):
-        trainer(2, 2).validate(WithValidation().double(), loader)
+def test_missing_checkpoints_are_refused() -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        trainer(2, 2).fit(Regression().double(), loader, ckpt_path="nowhere")
+        trainer(2, 2).fit(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path="nowhere")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""What tests of replacements share: callbacks that wait for them, and views of the history.
+
+Classes live in a module of their own, so that worker processes can import them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from support import descendants
+
+LONGEST_WAIT = 60.0  # seconds for a replacement to come, on whatever machine
+
+
+class AwaitReplacement(L.Callback):
+    """Before each of ``steps``, waits until no worker is missing or the roster is about to change.
+
+    Training goes on before, at ``pace`` seconds per step, so a replacement starts while the survivors train; and it
+    does not end before the replacement has come, however slow the machine is.
+    """
+
+    def __init__(self, steps: Collection[int], pace: float = 0.02) -> None:
+        self._steps = frozenset(steps)
+        self._pace = pace
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        client = strategy._context.client
+        time.sleep(self._pace)
+        if trainer.global_step not in self._steps:
+            return
+        deadline = time.monotonic() + LONGEST_WAIT
+        while len(strategy.live_workers) < strategy.grid.num_workers and time.monotonic() < deadline:
+            if client.interrupted or client._paused_generation == client.generation:
+                return
+            time.sleep(0.005)
+
+
+class Marks(L.Callback):
+    """Tells the test which process runs which position: a file ``<rank>-<incarnation>-<pid>`` when it trains.
+
+    With ``at`` a point of the run ("setup", "recovery", ...) it is written there, and the process waits for ``seconds``
+    so that the test can do something to it.
+    """
+
+    def __init__(self, directory: Path, at: str | None = None, seconds: float = 30.0) -> None:
+        self._directory, self._at, self._seconds = directory, at, seconds
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        self._name = f"{trainer.global_rank}-{strategy.incarnation}-{os.getpid()}"
+        if self._at is not None and strategy.incarnation == 1:
+            strategy.at_point.append(self._reach)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._at is None:
+            (self._directory / self._name).touch()
+
+    def _reach(self, point: str, step: int) -> None:
+        if point == self._at:
+            (self._directory / self._name).touch()
+            time.sleep(self._seconds)
+
+
+class Meanwhile(threading.Thread):
+    """Does something in the launching process once ``ready()`` answers; :attr:`found` is the answer."""
+
+    def __init__(self, ready: Callable[[], Any], then: Callable[[Any], None], timeout: float = 60.0) -> None:
+        super().__init__(daemon=True)
+        self._ready, self._then, self._timeout = ready, then, timeout
+        self.found: Any = None
+
+    def run(self) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not (found := self._ready()) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if found:
+            self._then(found)
+            self.found = found
+
+    def __enter__(self) -> Meanwhile:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.join(self._timeout)
+        assert self.found, "what was waited for never came"
+
+
+def mark_of(directory: Path, rank: int, incarnation: int) -> int | None:
+    """The process that runs ``rank`` as its process number ``incarnation``, if it has said so."""
+    names = [path.name for path in directory.glob(f"{rank}-{incarnation}-*")]
+    return int(names[0].split("-")[2]) if names else None
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def workers_below(root: int | None = None) -> list[int]:
+    return sorted(pid for pid, command in descendants(root).items() if "forkserver" in command)
+
+
+def happened(run: L.Trainer, kind: str) -> list[Any]:
+    """The events of one kind, in order."""
+    return [event for event in run.strategy.history if event.kind == kind]
+
+
+def rejoined(run: L.Trainer) -> list[tuple[int, int]]:
+    return [event.worker for event in happened(run, "rejoined")]
+
+
+def causes(run: L.Trainer) -> list[str]:
+    return [str(event.details["cause"]) for event in happened(run, "failure")]
+
+
+__all__ = [
+    "LONGEST_WAIT",
+    "AwaitReplacement",
+    "Marks",
+    "Meanwhile",
+    "causes",
+    "happened",
+    "kill",
+    "mark_of",
+    "rejoined",
+    "workers_below",
+]

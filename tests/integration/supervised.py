@@ -1,0 +1,42 @@
+"""A training script that is started as a process of its own: ``supervised.py DIRECTORY``; it saves after every step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support import GLOBAL_BATCH, Regression, dataset, fit
+
+BALLAST = 1_000_000  # numbers of 8 bytes, so that writing a checkpoint takes a while
+
+
+class Heavy(L.Callback):
+    """Makes a run last, and its checkpoints big."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(0.02)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ballast"] = torch.ones(BALLAST, dtype=torch.float64)
+
+
+def main(directory: Path) -> None:
+    newest = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
+    fit(
+        Regression().double(),
+        2,
+        2,
+        data=dataset(GLOBAL_BATCH * 1000),
+        max_steps=1000,
+        callbacks=[Heavy(), newest],
+        enable_checkpointing=True,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""Another plan in the middle of a training, because a worker became slow: the weights are those of no change at all.
+
+Everybody waits before step ``CHANGE`` until the coordinator has announced the change, so that it falls on that step
+however slow the machine is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+from support import GLOBAL_BATCH, Regression, committed_steps, dataset, difference, failures, fit, plain_loop
+
+from lightning_recycle.callbacks import Fault, PlanMonitor
+from lightning_recycle.planning import OpKind, Schedule, Worker
+
+TOLERANCE = 1e-10
+SLOW = Worker(1, 1)
+WINDOW = 3
+CHANGE = 2 * WINDOW  # what the first window shows has been confirmed by the second
+STEPS = 12
+DATA = dataset(GLOBAL_BATCH * STEPS)
+LONGEST_WAIT = 60.0  # seconds for a plan, on whatever machine
+
+
+class AwaitChange(L.Callback):
+    """Waits before step ``CHANGE`` until the change of plan is announced; then worker ``dies`` dies, if given."""
+
+    def __init__(self, dies: int | None = None) -> None:
+        self.dies = dies
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        client = strategy._context.client
+        deadline = time.monotonic() + LONGEST_WAIT
+        while trainer.global_step == CHANGE and client._newest_pause < (0, 0) and time.monotonic() < deadline:
+            if client.interrupted:
+                return
+            time.sleep(0.002)
+        if trainer.global_step == CHANGE and trainer.global_rank == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(*faults: Fault, dies: int | None = None, clip: float | None = None, **strategy: Any) -> tuple[Any, L.Trainer]:
+    """The difference of the weights from those of a plain loop, and the trainer."""
+    model = Regression().double()
+    expected = plain_loop(model, DATA, STEPS, clip_norm=clip)
+    slow = Fault("slow", SLOW.pipeline, SLOW.stage, 0, factor=20.0, steps=STEPS)
+    run = fit(
+        model, 2, 2, [slow, *faults], DATA, max_steps=STEPS, strategy=strategy, gradient_clip_val=clip,
+        callbacks=[PlanMonitor(window=WINDOW), AwaitChange(dies)],
+    )  # fmt: skip
+    return difference(model.state_dict(), expected), run
+
+
+def forwards(schedule: Schedule, worker: Worker) -> int:
+    return sum(op.kind is OpKind.FORWARD for op in schedule.program(worker))
+
+
+def kinds(run: L.Trainer) -> list[str]:
+    return [event.kind for event in run.strategy.history]
+
+
+@pytest.mark.parametrize(
+    ("options", "clip"),
+    [({}, None), ({"staggered": False}, None), ({"decoupled": False}, 0.05)],
+    ids=["staggered", "together", "clipped, fused backward"],
+)
+def test_weights_are_exact_across_a_change_of_plan(options: dict[str, Any], clip: float | None) -> None:
+    error, run = train(clip=clip, **options)
+    assert error < TOLERANCE
+    (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
+    assert (change.step, change.generation) == (CHANGE, 0)
+    assert change.details["gain"] > 0.05
+    slowest = max(change.details["worker_factors"], key=lambda entry: entry[2])
+    assert slowest[:2] == (SLOW.pipeline, SLOW.stage)
+    before, after = run.strategy.schedules
+    assert forwards(before, SLOW) == 6
+    assert forwards(after, SLOW) <= 1, "20 times as slow: the other one takes nearly all"
+    assert committed_steps(run) == list(range(STEPS))
+    assert kinds(run).count("resumed") == 1, "nobody had to regroup"
+    assert run.callback_metrics["recycle/replans"] == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("kill", 0, 1, CHANGE),
+        Fault("kill", 0, 1, CHANGE, "reduce"),
+        Fault("kill", 1, 1, CHANGE, "optimizer"),
+        Fault("kill", 0, 0, CHANGE, "backward_input", when="after"),
+        Fault("kill", 1, 0, CHANGE - 1, "optimizer", when="after"),
+    ],
+    ids=str,
+)
+def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fault: Fault) -> None:
+    error, run = train(fault)
+    assert error < TOLERANCE
+    assert failures(run) == [(fault.pipeline, fault.stage)]
+    assert committed_steps(run) == list(range(STEPS))
+    assert ("replanned" in kinds(run)) or fault.step < CHANGE
+    last = run.strategy.schedules[-1]
+    assert last.failed == {Worker(fault.pipeline, fault.stage)}
+    if fault.stage == SLOW.stage and fault.pipeline != SLOW.pipeline:
+        assert forwards(last, SLOW) == 12, "nobody else is left"
+
+
+@pytest.mark.parametrize("dies", [0, 3])
+def test_weights_are_exact_when_a_worker_dies_while_the_change_is_agreed_on(dies: int) -> None:
+    error, run = train(dies=dies)
+    assert error < TOLERANCE
+    assert failures(run) == [divmod(dies, 2)]
+    assert committed_steps(run) == list(range(STEPS))
+
+
+def test_without_the_callback_the_plan_stays() -> None:
+    model = Regression().double()
+    slow = Fault("slow", 1, 1, 1, factor=5.0, steps=10)
+    run = fit(model, 2, 2, [slow])
+    assert len(run.strategy.schedules) == 1
+    assert "recycle/replans" not in run.callback_metrics

@@ -1,0 +1,97 @@
+"""A kill at every operation of every worker's program, on a 2x2 grid: the weights are always those of no failure.
+
+All of them: ``python -m pytest -m exhaustive tests/integration/test_exhaustive_kills.py`` (512 runs, half a second to a
+second each).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import pytest
+from support import GLOBAL_BATCH, Regression, committed_steps, dataset, difference, failures, fit, plain_loop
+from torch import Tensor
+
+from lightning_recycle.callbacks import Fault
+from lightning_recycle.planning import Grid, Problem, Technique, Worker, plan
+from lightning_recycle.planning.ops import Op, OpKind
+
+TOLERANCE = 1e-10
+STEPS = 4
+MICROBATCHES = 2  # per pipeline
+GRID = Grid(2, 2, MICROBATCHES)
+DATA = dataset(GLOBAL_BATCH * STEPS)
+POINTS = {
+    OpKind.FORWARD: ["forward"],
+    OpKind.BACKWARD_INPUT: ["backward_input"],
+    OpKind.BACKWARD_WEIGHT: ["backward_weight"],
+    OpKind.BACKWARD: ["backward_input"],
+    OpKind.REDUCE: ["reduce"],
+    OpKind.STEP: ["optimizer"],
+}
+
+
+def operations(worker: Worker, staggered: bool) -> tuple[Op, ...]:
+    """The program of ``worker`` while nothing has failed, as the run's planner makes it."""
+    technique = Technique(decoupled=True, staggered=staggered)
+    problem = Problem(GRID, _uniform(), frozenset(), technique, in_flight_limit=(2 * GRID.stages - 1,) * GRID.stages)
+    return plan(problem, "heuristic").program(worker)
+
+
+def _uniform() -> Any:
+    from lightning_recycle.planning import Costs
+
+    return Costs.uniform(GRID.stages)
+
+
+def kills(staggered: bool) -> list[Any]:
+    """Every kill, with a name that tells it."""
+    found = []
+    for worker, step, when in itertools.product(GRID.workers(), range(STEPS), ("before", "after")):
+        for op in operations(worker, staggered):
+            microbatch = None if op.microbatch is None else op.microbatch.index
+            for at in POINTS[op.kind]:
+                fault = Fault("kill", worker.pipeline, worker.stage, step, at, microbatch, when=when)
+                mode = "staggered" if staggered else "together"
+                point = at if microbatch is None else f"{at}{microbatch}"
+                name = f"{mode}-{worker.pipeline}{worker.stage}-step{step}-{when}-{point}"
+                found.append(pytest.param(staggered, fault, id=name))
+    return found
+
+
+ALL = kills(staggered=True) + kills(staggered=False)
+SAMPLE = random.Random(20261120).sample(ALL, 10)
+
+
+@functools.cache
+def expected() -> dict[str, Tensor]:
+    return plain_loop(Regression().double(), DATA, STEPS)
+
+
+def check(staggered: bool, fault: Fault) -> None:
+    model = Regression().double()
+    strategy = {"staggered": staggered, "num_microbatches": MICROBATCHES}
+    run = fit(model, 2, 2, [fault], data=DATA, max_steps=STEPS, strategy=strategy)
+    assert difference(model.state_dict(), expected()) < TOLERANCE
+    assert failures(run) == [(fault.pipeline, fault.stage)]
+    assert committed_steps(run) == list(range(STEPS))
+
+
+def test_the_matrix_holds_every_operation_of_every_worker() -> None:
+    # F, B and W of two micro-batches, REDUCE and STEP: 8 operations of 4 workers in 4 steps, before and after.
+    assert all(len(operations(worker, staggered)) == 8 for worker in GRID.workers() for staggered in (True, False))
+    assert len(ALL) == len({case.id for case in ALL}) == 2 * 4 * 4 * 2 * 8
+
+
+@pytest.mark.parametrize(("staggered", "fault"), SAMPLE)
+def test_a_kill_at_an_operation_changes_nothing(staggered: bool, fault: Fault) -> None:
+    check(staggered, fault)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("staggered", "fault"), ALL)
+def test_a_kill_at_every_operation_changes_nothing(staggered: bool, fault: Fault) -> None:
+    check(staggered, fault)

@@ -1,0 +1,112 @@
+"""Regrouping again and again leaves nothing behind in the survivors: no descriptors, no threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from growth import AwaitReplacement, happened, rejoined
+from support import GLOBAL_BATCH, Regression, dataset, difference, fit, plain_loop
+
+from lightning_recycle.callbacks import failing
+
+
+class DieAgain(L.Callback):
+    """Every process of worker ``rank`` kills itself in its third step, ``times`` times in all."""
+
+    def __init__(self, rank: int, times: int) -> None:
+        self._rank, self._times = rank, times
+        self._steps = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_rank == self._rank and strategy.incarnation < self._times:
+            self._steps += 1
+            if self._steps == 3:
+                failing.kill()
+
+
+class Census(L.Callback):
+    """Counts the descriptors and threads of this process in each generation, at the end of its first whole step."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._counts: dict[int, dict[str, int]] = {}
+        self._seen = -1
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if len(strategy.live_workers) < strategy.grid.num_workers:
+            return
+        if strategy.generation == self._seen:  # connecting is over in all threads, and nothing is on its way
+            self._counts[strategy.generation] = {**descriptors(), "threads": len(os.listdir("/proc/self/task"))}
+        self._seen = strategy.generation
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        path = self._directory / f"{trainer.global_rank}-{os.getpid()}.json"
+        path.write_text(json.dumps(list(self._counts.values())))
+
+
+def descriptors() -> Counter[str]:
+    """Open descriptors of this process by kind: socket, pipe, anon_inode, file."""
+    kinds: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # that of the listing itself
+        kinds[target.split(":")[0] if ":" in target else "file"] += 1
+    return kinds
+
+
+def check(regroupings: int, tmp_path: Path, pipelines: int = 2) -> None:
+    """Worker (1, 0) dies and comes back ``regroupings / 2`` times: each time there are two new generations."""
+    deaths = (regroupings + 1) // 2
+    steps = 5 * deaths + 6
+    data = dataset(GLOBAL_BATCH * steps)
+    model = Regression().double()
+    run = fit(
+        model,
+        pipelines,
+        2,
+        data=data,
+        max_steps=steps,
+        strategy={"restart_workers": True, "max_restarts": deaths},
+        callbacks=[AwaitReplacement(range(2, steps), pace=0), DieAgain(2, deaths), Census(tmp_path)],
+    )
+    assert difference(model.state_dict(), plain_loop(Regression().double(), data, steps)) < 1e-10
+    assert rejoined(run) == [(1, 0)] * deaths
+    assert max(event.generation for event in happened(run, "resumed")) >= regroupings
+    survivors = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    counted = [counts for counts in survivors if len(counts) > 1]
+    assert len(counted) == 3  # all but the newest of the processes that died
+    for counts in counted:
+        first, last = counts[0], counts[-1]
+        assert len(counts) > deaths // 2
+        assert last == first, f"after {len(counts)} generations {last} instead of {first}"
+
+
+def test_five_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> None:
+    check(5, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_fifty_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> None:
+    check(50, tmp_path)
+
+
+def test_the_launching_process_keeps_nothing_of_its_runs(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    check(1, tmp_path / "first")  # what the first run starts, such as the fork server, stays
+    before, threads = descriptors(), threading.active_count()
+    check(3, tmp_path / "second")
+    assert descriptors() == before
+    assert threading.active_count() == threads

@@ -1,0 +1,167 @@
+"""Workers that the launching process did not start: they wait as spares, and take the place of a lost one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
+from support import GLOBAL_BATCH, Regression, committed_steps, dataset, difference, failures, fit, plain_loop
+
+from lightning_recycle import ConfigurationError, worker
+from lightning_recycle.callbacks import Fault, HeartbeatCallback
+from lightning_recycle.resilience.listener import Listener
+
+HERE = Path(__file__).parent
+LENGTH = 16
+DATA = dataset(GLOBAL_BATCH * LENGTH)
+
+
+def train(*faults: Fault, **arguments: Any) -> tuple[Regression, Any]:
+    """What the launching process and the workers outside all run."""
+    model = Regression().double()
+    callbacks = [Marks(Path(os.environ["MARKS"])), *arguments.pop("callbacks", [AwaitReplacement(range(6, LENGTH))])]
+    arguments = {"max_steps": LENGTH, "data": DATA, "callbacks": callbacks, **arguments}
+    return model, fit(model, 2, 2, list(faults), **arguments)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+    """The port on which the next run of this process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    monkeypatch.setenv("RECYCLE_LISTEN", f"127.0.0.1:{port}")
+    monkeypatch.setenv("RECYCLE_KEY", "of this test")
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    return port
+
+
+@contextlib.contextmanager
+def spare(port: int, key: str = "of this test") -> Iterator[subprocess.Popen[str]]:
+    """A process that runs :func:`train` as a worker of the run at ``port``, for which it waits."""
+    script = (
+        "from test_workers_from_outside import train\n"
+        "if __name__ == '__main__':\n"
+        "    model, _ = train()\n"
+        "    print('weights', sum(float(value.sum()) for value in model.state_dict().values()))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "RECYCLE_LISTEN"}
+    environment |= {"RECYCLE_COORDINATOR": f"127.0.0.1:{port}", "RECYCLE_KEY": key}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=HERE,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_worker_from_outside_takes_the_place_of_a_lost_one(port: int) -> None:
+    with spare(port) as process:
+        model, run = train(Fault("kill", 1, 0, step=2))
+        output, errors = process.communicate(timeout=60)
+    assert rejoined(run) == failures(run) == [(1, 0)]
+    assert not happened(run, "restarting")
+    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < 1e-10
+    assert committed_steps(run) == list(range(LENGTH))
+    assert process.returncode == 0, errors
+    # Its script goes on after the training, with the whole trained model.
+    total = sum(float(value.sum()) for value in model.state_dict().values())
+    assert float(output.split("weights")[1]) == pytest.approx(total, rel=1e-10)
+
+
+def connections(port: int) -> int:
+    """How many there are at the listening side."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
+class AwaitSpare(L.Callback):
+    """In the middle of the training, waits until a fifth process is connected."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        deadline = time.monotonic() + 60
+        while trainer.global_step == 8 and connections(self._port) < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def test_a_spare_that_nobody_needed_ends_with_the_run(port: int) -> None:
+    with spare(port) as process:
+        _, run = train(callbacks=[AwaitSpare(port)])
+        _, errors = process.communicate(timeout=30)
+    assert {event.kind for event in run.strategy.history} == {"resumed", "regrouped", "step"}
+    assert process.returncode == 0, errors
+
+
+def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_path: Path) -> None:
+    """Nobody can kill it where it is; but the connection that would let it back in is gone."""
+    callbacks = [AwaitReplacement([6], pace=0.1), HeartbeatCallback(interval=0.2, timeout=1.5)]
+    data = dataset(GLOBAL_BATCH * 30)
+    with (
+        spare(port) as process,
+        Meanwhile(lambda: mark_of(tmp_path, 2, 1), lambda pid: os.kill(pid, signal.SIGSTOP)),
+    ):
+        model, run = train(Fault("kill", 1, 0, step=2), callbacks=callbacks, data=data, max_steps=30)
+        os.kill(process.pid, signal.SIGCONT)
+        _, errors = process.communicate(timeout=30)
+    assert [event.worker for event in happened(run, "evicted")] == [(1, 0)]
+    assert difference(model.state_dict(), plain_loop(Regression().double(), data, 30)) < 1e-10
+    assert process.returncode > 0
+    assert "connection to the coordinator" in errors
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RECYCLE_COORDINATOR": "127.0.0.1:9"}, ["RECYCLE_COORDINATOR=127.0.0.1:9", "RECYCLE_LISTEN"]),
+        ({"RECYCLE_COORDINATOR": "somewhere"}, ["RECYCLE_COORDINATOR='somewhere'", "host:port"]),
+        ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
+        ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
+    ],
+)
+def test_a_wrong_address_or_a_missing_key_is_refused(
+    variables: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RECYCLE_KEY": "any", "MARKS": ".", **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker, "_COORDINATOR_SECONDS", 0.5)  # to wait for one that starts late
+    with pytest.raises(ConfigurationError) as caught:
+        train()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_wrong_key_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    listener = Listener(("127.0.0.1", 0), b"the run's key", timeout=5.0, backlog=4, wake=lambda: None)
+    listener.start()
+    try:
+        monkeypatch.setenv("RECYCLE_COORDINATOR", f"127.0.0.1:{listener.address[1]}")
+        monkeypatch.setenv("RECYCLE_KEY", "another key")
+        monkeypatch.setenv("MARKS", ".")
+        with pytest.raises(ConfigurationError, match="RECYCLE_KEY the same value"):
+            train()
+        assert listener.accepted.empty()
+        deadline = time.monotonic() + 5
+        while "refused a connection" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "refused a connection" in caplog.text
+    finally:
+        listener.close()
