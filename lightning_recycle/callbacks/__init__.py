@@ -3,5 +3,6 @@
 from lightning_recycle.callbacks.faults import Fault
 from lightning_recycle.callbacks.heartbeat import HeartbeatCallback
 from lightning_recycle.callbacks.injection import FaultInjectionCallback
+from lightning_recycle.callbacks.plan_monitor import PlanMonitor
 
-__all__ = ["Fault", "FaultInjectionCallback", "HeartbeatCallback"]
+__all__ = ["Fault", "FaultInjectionCallback", "HeartbeatCallback", "PlanMonitor"]

@@ -33,6 +33,7 @@ __all__ = ["ChildExit", "Report", "UnavailableError", "run_in_child"]
 _LOG_BYTES = 1_000_000  # of the child's output, from the end
 _START = f"import sys; from {__name__} import _main; _main(int(sys.argv[1]), sys.argv[2])"
 _END_SECONDS = 3.0  # from closing its connection until it is killed
+_LOOK_SECONDS = 0.05  # between two looks at whether it is still wanted
 
 Report: TypeAlias = Callable[[str, Any], None]
 """``report(kind, value)`` sends a message to the caller."""
@@ -50,7 +51,13 @@ class ChildExit:
     log: str
 
 
-def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: float | None = None) -> ChildExit:
+def run_in_child(
+    entry: str,
+    argument: Any,
+    on_message: Report,
+    time_limit: float | None = None,
+    cancelled: threading.Event | None = None,
+) -> ChildExit:
     """Call the function ``entry`` ("module:function") with ``argument`` and a :data:`Report` in a child process.
 
     Args:
@@ -58,6 +65,7 @@ def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: floa
         argument: picklable.
         on_message: called here for each message of the child.
         time_limit: seconds after which the child is killed; None for no limit.
+        cancelled: when it is set, the child is killed within ``_LOOK_SECONDS``.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
     try:
@@ -81,7 +89,7 @@ def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: floa
         finally:
             theirs.close()
         try:
-            answered, failure = _listen(ours, payload, on_message, deadline, child)
+            answered, failure = _listen(ours, payload, on_message, deadline, child, cancelled)
         finally:
             if child.poll() is None:
                 child.kill()
@@ -94,14 +102,26 @@ def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: floa
 
 
 def _listen(
-    connection: Any, payload: bytes, on_message: Report, deadline: float | None, child: subprocess.Popen[bytes]
+    connection: Any,
+    payload: bytes,
+    on_message: Report,
+    deadline: float | None,
+    child: subprocess.Popen[bytes],
+    cancelled: threading.Event | None,
 ) -> tuple[bool, str | None]:
     """Pass messages on until the child has ended or time is up: whether it said that it ends, and what went wrong."""
     try:
         connection.send_bytes(payload)
         while True:
-            if not connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return False, "it ran past its time limit and was stopped"
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if cancelled is not None:
+                if cancelled.is_set():
+                    return False, "it was not wanted any more"
+                left = _LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS)
+            if not connection.poll(left):
+                if deadline is not None and time.monotonic() >= deadline:
+                    return False, "it ran past its time limit and was stopped"
+                continue
             kind, value = connection.recv()
             if kind == "end":
                 return True, value

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Microbatch, Worker
@@ -26,6 +27,9 @@ from lightning_recycle.planning.problem import Costs, Problem
 from lightning_recycle.planning.schedule import Schedule, staggered_period
 
 __all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Codes", "Timing", "assemble", "best_timing", "interleave", "retime"]
+
+WorkerFactors: TypeAlias = Mapping[Worker, float] | tuple[tuple[Worker, float], ...]
+"""As ``Problem.worker_factors``."""
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 """Kinds within a code; BACKWARD is B, or BW when the backward is fused."""
@@ -234,13 +238,19 @@ def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
     return schedule
 
 
-def retime(schedule: Schedule, costs: Costs) -> Schedule:
+def retime(schedule: Schedule, costs: Costs, worker_factors: WorkerFactors | None = None) -> Schedule:
     """The same orders of operations under other costs: what a plan amounts to once its operations have been measured.
+
+    Args:
+        schedule: whose orders to keep.
+        costs: of the operations.
+        worker_factors: how many times as long they take on a worker; by default as the schedule's problem says.
 
     Raises:
         PlanningError: when the schedule mixes fused and decoupled backwards.
     """
-    problem = replace(schedule.problem, costs=costs)
+    factors = schedule.problem.worker_factors if worker_factors is None else worker_factors
+    problem = replace(schedule.problem, costs=costs, worker_factors=factors)  # type: ignore[arg-type]
     grid = schedule.grid
     kinds = {scheduled.op.kind for ops in schedule.workers.values() for scheduled in ops}
     fused = OpKind.BACKWARD in kinds

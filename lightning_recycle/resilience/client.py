@@ -106,7 +106,7 @@ class ControlClient:
         self.activity = Activity(0, "start", "", time.monotonic())
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
-        self._heartbeat_interval = heartbeat_interval
+        self.heartbeat_interval = heartbeat_interval
         self._connection = MessageConnection(Client(address, authkey=authkey))
         self._changed = threading.Condition()
         self._announced: Regroup | None = None
@@ -120,7 +120,9 @@ class ControlClient:
         self._confirmed = -1
         self.begun = -1  # the newest step that the main thread has begun
         self._paused_generation = -1
+        self._newest_pause = (-1, -1)  # generation and number
         self._boundary: int | None = None
+        self._plans: list[Boundary] = []  # of this generation, not begun yet
         self._leaving = False
         self._main_thread = threading.main_thread().ident
         self._wake_heartbeat = threading.Event()
@@ -149,10 +151,14 @@ class ControlClient:
             self.generation, self.roster = self._announced.generation, self._announced.roster
             self.leader = self._announced.leader
             self._published.clear()
+            self._plans.clear()
             return self._announced
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> Any:
         """Says that this worker begins ``step`` now, or waits at its beginning if the roster is about to change there.
+
+        Returns:
+            The schedule that all go over to with this step; None if they keep the one that they have.
 
         Raises:
             Interrupted: when a generation was announced.
@@ -166,15 +172,22 @@ class ControlClient:
                 boundary = self._boundary if paused else None
                 if not paused or (boundary is not None and step < boundary):
                     self.begun = max(self.begun, step)
-                    return
+                    return self._take_plan(step)
             if boundary is not None and not said:
                 said = True
                 self.send(AtBoundary(self.rank, self.generation, step))
+            known = (self._paused_generation, boundary)
             self._wait(
-                lambda known=boundary: True if self._boundary != known else None,  # type: ignore[misc]
+                lambda known=known: True if (self._paused_generation, self._boundary) != known else None,  # type: ignore[misc]
                 "the change of the roster",
                 interruptible=True,
             )
+
+    def _take_plan(self, step: int) -> Any:
+        """The newest schedule that is to hold from ``step`` on, if there is one that has not been taken yet."""
+        due = [plan for plan in self._plans if plan.step <= step]
+        self._plans = self._plans[len(due) :]
+        return due[-1].schedule if due else None
 
     def wait_to_enter(self) -> None:
         """Says that this worker is set up and waits until it is let in; then :meth:`enter_generation` is due."""
@@ -352,7 +365,8 @@ class ControlClient:
             if isinstance(message, Stop):
                 if message.reason in (Finished.__name__, LEFT):
                     self._leaving = True  # the results are delivered, or others go on: nothing is left to do here
-                if self._survives and message.reason == Finished.__name__:
+                spare = self.rank < 0  # it has nothing to go on with
+                if self._survives and not spare and message.reason == Finished.__name__:
                     self._connection.close()
                     return
                 self._exit(f"was told to stop ({message.reason})", EXIT_STOPPED)
@@ -366,12 +380,18 @@ class ControlClient:
                         self._losses[message.step] = message
                         self.leader_applied = max(self.leader_applied, message.leader_applied)
                     case Pause():
-                        if message.generation != self._paused_generation:
+                        pause = (message.generation, message.number)
+                        if pause > self._newest_pause:
+                            self._newest_pause = pause
                             self._paused_generation, self._boundary = message.generation, None
                         begun = self.begun
-                    case Boundary():
+                    case Boundary(schedule=None):
                         if message.generation == self._paused_generation:
                             self._boundary = message.step
+                    case Boundary():
+                        if message.generation == self._paused_generation:
+                            self._paused_generation = -1  # nobody has to stop
+                            self._plans.append(message)
                     case Confirmed():
                         self._confirmed = message.number
                     case Assign():
@@ -385,7 +405,7 @@ class ControlClient:
                         self._answers[message.number] = message
                 self._changed.notify_all()
             if isinstance(message, Pause):
-                self.send(Paused(self.rank, message.generation, begun))
+                self.send(Paused(self.rank, message.generation, begun, message.number))
             if isinstance(message, Regroup) and self.on_interrupt is not None:
                 self.on_interrupt(message.generation - 1)
 
@@ -401,13 +421,18 @@ class ControlClient:
                 self._connection.send(Heartbeat(self.rank, self.generation, activity, seconds, debugged))
             except OSError:
                 return  # the receiver sees it too, and ends the process
-            self._wake_heartbeat.wait(self._heartbeat_interval)
+            self._wake_heartbeat.wait(self.heartbeat_interval)
             self._wake_heartbeat.clear()
 
     def _exit(self, why: str, code: int) -> NoReturn:
         """Ends the process at once: its main thread may be blocked anywhere, and has nothing left to save."""
-        if not self._leaving:
-            log.info("Worker %d %s and ends.", self.rank, why)
+        if not self._leaving:  # it may be outside whose end nobody else notices: the supervisor's death, an eviction
+            log.log(
+                logging.WARNING if code == EXIT_LOST_COORDINATOR else logging.INFO,
+                "Worker %d %s and ends. Either the run is over, or this worker was declared dead.",
+                self.rank,
+                why,
+            )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if self._leaving else code)

@@ -24,13 +24,16 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience import membership
+from lightning_recycle.resilience.background import BackgroundPlanning
 from lightning_recycle.resilience.client import LEFT
 from lightning_recycle.resilience.connection import MessageConnection
+from lightning_recycle.resilience.drift import DriftMonitor, Proposal, Question
 from lightning_recycle.resilience.history import History
 from lightning_recycle.resilience.listener import Listener
 from lightning_recycle.resilience.messages import (
     Applied,
     Assign,
+    Boundary,
     Broken,
     Confirm,
     Confirmed,
@@ -62,6 +65,7 @@ from lightning_recycle.resilience.state import (
     Lost,
     MovePlanned,
     Outcome,
+    PlanReady,
     Record,
     Send,
     StartGrace,
@@ -118,6 +122,10 @@ class Coordinator:
         self.operation_seconds: dict[int, dict[str, float]] = {}
         self._history = History(grid)
         self._planner = planner
+        self._drift = None if self.options.drift is None else DriftMonitor(self.options.drift)
+        if self._drift is not None:
+            self._history.counters["replans"] = 0.0
+            self._background = BackgroundPlanning(planner.planner, self._wake)
         self._on_profile = on_profile
         self._setup = setup
         self._profiled: dict[int, Profiled] = {}
@@ -176,6 +184,8 @@ class Coordinator:
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         self._planner.close()
+        if self._drift is not None:
+            self._background.close()
         self._retime_newest()
         self._listener.close()
         self._vacancies.close()
@@ -251,6 +261,9 @@ class Coordinator:
             else:
                 self._processes[rank] = process
                 self._watch_exit(rank, process)
+        if self._drift is not None:
+            for question, proposal in self._background.take_answers():
+                self._consider(self._drift, question, proposal)
 
     def _on_stranger(self, connection: MessageConnection) -> None:
         """The first message of a connection: it must be a worker's hello."""
@@ -465,6 +478,8 @@ class Coordinator:
                 self._watch.applied(rank)
                 if rank == stage_leads(self.grid, self._state.roster).get(self.grid.worker(rank).stage):
                     self.operation_seconds[self.grid.worker(rank).stage] = dict(message.operation_seconds)
+                if self._drift is not None:
+                    self._drift.observe(self.grid.worker(rank), message.step, message.step_seconds)
             case Broken():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
             case Crash():
@@ -525,6 +540,9 @@ class Coordinator:
             message = replace(message, schedule=self._schedule())
             self._watch.end_regroup()
             self._connected = set()
+        elif isinstance(message, Boundary) and message.schedule is not None:
+            self._retime_newest()
+            self._begin_plan(message.schedule, message.step)
         elif isinstance(message, Regroup):
             self._watch.begin_regroup(time.monotonic())
         elif isinstance(message, StepLoss):
@@ -549,10 +567,35 @@ class Coordinator:
 
     def _schedule(self) -> Schedule:
         self._retime_newest()
+        if self._drift is not None:
+            self._planner.forget(self.grid.worker(rank) for rank in self._state.joining)
         schedule = self._planner.plan(self._failed(), self.operation_seconds)
+        self._begin_plan(schedule, self._state.version)
+        return schedule
+
+    def _begin_plan(self, schedule: Schedule, first_step: int) -> None:
         self.schedules.append(schedule)
         self._steps_in_generation = 0
-        return schedule
+        if self._drift is not None:
+            self._drift.begin(schedule, first_step, self._planner.communication)
+
+    def _consider(self, drift: DriftMonitor, question: Question, proposal: Proposal | None) -> None:
+        """A better plan was looked for; ``proposal`` is what was found."""
+        gain = drift.accepts(question, proposal)
+        if gain is None or proposal is None or proposal.schedule is None:
+            return
+        schedule = proposal.schedule
+        self._planner.adopt(schedule)
+        roster = tuple(self.grid.rank(worker) for worker in schedule.live_workers)
+        factors = tuple((w.pipeline, w.stage, factor) for w, factor in schedule.problem.worker_factors)
+        details = {
+            "gain": gain,
+            "before": proposal.before,
+            "after": schedule.period,
+            "worker_factors": factors,
+            "planning_seconds": proposal.seconds,
+        }
+        self._handle(PlanReady(roster, schedule, details))
 
     def _retime_newest(self) -> None:
         """Gives the schedule of the generation that ends the times that were measured in it."""
@@ -571,6 +614,10 @@ class Coordinator:
             self._steps_in_generation += 1
             if self._steps_in_generation == _STEPS_BEFORE_PLANNING_AHEAD:
                 self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
+            if self._drift is not None:
+                self._drift.stepped(self._history.step_seconds)
+                if (question := self._drift.question()) is not None:
+                    self._background.ask(question)
 
     def _finish(self, outcome: Outcome) -> None:
         if self._state.outcome is None:

@@ -38,6 +38,8 @@ class History:
         self._injected: dict[int, FaultInjected] = {}
         self._failure_time: float | None = None
         self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
+        self.step_seconds: float | None = None
+        """Of the newest step, since the one before."""
         self._last_step_time: float | None = None
         self._paused_time: float | None = None
 
@@ -97,7 +99,9 @@ class History:
                 )
             case "step":
                 seconds = now - self._last_step_time if self._last_step_time is not None else None
-                self._last_step_time = now
+                self._last_step_time, self.step_seconds = now, seconds
+            case "replanned":
+                self.counters["replans"] = self.counters.get("replans", 0.0) + 1
             case "resumed":
                 if details.get("redone"):
                     self.counters["redone_steps"] += 1

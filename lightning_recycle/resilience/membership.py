@@ -11,6 +11,10 @@ is redone: workers that are ready to join, workers that want to leave, moves to 
 asked where they are (Pause, Paused) and begin no further step; then they are told at which step to stop (Boundary); a
 new generation begins when all are there (AtBoundary). Who joins gets the state of its stage from a peer in that
 generation; until then it holds nothing and does not count as a replica.
+
+Another plan for the same workers (PlanReady) begins at a step boundary, too, but nobody stops there: the Boundary has
+the plan with it, and each worker goes over to it when it comes to that step. If a generation begins before, the plan of
+that generation holds, which is the shell's business (Resume).
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ from lightning_recycle.resilience.state import (
     MembershipState,
     MovePlanned,
     PauseState,
+    PlanReady,
     Record,
     Send,
     StageLost,
@@ -91,6 +96,9 @@ def _handle(state: MembershipState, event: Event) -> _Next:
             return replace(state, ready=state.ready - {event.rank}, moves=moves), ()
         case MovePlanned():
             return replace(state, moves={**state.moves, event.rank: event.mover}), ()
+        case PlanReady():
+            fits = event.roster == state.roster and state.generation >= 0 and not state.regrouping
+            return (replace(state, plan=event) if fits else state), ()
     if event.rank not in state.live:
         return state, ()
     match event:
@@ -149,6 +157,8 @@ def _begin_generation(state: MembershipState) -> _Next:
         commits={},
         committed=-1,
         pause=None,
+        pauses=0,
+        plan=None,
     )
     return state, (Send(state.roster, Regroup(state.generation, state.roster, state.leader)),)
 
@@ -273,20 +283,34 @@ def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
 def _pause_if_wanted(state: MembershipState) -> _Next:
     if state.generation < 0 or state.regrouping or state.pause is not None or state.joining:
         return state, ()
-    if not any(_wanted(state)):
+    if not any(_wanted(state)) and state.plan is None:
         return state, ()
-    return replace(state, pause=PauseState()), (Send(state.roster, Pause(state.generation)),)
+    pause = PauseState(state.pauses)
+    return replace(state, pause=pause), (Send(state.roster, Pause(state.generation, pause.number)),)
 
 
 def _paused(state: MembershipState, event: Paused) -> _Next:
-    if state.pause is None or event.generation != state.generation or state.pause.boundary is not None:
+    pause = state.pause
+    if pause is None or (event.generation, event.number) != (state.generation, pause.number):
         return state, ()
-    begun = {**state.pause.begun, event.rank: event.step}
-    if begun.keys() != state.live:
-        return replace(state, pause=replace(state.pause, begun=begun)), ()
-    boundary = max(begun.values()) + 1
-    state = replace(state, pause=PauseState(begun, boundary))
-    return state, (Send(state.roster, Boundary(state.generation, boundary)),)
+    if pause.boundary is not None:
+        return state, ()
+    pause = replace(pause, begun={**pause.begun, event.rank: event.step})
+    state = replace(state, pause=pause)
+    if pause.begun.keys() != state.live:
+        return state, ()
+    boundary = max(pause.begun.values()) + 1
+    if state.plan is not None and not any(_wanted(state)):
+        return _change_plan(state, state.plan, boundary)
+    state = replace(state, pause=replace(pause, boundary=boundary))
+    return state, (Send(state.roster, Boundary(state.generation, boundary, None, pause.number)),)
+
+
+def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> _Next:
+    """From ``boundary`` on all run ``plan``; for that nobody has to stop."""
+    message = Boundary(state.generation, boundary, plan.schedule, state.pauses)
+    state = replace(state, pause=None, pauses=state.pauses + 1, plan=None)
+    return state, (Send(state.roster, message), Record("replanned", boundary, None, plan.details))
 
 
 def _at_boundary(state: MembershipState, event: AtBoundary) -> _Next:

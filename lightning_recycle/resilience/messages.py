@@ -127,6 +127,7 @@ class Paused:
     rank: int
     generation: int
     step: int
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,8 @@ class Confirm:
 class Report:
     """A survivor stopped for ``generation`` and says what it holds.
 
-    ``commit`` is what it would bring to the commit of its step if it is REDUCED and commits are asked for; ``begun`` the
-    newest step that it has begun.
+    ``commit`` is what it would bring to the commit of its step if it is REDUCED and commits are asked for; ``begun``
+    the newest step that it has begun.
     """
 
     rank: int
@@ -210,11 +211,19 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The worker has applied ``step``. ``operation_seconds``: its mean time by kind of operation, without waiting."""
+    """The worker has applied ``step``.
+
+    Args:
+        rank: of the worker.
+        step: the step.
+        operation_seconds: its mean time by kind of operation, without waiting, smoothed over steps.
+        step_seconds: the mean times in this step alone, of the kinds that it had.
+    """
 
     rank: int
     step: int
     operation_seconds: Mapping[str, float]
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,17 +324,25 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The roster is to change at a step boundary: say where you are, and begin no further step until you are told."""
+    """The roster or the plan is to change at a step boundary: say where you are, and begin no further step until you
+    are told. ``number``: of the pauses in the generation, from 0.
+    """
 
     generation: int
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """All are to stop at the beginning of ``step``: nobody has begun it, and nothing is redone."""
+    """All are to stop at the beginning of ``step``: nobody has begun it, and nothing is redone.
+
+    With a ``schedule`` nobody stops: from that step on all run it, until the next generation.
+    """
 
     generation: int
     step: int
+    schedule: Any = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +437,8 @@ class Event:
             "paused": all wait at a step boundary; ``seconds`` since they were asked. "rejoined": a replacement has its
             state; ``seconds`` that the others waited for it. "left": a worker was told to end and left at a step
             boundary. "moved": a worker left its stage for another one. "restarting": a replacement is being started.
-            "saved": a checkpoint is complete.
+            "replanned": from ``step`` on all run another plan, because the operations take other times than the one
+            before assumed. "saved": a checkpoint is complete.
             "stage_lost": nobody holds a stage any more.
             Where a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from lightning_recycle.resilience.drift import DriftOptions
 from lightning_recycle.resilience.progress import PATIENCE
 
 __all__ = ["CoordinatorOptions", "WorkerProcess"]
@@ -36,6 +37,7 @@ class CoordinatorOptions:
         restart_workers: whether replacements of lost workers are started.
         max_restarts: of the whole run.
         normalize: whether a healthy worker moves to another stage where that is worth it.
+        drift: when to change the plan because operations take other times than it assumes; None for never.
     """
 
     heartbeat_timeout: float = 5.0
@@ -46,3 +48,4 @@ class CoordinatorOptions:
     restart_workers: bool = False
     max_restarts: int = 10
     normalize: bool = False
+    drift: DriftOptions | None = None

@@ -2,7 +2,8 @@
 
 The coordinator asks here when a generation begins. The fault-free plan is made before the workers start; plans for
 every next single failure are made ahead, in a thread, by the planner that the user chose; a failure without a plan gets
-the heuristic's, at once. Costs are those of a profile, or, without one, what the run has measured so far.
+the heuristic's, at once. Costs are those of a profile, or, without one, what the run has measured so far; once a plan
+for other times has been adopted (:mod:`~lightning_recycle.resilience.drift`), they are that plan's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -41,6 +42,8 @@ _AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, judged by the firs
 _MOVE_SECONDS = 1.0  # that a move to another stage holds everybody up, about
 _MOVE_HORIZON = 1000  # steps in which it must have paid
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
+
+_Factors: TypeAlias = tuple[tuple[Worker, float], ...]
 
 
 def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
@@ -86,7 +89,8 @@ class RunPlanner:
         self._in_flight_limit = in_flight_limit
         self._costs = Costs.uniform(grid.stages) if costs is None and library is not None else costs
         self._library = library
-        self._ahead: dict[frozenset[Worker], Schedule] = {}
+        self._factors: _Factors = ()
+        self._ahead: dict[tuple[frozenset[Worker], _Factors], Schedule] = {}
         self._plan_seconds = 0.0
         self._changed = threading.Condition()
         self._request: tuple[list[frozenset[Worker]], OperationSeconds] | None = None
@@ -96,13 +100,35 @@ class RunPlanner:
 
     def prepare(self) -> None:
         """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
-        self._ahead[frozenset()] = self._make(frozenset(), {}, self._planner)
+        self._ahead[frozenset(), ()] = self._make(frozenset(), {}, self._planner, ())
 
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
-        return self._ahead.get(failed) or self._make(failed, seconds, "heuristic")
+        factors = _of_live(self._factors, failed)
+        return self._ahead.get((failed, factors)) or self._make(failed, seconds, "heuristic", factors)
 
-    def _make(self, failed: frozenset[Worker], seconds: OperationSeconds, planner: Any) -> Schedule:
+    def adopt(self, schedule: Schedule) -> None:
+        """From now on plans are made for the times that ``schedule`` assumes, and it is the plan for its workers."""
+        problem = schedule.problem
+        self._costs, self._factors, self._library = problem.costs, problem.worker_factors, None
+        self._ahead[schedule.failed, _of_live(self._factors, schedule.failed)] = schedule
+
+    def forget(self, workers: Iterable[Worker]) -> None:
+        """Other processes are ``workers`` now: nothing is known of their speed."""
+        gone = frozenset(workers)
+        self._factors = tuple((worker, factor) for worker, factor in self._factors if worker not in gone)
+
+    @property
+    def planner(self) -> Any:
+        """The planner that the user chose."""
+        return self._planner
+
+    @property
+    def communication(self) -> float:
+        """Seconds of a message between neighbouring stages, as far as known."""
+        return self._costs.communication if self._costs is not None else 0.0
+
+    def _make(self, failed: frozenset[Worker], seconds: OperationSeconds, planner: Any, factors: _Factors) -> Schedule:
         limit = self._in_flight_limit
         if limit is None and not failed:
             limit = 2 * self._grid.stages - 1
@@ -112,6 +138,7 @@ class RunPlanner:
             failed=failed,
             technique=self._technique,
             in_flight_limit=None if limit is None else (limit,) * self._grid.stages,
+            worker_factors=factors,
         )
         if self._library is not None and (stored := self._library.get(problem)) is not None:
             return stored
@@ -126,8 +153,12 @@ class RunPlanner:
         """``schedule`` with the times that the measured operations give it."""
         if not seconds:
             return schedule
-        communication = self._costs.communication if self._costs is not None else 0.0
-        return retime(schedule, replace(costs_from(seconds, self._grid.stages), communication=communication))
+        problem, measured = schedule.problem, {}
+        for stage, by_name in seconds.items():
+            lead = min(problem.live_workers(stage))  # who measured them
+            factor = problem.factor(lead)
+            measured[stage] = {name: value if name == "REDUCE" else value / factor for name, value in by_name.items()}
+        return retime(schedule, replace(costs_from(measured, self._grid.stages), communication=self.communication))
 
     def propose_move(self, failed: frozenset[Worker], vacant: Worker, seconds: OperationSeconds) -> Worker | None:
         """A healthy worker of another stage that had better take the position ``vacant``, if there is one.
@@ -185,7 +216,8 @@ class RunPlanner:
                 if self._request is not request or self._closed:
                     break
                 try:
-                    self._ahead[candidate] = self._make(candidate, request[1], self._planner)
+                    factors = _of_live(self._factors, candidate)
+                    self._ahead[candidate, factors] = self._make(candidate, request[1], self._planner, factors)
                 except ReCycleError as error:
                     log.warning("No plan could be made ahead for the failure of %s: %s", sorted(candidate), error)
             else:
@@ -198,3 +230,7 @@ class RunPlanner:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+
+def _of_live(factors: _Factors, failed: frozenset[Worker]) -> _Factors:
+    return tuple((worker, factor) for worker, factor in factors if worker not in failed)

@@ -25,6 +25,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.resilience.coordinator import Coordinator
+from lightning_recycle.resilience.drift import DriftOptions
 from lightning_recycle.resilience.options import CoordinatorOptions
 from lightning_recycle.resilience.replanning import RunPlanner
 from lightning_recycle.resilience.state import Crashed, Finished, StageLost
@@ -101,7 +102,11 @@ def _serve(grid: Grid, address: tuple[str, int], key: bytes, options: argparse.N
     coordinator = Coordinator(
         grid,
         planner,
-        CoordinatorOptions(heartbeat_timeout=options.timeout, start_timeout=options.start_timeout),
+        CoordinatorOptions(
+            heartbeat_timeout=options.timeout,
+            start_timeout=options.start_timeout,
+            drift=DriftOptions() if options.monitor_plan else None,
+        ),
         host=address[0],
         port=address[1],
         authkey=key,
@@ -134,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=None, help="end after so many; by default never")
     parser.add_argument("--no-decoupled", dest="decoupled", action="store_false", help="fused backward")
     parser.add_argument("--no-staggered", dest="staggered", action="store_false", help="all stages step together")
+    parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "MovePlanned",
     "Outcome",
     "PauseState",
+    "PlanReady",
     "Record",
     "Send",
     "StageLost",
@@ -90,6 +91,21 @@ class MovePlanned:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanReady:
+    """A better plan for the workers ``roster`` exists.
+
+    Args:
+        roster: ranks; the plan is of no use to others.
+        schedule: the plan.
+        details: why it is better, for the record.
+    """
+
+    roster: tuple[int, ...]
+    schedule: Any
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class GraceElapsed:
     """Communication broke in ``generation`` a while ago; no death explains it yet."""
 
@@ -101,6 +117,7 @@ Event: TypeAlias = (
     | Lost
     | CandidateLost
     | MovePlanned
+    | PlanReady
     | GraceElapsed
     | Report
     | Broken
@@ -188,11 +205,13 @@ class PauseState:
     """The live workers are being stopped at a step boundary.
 
     Args:
+        number: of the pauses in the generation.
         begun: the newest step that each worker has begun, by rank, as far as known.
         boundary: the step at whose beginning they stop, once all have answered.
         arrived: who waits there.
     """
 
+    number: int = 0
     begun: Mapping[int, int] = field(default_factory=dict)
     boundary: int | None = None
     arrived: frozenset[int] = frozenset()
@@ -215,6 +234,8 @@ class MembershipState:
         leaving: live ranks that want to leave.
         moves: for ranks that are to join, the live rank that leaves for them.
         pause: the change at a step boundary that is under way.
+        pauses: how many there were in the generation before that.
+        plan: what all are to run from a step boundary on.
         commits: of the current generation and the current step, by rank.
         committed: the newest step whose commit was answered in the current generation; -1 if there is none.
         answered: step and payloads, by stage, of the newest commit that was answered.
@@ -242,6 +263,8 @@ class MembershipState:
     leaving: frozenset[int] = frozenset()
     moves: Mapping[int, int] = field(default_factory=dict)
     pause: PauseState | None = None
+    pauses: int = 0
+    plan: PlanReady | None = None
     commits: Mapping[int, Commit] = field(default_factory=dict)
     committed: int = -1
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))

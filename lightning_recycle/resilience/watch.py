@@ -15,6 +15,7 @@ __all__ = ["Watch"]
 
 
 _LEAST_START_TIMEOUT = 10.0  # seconds of silence
+_LEAST_DEAF_SECONDS = 5.0
 
 
 class Watch:
@@ -29,6 +30,7 @@ class Watch:
         self._have_applied: set[int] = set()  # ever; a process's first step may take long whatever others took
         self._have_reported: set[int] = set()  # ever; before its first report a worker sets up, which may take long
         self._deadline: float | None = None
+        self._regroup_began = 0.0
         self._candidates: dict[int, float] = {}
 
     # ------------------------------------------------------------------ what is heard
@@ -82,6 +84,7 @@ class Watch:
 
     def begin_regroup(self, now: float) -> None:
         self._deadline = now + self._options.report_timeout
+        self._regroup_began = now
 
     def end_regroup(self) -> None:
         self._deadline = None
@@ -141,9 +144,25 @@ class Watch:
             self._options.heartbeat_timeout,
             self._options.patience,
         )
+        if state.regrouping:
+            return Verdict({**verdict.stuck, **self._deaf(now, state)})
         # What was waited for in an earlier generation says nothing about this one.
         current = all(self._beats[rank][0].generation == state.generation for rank in state.live)
-        return verdict if current and not state.regrouping else Verdict(verdict.stuck)
+        return verdict if current else Verdict(verdict.stuck)
+
+    def _deaf(self, now: float, state: MembershipState) -> dict[int, str]:
+        """Who goes on waiting as if no generation had been announced: every wait ends with that, in milliseconds."""
+        limit = max(self._options.heartbeat_timeout, _LEAST_DEAF_SECONDS)
+        found = {}
+        for rank in self._have_reported & state.live - state.reports.keys():
+            beat, received = self._beats[rank]
+            passed = received - self._regroup_began
+            if beat.activity.waiting_for and passed > limit and beat.seconds > passed and not beat.debugged:
+                found[rank] = (
+                    f"it has been waiting for {beat.activity.waiting_for} since before the others were told to regroup,"
+                    f" more than {limit:g} s ago"
+                )
+        return found
 
     def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
         """The usual seconds of an operation; one that is new to the plan (a backward that was fused before, or is

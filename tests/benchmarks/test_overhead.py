@@ -7,11 +7,13 @@ SIZE = Size("test", width=16, blocks=1, heads=2, context=8, batch_size=4, steps_
 
 
 def test_all_sides_take_their_turns_and_train_the_same_model():
-    turns, losses = play_round(Plan(SIZE, turns=2, warmup=1))
-    assert {side: len(mine) for side, mine in turns.items()} == dict.fromkeys(SIDES, 2)
-    assert all(turn.seconds > 0 and turn.processor_seconds > 0 for mine in turns.values() for turn in mine)
-    for side in SIDES:
-        assert losses[side] == pytest.approx(losses["baseline"], rel=1e-5), side
+    played = play_round(Plan(SIZE, turns=2, warmup=1))
+    assert {side: len(mine.turns) for side, mine in played.items()} == dict.fromkeys(SIDES, 2)
+    assert all(turn.seconds > 0 and turn.processor_seconds > 0 for mine in played.values() for turn in mine.turns)
+    for side, mine in played.items():
+        assert mine.loss == pytest.approx(played["baseline"].loss, rel=1e-5), side
+        assert mine.memory.state == played["baseline"].memory.state, side
+        assert mine.memory.state < mine.memory.own < mine.memory.peak, side
 
 
 def test_gates_lie_after_the_warmup_and_between_turns():

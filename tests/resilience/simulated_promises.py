@@ -2,6 +2,7 @@
 
 - No two processes act as one worker of a generation, and nobody acts in a generation without being of it.
 - A step is applied with every micro-batch once, in order, by all stages or by none; its loss is known before.
+- All workers of a generation run a step under the same schedule, which is for them, and the newest one.
 - All are told the same; a generation is resumed once, a collective answered once, a step counted when all have it.
 - Whoever is ready is let in, at a step that nobody has begun; nothing is redone for it, and no stage is left alone.
 - The leader is a live worker, and stays the leader as long as it lives.
@@ -55,6 +56,8 @@ class Promises:
         self._leader = -1
         self._rosters: dict[int, tuple[int, ...]] = {}
         self._resumed: set[int] = set()
+        self._schedules: dict[tuple[int, int], Any] = {}  # (generation, step) -> what all run
+        self._expected: list[tuple[int, int, Any]] = []  # (generation, step, schedule): what is to be run from when on
         self._planned: dict[int, int] = {}  # generation -> the boundary at which it began
         self._summed: list[int] = []
         self._completed: list[int] = []
@@ -75,6 +78,15 @@ class Promises:
         actor = self._acting[worker.generation, worker.rank]
         if actor is not worker:
             raise Violation(f"{worker} acts in generation {worker.generation}, in the place of {actor}")
+
+    def on_begin(self, worker: SimulatedWorker, step: int) -> None:
+        """It runs ``step``."""
+        schedule = self._schedules.setdefault((worker.generation, step), worker.schedule)
+        if worker.schedule != schedule:
+            raise Violation(f"{worker} runs step {step} under schedule {worker.schedule}, others under {schedule}")
+        expected = [s for generation, first, s in self._expected if generation == worker.generation and first <= step]
+        if worker.schedule != expected[-1]:
+            raise Violation(f"{worker} runs step {step} under schedule {worker.schedule} instead of {expected[-1]}")
 
     def on_arrival(self, worker: SimulatedWorker, message: Arrive) -> None:
         self._arrivals.add((worker.process, message.number))
@@ -117,6 +129,8 @@ class Promises:
                 for worker in members:
                     if worker.generation == message.generation and worker.begun >= message.step:
                         raise Violation(f"{worker} has begun step {worker.begun}; all are to stop at {message.step}")
+                if message.schedule is not None:
+                    self._expected.append((message.generation, message.step, message.schedule))
             case Pause() if state.regrouping:
                 raise Violation("a pause in the middle of a regroup")
 
@@ -138,6 +152,7 @@ class Promises:
         if message.generation in self._resumed or message.roster != self._rosters[message.generation]:
             raise Violation(f"generation {message.generation} is resumed twice, or with another roster")
         self._resumed.add(message.generation)
+        self._expected.append((message.generation, 0, message.schedule))
         if message.generation in self._planned:
             boundary, decision = self._planned[message.generation], message.decision
             if decision.version != boundary or decision.ahead or decision.adoptions:

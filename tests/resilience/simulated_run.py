@@ -17,6 +17,7 @@ import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from simulated_promises import Promises, Violation
@@ -32,6 +33,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.resilience import membership
 from lightning_recycle.resilience.messages import (
     Arrive,
+    Boundary,
     Losses,
     Regroup,
     Report,
@@ -43,6 +45,7 @@ from lightning_recycle.resilience.state import (
     Lost,
     MembershipState,
     MovePlanned,
+    PlanReady,
     Record,
     Send,
     StartGrace,
@@ -110,6 +113,10 @@ class Run:
         for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
             self._at(self.random() * FAULTS_END, self._fault)
         self._follow_ups = self.chance.choice((0, 1, 2, 3))  # faults right after what the machine does about one
+        self._plans: dict[tuple[int, ...], int] = {}  # which schedule the coordinator takes for a roster
+        replans = random.Random(f"replans {seed}")
+        for number in range(1, 1 + replans.choice((0, 0, 1, 2, 3, 6))):
+            self._at(replans.random() * FAULTS_END, self._replan, number, replans.random() * 0.1)
 
     # ------------------------------------------------------------------ the clock
 
@@ -177,6 +184,9 @@ class Run:
 
     def entered(self, worker: SimulatedWorker) -> None:
         self.promises.on_entry(worker)
+
+    def begins(self, worker: SimulatedWorker, step: int) -> None:
+        self.promises.on_begin(worker, step)
 
     def applied(self, worker: SimulatedWorker, step: int, gradient: int) -> None:
         if (worker.stage, step) not in self.promises.applied and self._follow_ups and self.random() < 0.2:
@@ -291,11 +301,14 @@ class Run:
         self.state, commands = membership.transition(self.state, event)
         for command in commands:
             if isinstance(command, Send):
-                self.promises.on_message(command.ranks, command.message, self.state)
-                self._follow_up(command.message)
+                message = command.message
+                if isinstance(message, Resume):
+                    message = replace(message, schedule=(message.roster, self._plans.get(message.roster, 0)))
+                self.promises.on_message(command.ranks, message, self.state)
+                self._follow_up(message)
                 for rank in command.ranks:
                     if rank in self._connections:
-                        self._post(self._connections[rank], command.message)
+                        self._post(self._connections[rank], message)
             elif isinstance(command, StartGrace):
                 self._at(GRACE, self._handle, GraceElapsed(command.generation))
             elif isinstance(command, Record):
@@ -305,6 +318,15 @@ class Run:
                 self.outcome = command
         if self.outcome is None:
             self.promises.on_event(self.state)
+
+    def _replan(self, number: int, seconds: float) -> None:
+        """Begins to make plan ``number`` for the workers of now, which takes so many ``seconds``."""
+        if self.state.generation >= 0:
+            self._at(seconds, self._adopt, self.state.roster, number)
+
+    def _adopt(self, roster: tuple[int, ...], number: int) -> None:
+        self._plans[roster] = number
+        self._handle(PlanReady(roster, (roster, number)))
 
     def _post(self, worker: SimulatedWorker, message: Any) -> None:
         self._down[worker.process] = arrival = max(self._down[worker.process], self.now + self.delay())
@@ -333,6 +355,8 @@ class Run:
                 self._post(worker, STOP)
         if self.state.pause is not None:
             self.met["loss during a pause"] += 1
+        if any(other.alive and other.plans for other in self._workers):
+            self.met["loss during a change of plan"] += 1
         if worker.rank in self.state.live:
             self._handle(Lost(worker.rank, cause))
         else:
@@ -417,6 +441,10 @@ class Run:
                 if victim is not None:
                     self.met[f"{who} hit"] += 1
                     self._at(self.delay() * 3, self._crash_if_alive, victim)
+        elif isinstance(message, Boundary) and message.schedule is not None:
+            if self._follow_ups and self.random() < 0.5:
+                self._follow_ups -= 1
+                self._at(self.delay() * 2, self._fault)
         elif isinstance(message, Regroup) and self._follow_ups and self.random() < 0.3:
             self._follow_ups -= 1
             self._at(self.delay(), self._fault)

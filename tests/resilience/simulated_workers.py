@@ -39,7 +39,20 @@ from lightning_recycle.resilience.messages import (
 from lightning_recycle.resilience.recovery import WorkerStatus
 from lightning_recycle.resilience.state import RESULT, Joined, stage_leads
 
-__all__ = ["Fact", "Network", "Plan", "SimulatedWorker", "full_gradient", "loss_of", "plan_for", "script"]
+__all__ = [
+    "Fact",
+    "Network",
+    "Plan",
+    "Schedule",
+    "SimulatedWorker",
+    "full_gradient",
+    "loss_of",
+    "plan_for",
+    "script",
+]
+
+Schedule = tuple[tuple[int, ...], int]
+"""A schedule: the roster that it is for, and which of many it is."""
 
 Fact = tuple[int, str, int, int]
 """What a worker gave to others: (generation, what, step, rank)."""
@@ -74,6 +87,8 @@ class Network(Protocol):
 
     def entered(self, worker: SimulatedWorker) -> None: ...
 
+    def begins(self, worker: SimulatedWorker, step: int) -> None: ...
+
     def applied(self, worker: SimulatedWorker, step: int, gradient: int) -> None: ...
 
     def delay(self) -> float: ...
@@ -98,14 +113,20 @@ class Plan:
     peers: tuple[int, ...]
 
 
-@lru_cache(maxsize=4096)
-def plan_for(grid: Grid, roster: tuple[int, ...], rank: int) -> Plan:
-    """Each micro-batch goes through its own pipeline; where a worker is missing there, through its peers by turns."""
+@lru_cache(maxsize=16384)
+def plan_for(grid: Grid, schedule: Schedule, rank: int) -> Plan:
+    """Schedule 0: each micro-batch goes through its own pipeline; where a worker is missing there, through its peers by
+    turns. Odd ones: they are dealt in another order. Even ones: one worker of each stage runs all, the others none.
+    """
+    roster, variant = schedule
     stage = rank % grid.stages
 
     def route(of_stage: int) -> list[int]:
         """Rank by micro-batch."""
         live = [r for r in roster if r % grid.stages == of_stage]
+        if variant:
+            turns = range(grid.global_microbatches)
+            return [live[(variant // 2 if variant % 2 == 0 else m + variant) % len(live)] for m in turns]
         homes = [(m % grid.pipelines) * grid.stages + of_stage for m in range(grid.global_microbatches)]
         return [home if home in live else live[m % len(live)] for m, home in enumerate(homes)]
 
@@ -166,6 +187,9 @@ class SimulatedWorker:
         self.next_collective = 0
         self.begun = -1
         self.paused_generation = -1
+        self.newest_pause = (-1, -1)
+        self.plans: list[Boundary] = []
+        self.schedule: Schedule = ((), 0)
         self.boundary: int | None = None
         # the executor
         self.version = 0
@@ -210,11 +234,17 @@ class SimulatedWorker:
             case StepLoss():
                 self.losses[message.step] = message.loss
             case Pause():
-                self.paused_generation, self.boundary = message.generation, None
-                self.network.send(self, Paused(self.rank, message.generation, self.begun))
-            case Boundary():
+                if (message.generation, message.number) > self.newest_pause:
+                    self.newest_pause = (message.generation, message.number)
+                    self.paused_generation, self.boundary = message.generation, None
+                self.network.send(self, Paused(self.rank, message.generation, self.begun, message.number))
+            case Boundary(schedule=None):
                 if message.generation == self.paused_generation:
                     self.boundary = message.step
+            case Boundary():
+                if message.generation == self.paused_generation:
+                    self.paused_generation = -1
+                    self.plans.append(message)
             case Committed():
                 self.committed = message
             case Answer():
@@ -297,11 +327,16 @@ class SimulatedWorker:
             boundary = self.boundary if paused else None
             if not paused or (boundary is not None and step < boundary):
                 self.begun = max(self.begun, step)
+                due = [plan for plan in self.plans if plan.step <= step]
+                self.plans = self.plans[len(due) :]
+                if due:
+                    self.schedule = due[-1].schedule
                 return
             if boundary is not None and not said:
                 said = True
                 self.send(AtBoundary(self.rank, self.generation, step))
-            yield from self.wait(lambda known=boundary: self.boundary != known)  # type: ignore[misc]
+            known = (self.paused_generation, boundary)
+            yield from self.wait(lambda known=known: (self.paused_generation, self.boundary) != known)  # type: ignore[misc]
 
     def arrive(self, name: str, payload: Any, regroups: bool = True) -> Waits:
         """ControlClient.arrive."""
@@ -319,7 +354,7 @@ class SimulatedWorker:
         """Work of all in one generation, closed by ControlClient.arrive_in_generation; begun again in the next one."""
         while True:
             try:
-                plan = plan_for(self.grid, self.roster, self.rank)
+                plan = plan_for(self.grid, self.schedule, self.rank)
                 if plan.before:
                     yield from self.exchange("V", number, plan.before)
                 self.tell("V", number)
@@ -346,6 +381,7 @@ class SimulatedWorker:
             assert self.regroup_message is not None
             self.generation, self.roster = self.regroup_message.generation, self.regroup_message.roster
             self.broken = set()
+            self.plans = []
             self.network.entered(self)
             status = WorkerStatus(self.stage, self.version if self.has_state else -1, self.reduced)
             generation = self.generation
@@ -356,6 +392,7 @@ class SimulatedWorker:
                 assert resume is not None
                 self.tell("connects", 0)
                 yield from self.exchange("connects", 0, self.roster)
+                self.schedule = resume.schedule
                 yield from self.exchange_state(resume)
                 yield from self.catch_up(resume)
                 if self.version > resume.decision.version:
@@ -426,7 +463,9 @@ class SimulatedWorker:
         self.buffers[scratch % 2] = (-1, 0)
         has = self.version if step == self.version else self.shadow
         assert has == step, f"it computes step {step} with the parameters of version {has}"
-        plan = plan_for(self.grid, self.roster, self.rank)
+        assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
+        self.network.begins(self, step)
+        plan = plan_for(self.grid, self.schedule, self.rank)
         if plan.before:
             yield from self.exchange("F", step, plan.before)
         self.tell("F", step)

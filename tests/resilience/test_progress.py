@@ -293,3 +293,19 @@ def test_waits_of_the_generation_before_are_no_deadlock_of_this_one(watch: Watch
     for rank in range(4):
         watch.beat(rank, beat(rank, 100.0, waits=True, generation=0), 10.0)
     assert watch.judge(10.2, state(), SECONDS) == Verdict({}, deadlocked=False)
+
+
+def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch: Watch) -> None:
+    """Every wait ends with that; should one not, nobody would ever be told to stop waiting for this worker."""
+    watch.begin_regroup(10.0)
+
+    def judged(received: float, seconds: float, *, waits: bool = True, generation: int = 0) -> set[int]:
+        for rank in range(4):
+            watch.beat(rank, beat(rank, 0.1, waits=True, generation=1), received)
+        watch.beat(1, beat(1, seconds, waits=waits, generation=generation), received)
+        return set(watch.judge(received, regrouping(0, 2, 3), {}).stuck)
+
+    assert judged(14.9, seconds=7.0) == set()
+    assert judged(15.1, seconds=5.0) == set()  # it began after the announcement: another one will end it
+    assert judged(15.1, seconds=7.0, waits=False) == set()  # it reads data, or is in a hook
+    assert judged(15.1, seconds=7.0) == {1}

@@ -42,6 +42,7 @@ from lightning_recycle.resilience.state import (
     Lost,
     MembershipState,
     MovePlanned,
+    PlanReady,
     Record,
     Send,
     StageLost,
@@ -457,3 +458,62 @@ def test_an_answer_that_comes_twice_does_not_stand_for_another_one() -> None:
 def test_the_grid_of_these_tests_is_as_they_say() -> None:
     assert [GRID.worker(rank).stage for rank in ALL] == [0, 1, 0, 1]
     assert [WIDE.worker(rank).stage for rank in range(6)] == [0, 1, 0, 1, 0, 1]
+
+
+# ---------------------------------------------------------------------- another plan
+
+
+PLAN = PlanReady(THREE, "a plan", {"gain": 0.3})
+
+
+def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_there() -> None:
+    state, commands = feed(running_without_3(), PLAN)
+    assert commands == [Send(THREE, Pause(1, 0))]
+    state, commands = feed(state, *paused((0, 2), 1, 4))
+    assert commands == []
+    state, commands = feed(state, Paused(1, 1, 3))
+    assert commands == [Send(THREE, Boundary(1, 5, "a plan", 0)), Record("replanned", 5, None, {"gain": 0.3})]
+    assert (state.generation, state.pause, state.plan, state.regrouping) == (1, None, None, False)
+
+
+def test_a_plan_for_other_workers_or_in_the_middle_of_a_regroup_is_dropped() -> None:
+    for state in (running(), feed(running_without_3(), Lost(0, "gone"))[0]):
+        after, commands = feed(state, PLAN)
+        assert (after, commands) == (state, [])
+
+
+def test_a_failure_before_the_change_makes_the_plan_the_next_generation_s_business() -> None:
+    state, _ = feed(running_without_3(), PLAN, *paused((0, 1), 1, 4))
+    state, commands = feed(state, Lost(2, "gone"))
+    assert [type(message) for message in messages(commands, Regroup)] == [Regroup]
+    assert (state.plan, state.pause) == (None, None)
+    _, commands = feed(state, Paused(2, 1, 4), *reports((0, 1), 2))
+    assert messages(commands, Boundary) == []
+    assert len(messages(commands, Resume)) == 1
+
+
+def test_who_waits_to_be_let_in_goes_before_a_plan() -> None:
+    """It is for workers that will not be alone any more."""
+    state, commands = feed(running_without_3(), PLAN, Ready(3))
+    assert len(messages(commands, Pause)) == 1
+    state, commands = feed(state, *paused(THREE, 1, 4))
+    assert messages(commands, Boundary) == [Boundary(1, 5)]
+    state, commands = feed(state, *arrived(THREE, 1, 5))
+    assert messages(commands, Regroup)[0].roster == ALL
+    assert state.plan is None
+
+
+def test_who_comes_right_after_a_change_of_plan_is_let_in_by_a_pause_of_its_own() -> None:
+    state, _ = feed(running_without_3(), PLAN, *paused(THREE, 1, 4))
+    state, commands = feed(state, Ready(3))
+    assert commands == [Send(THREE, Pause(1, 1))]
+    late = paused(THREE, 1, 4)
+    assert feed(state, *late) == (state, []), "these are answers to the first one"
+    _, commands = feed(state, *(Paused(rank, 1, 5, number=1) for rank in THREE))
+    assert commands == [Send(THREE, Boundary(1, 6, None, 1))]
+
+
+def test_a_newer_plan_replaces_one_that_has_not_begun() -> None:
+    _, commands = feed(running_without_3(), PLAN, PlanReady(THREE, "a better one"), *paused(THREE, 1, 0))
+    assert messages(commands, Boundary) == [Boundary(1, 1, "a better one")]
+    assert len(messages(commands, Pause)) == 1

@@ -1,0 +1,343 @@
+"""Drift: do the operations still take the times that the plan assumes, and would another plan be worth it? Pure.
+
+Concept: every worker tells with each step how long its operations took in it. What a worker's operations take is the
+product of two things that are estimated apart, each by medians over a window of steps:
+
+- the *level* of its stage, by kind of operation. It moves with whatever hits all peers alike, such as long sequences in
+  a step's batch;
+- the worker's *factor* beside its peers of the same step. What hits all of them alike cancels out here, so only a
+  worker that is slow itself has one. A factor that noise could explain counts as 1.
+
+When the estimate differs from what the plan assumes, by more than noise could make it and not by one number for all
+operations (which changes no plan), a new window is measured: only what is still there then, and all of it, counts. Then
+a better plan is looked for, elsewhere and in the background (:func:`propose`). It is taken if it saves ``threshold`` of
+a step, and over ``horizon_steps`` steps more than finding it and going over to it cost. From then on, and also after a
+refusal, what was estimated is what further differences are measured against: a question that has been answered is not
+asked again.
+
+A worker that a plan gives nothing to do is not measured. After ``horizon_steps`` steps a plan is looked for in which it
+counts as recovered.
+
+Must not know: clocks, messages, processes; how plans are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any, TypeAlias
+
+from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.planner import Planner, plan
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.timing import retime
+
+__all__ = ["DriftMonitor", "DriftOptions", "Estimate", "Proposal", "Question", "propose"]
+
+_SIGNIFICANCE = 4.0  # standard errors of a median; there are many workers and many windows
+_SWAP_SECONDS = 0.1  # that going over to another plan costs, generously: a message to all and back
+_KINDS = ("F", "B", "W", "BW")
+
+_Doubt: TypeAlias = dict[Worker | tuple[int, str], float]
+"""How far noise may have moved what was estimated, as a logarithm: a worker's factor, a stage's level of a kind of
+operation.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DriftOptions:
+    """When another plan is worth it.
+
+    Args:
+        threshold: the part of a step's time that it must save.
+        window: steps that are measured before anything is concluded.
+        horizon_steps: steps in which the change must have paid.
+    """
+
+    threshold: float = 0.05
+    window: int = 20
+    horizon_steps: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How long operations take: as ``Problem.costs`` and ``Problem.worker_factors``, in seconds."""
+
+    costs: Costs
+    factors: tuple[tuple[Worker, float], ...] = ()
+
+    def of(self, problem: Problem) -> Problem:
+        """``problem`` with these times."""
+        return replace(problem, costs=self.costs, worker_factors=self.factors)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Is there a better plan than ``schedule`` if operations take the times of ``estimate``?
+
+    ``step_seconds``: what a step takes, as measured. ``threshold``: as in :class:`DriftOptions`.
+    """
+
+    schedule: Schedule
+    estimate: Estimate
+    step_seconds: float
+    threshold: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The answer.
+
+    Args:
+        schedule: the best plan found; None if it is clear without one that none would be good enough.
+        before: period of the old plan with the estimated times, in seconds.
+        seconds: that the search took.
+    """
+
+    schedule: Schedule | None
+    before: float
+    seconds: float = 0.0
+
+
+def propose(question: Question, planner: str | Planner) -> Proposal:
+    """Answers ``question``; takes as long as ``planner`` does, unless the lower bound says that it is not worth it."""
+    estimate = question.estimate
+    problem = estimate.of(question.schedule.problem)
+    before = retime(question.schedule, estimate.costs, estimate.factors).period
+    if before - lower_bound(problem) < question.threshold * max(before, question.step_seconds):
+        return Proposal(None, before)
+    return Proposal(plan(problem, planner), before)
+
+
+class DriftMonitor:
+    """Watches over the plan of a run.
+
+    Use: :meth:`begin` with every new plan, :meth:`observe` what workers measured, :meth:`stepped` after every step;
+    then :meth:`question`, and :meth:`accepts` its answer.
+    """
+
+    def __init__(self, options: DriftOptions) -> None:
+        self._options = options
+        self._communication = 0.0
+        self._schedule: Schedule | None = None
+        self._first_step = 0
+        self._assumed: Estimate | None = None  # what differences are measured against
+        self._assumed_doubt: _Doubt = {}
+        self._suspicious = False  # a window differed; this is the one after it
+        self._asked: Question | None = None
+        self._asked_doubt: _Doubt = {}
+        self._steps = 0
+        self._complete: dict[int, dict[Worker, Mapping[str, float]]] = {}
+        self._window: deque[dict[Worker, Mapping[str, float]]] = deque(maxlen=options.window)
+        self._step_seconds: deque[float] = deque(maxlen=options.window)
+
+    def begin(self, schedule: Schedule, first_step: int, communication: float = 0.0) -> None:
+        """From ``first_step`` on the workers run ``schedule``. ``communication``: seconds of a message."""
+        problem = schedule.problem
+        self._schedule, self._first_step, self._communication = schedule, first_step, communication
+        self._assumed, self._assumed_doubt = Estimate(problem.costs, problem.worker_factors), {}
+        self._steps = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._asked, self._suspicious = None, False
+        self._measure_anew()
+
+    def _measure_anew(self) -> None:
+        self._complete = {}
+        self._window.clear()
+        self._step_seconds.clear()
+
+    def observe(self, worker: Worker, step: int, seconds: Mapping[str, float]) -> None:
+        """In ``step`` the operations of ``worker`` took ``seconds`` on average, by kind."""
+        if self._schedule is None or step < self._first_step:
+            return
+        frame = self._complete.setdefault(step, {})
+        frame[worker] = seconds
+        if frame.keys() >= self._schedule.workers.keys():
+            self._window.append(frame)
+            self._complete = {later: found for later, found in self._complete.items() if later > step}
+
+    def stepped(self, seconds: float | None) -> None:
+        """All have applied another step, so many ``seconds`` after the one before."""
+        self._steps += 1
+        if seconds is not None:
+            self._step_seconds.append(seconds)
+
+    # ------------------------------------------------------------------ asking and deciding
+
+    def question(self) -> Question | None:
+        """What to find out now, if anything; to be answered by :meth:`accepts`."""
+        full = len(self._window) == len(self._step_seconds) == self._options.window
+        if self._schedule is None or self._assumed is None or self._asked is not None or not full:
+            return None
+        if self._steps % max(1, self._options.window // 4):
+            return None
+        estimate, doubt = self._estimate(self._schedule, self._assumed)
+        if not self._differs(estimate, self._assumed, doubt):
+            self._suspicious = False
+        elif not self._suspicious:
+            self._suspicious = True
+            self._measure_anew()
+        else:
+            self._asked = Question(self._schedule, estimate, median(self._step_seconds), self._options.threshold)
+            self._asked_doubt = doubt
+        return self._asked
+
+    def accepts(self, question: Question, proposal: Proposal | None) -> float | None:
+        """The part of a step that the proposed plan saves, if it is to be taken; None for no answer is a refusal."""
+        if question is not self._asked:
+            return None  # the plan has changed since
+        self._forget()
+        self._assumed, self._assumed_doubt = question.estimate, self._asked_doubt
+        if proposal is None or proposal.schedule is None:
+            return None
+        saved = proposal.before - proposal.schedule.period
+        gain = saved / max(proposal.before, question.step_seconds)
+        pays = saved * self._options.horizon_steps > proposal.seconds + _SWAP_SECONDS
+        return gain if gain >= self._options.threshold and pays else None
+
+    def _differs(self, estimate: Estimate, assumed: Estimate, doubt: _Doubt) -> bool:
+        """Whether operations take other times than assumed, relative to each other."""
+        assert self._schedule is not None
+
+        def least(name: Worker | tuple[int, str]) -> float:
+            noise = math.hypot(doubt.get(name, 0.0), self._assumed_doubt.get(name, 0.0))
+            return max(math.log1p(self._options.threshold), noise)
+
+        new, old = dict(estimate.factors), dict(assumed.factors)
+        for worker in self._schedule.problem.live_workers():
+            change = abs(math.log(new.get(worker, 1.0) / old.get(worker, 1.0)))
+            if change > least(worker):
+                return True
+        changes = {}
+        for stage in range(assumed.costs.stages):
+            before = _by_kind(assumed.costs, stage)
+            for kind, seconds in _by_kind(estimate.costs, stage).items():
+                if seconds > 0 and before[kind] > 0:
+                    changes[stage, kind] = math.log(seconds / before[kind])
+        usual = median(changes.values()) if changes else 0.0
+        return any(abs(change - usual) > least(name) for name, change in changes.items())
+
+    # ------------------------------------------------------------------ estimating
+
+    def _estimate(self, schedule: Schedule, assumed: Estimate) -> tuple[Estimate, _Doubt]:
+        """The times of operations, and their doubt."""
+        problem = schedule.problem
+        planned = dict(problem.worker_factors)
+        recovered = self._steps >= self._options.horizon_steps
+        doubt: _Doubt = {}
+        factors: dict[Worker, float] = {}
+        stages = [problem.live_workers(stage) for stage in range(problem.grid.stages)]
+        for workers in stages:
+            relative = self._relative(workers, doubt)
+            for worker in workers:
+                if worker in relative:
+                    factors[worker] = math.exp(relative[worker])
+                elif worker in planned and not recovered:
+                    factors[worker] = planned[worker]  # nobody measures a worker that has nothing to do
+        levels = self._levels(stages, factors, doubt)
+        costs: dict[str, list[float]] = {name: [] for name in ("F", "B", "W", "REDUCE", "STEP")}
+        for stage, workers in enumerate(stages):
+            forward, backward, weight = _by_kind(assumed.costs, stage).values()
+            share = backward / (backward + weight) if backward + weight else 0.5
+            fused = levels.get((stage, "BW"), backward + weight)
+            costs["F"].append(levels.get((stage, "F"), forward))
+            costs["B"].append(levels.get((stage, "B"), share * fused))
+            costs["W"].append(levels.get((stage, "W"), (1 - share) * fused))
+            costs["REDUCE"].append(min(self._all("REDUCE", workers), default=0.0))  # the rest is waiting
+            costs["STEP"].append(median(self._all("STEP", workers) or [0.0]))
+        estimate = Estimate(
+            Costs(
+                tuple(costs["F"]),
+                tuple(costs["B"]),
+                tuple(costs["W"]),
+                tuple(costs["REDUCE"]),
+                tuple(costs["STEP"]),
+                self._communication,
+            ),
+            tuple(sorted((worker, factor) for worker, factor in factors.items() if factor != 1.0)),
+        )
+        return estimate, doubt
+
+    def _all(self, kind: str, workers: Iterable[Worker]) -> list[float]:
+        return [frame[worker][kind] for frame in self._window for worker in workers if kind in frame[worker]]
+
+    def _relative(self, workers: Sequence[Worker], doubt: _Doubt) -> dict[Worker, float]:
+        """The logarithm of each measured worker's factor beside its peers; exactly 0 if it may well be noise."""
+        series: dict[Worker, list[float]] = {worker: [] for worker in workers}
+        measured = set()
+        for frame in self._window:
+            logs = {w: {k: math.log(frame[w][k]) for k in _KINDS if frame[w].get(k, 0.0) > 0.0} for w in workers}
+            measured |= {worker for worker in workers if logs[worker]}
+            common = {}
+            for kind in _KINDS:
+                known = [logs[worker][kind] for worker in workers if kind in logs[worker]]
+                if len(known) > 1:  # a kind that only one of them has says nothing about it
+                    common[kind] = fmean(known)
+            for worker in workers:
+                beside = [logs[worker][kind] - level for kind, level in common.items() if kind in logs[worker]]
+                if beside:
+                    series[worker].append(fmean(beside))
+        medians = {worker: median(values) for worker, values in series.items() if values}
+        doubt.update(_noise({worker: series[worker] for worker in medians}, 2**0.5))
+        usual = sorted(medians.values())[(len(medians) - 1) // 2] if medians else 0.0
+        relative = dict.fromkeys(sorted(measured), 0.0)
+        for worker, value in medians.items():
+            if abs(value - usual) > max(math.log1p(self._options.threshold), doubt[worker]):
+                relative[worker] = value - usual
+        return relative
+
+    def _levels(
+        self,
+        stages: Sequence[Sequence[Worker]],
+        factors: Mapping[Worker, float],
+        doubt: _Doubt,
+    ) -> dict[tuple[int, str], float]:
+        """Seconds of each kind of operation of a stage on a worker of factor 1."""
+        frames: list[dict[tuple[int, str], float]] = []
+        for frame in self._window:
+            found: dict[tuple[int, str], float] = {}
+            for stage, workers in enumerate(stages):
+                for kind in _KINDS:
+                    logs = [math.log(frame[w][kind] / factors[w]) for w in workers if frame[w].get(kind, 0.0) > 0.0]
+                    if logs:
+                        found[stage, kind] = fmean(logs)
+            frames.append(found)
+        # What moves all levels of a step alike is no doubt about one of them beside the others.
+        always = {name for name in frames[0] if all(name in frame for frame in frames)}
+        common = [fmean(frame[name] for name in always) if always else 0.0 for frame in frames]
+        series = {
+            name: [frame[name] - all_ for frame, all_ in zip(frames, common, strict=True) if name in frame]
+            for name in sorted({name for frame in frames for name in frame})
+        }
+        noise = _noise(series)
+        doubt.update(noise)
+        for stage in range(len(stages)):  # where every backward is fused, B and W follow from BW
+            for kind in ("B", "W"):
+                if (stage, kind) not in noise and (stage, "BW") in noise:
+                    doubt[stage, kind] = noise[stage, "BW"]
+        return {name: math.exp(median(values) + median(common)) for name, values in series.items()}
+
+
+def _by_kind(costs: Costs, stage: int) -> dict[str, float]:
+    """Seconds of F, B and W."""
+    return {"F": costs.forward[stage], "B": costs.backward_input[stage], "W": costs.backward_weight[stage]}
+
+
+def _noise(series: Mapping[Any, list[float]], times: float = 1.0) -> dict[Any, float]:
+    """How far the median of each series may be from the truth; ``times`` as far if it is compared with another one."""
+    errors = {}
+    for name, values in series.items():
+        middle = median(values)
+        deviation = 1.4826 * median(abs(value - middle) for value in values)
+        errors[name] = times * _SIGNIFICANCE * 1.2533 * deviation / math.sqrt(len(values))
+    # One series is too short to say how noisy it is; all together are not.
+    usual = fmean(errors.values()) if errors else 0.0
+    return {name: max(error, usual) for name, error in errors.items()}
