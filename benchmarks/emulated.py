@@ -12,8 +12,10 @@ all-reduce, commit, and the Python of twelve workers that share the cores.
 from __future__ import annotations
 
 import argparse
+import random
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,49 +63,55 @@ class _Slots:
 
 
 class _SleepingFunction(torch.autograd.Function):
-    """x + shift; its forward, input gradient and weight gradient take a slot each."""
+    """x + shift; its forward, input gradient and weight gradient take a slot each, more or less."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: nn.Parameter, slot: float) -> Tensor:
-        ctx.shift, ctx.slot = shift, slot
-        _Slots.sleep(slot)
+    def forward(ctx: Any, x: Tensor, shift: nn.Parameter, draw: Callable[[], float]) -> Tensor:
+        ctx.shift, ctx.draw = shift, draw
+        _Slots.sleep(draw())
         return x + shift
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (grad_output,) = grad_outputs
-        slot = ctx.slot
+        draw = ctx.draw
 
         def weight_gradient() -> Tensor:
-            _Slots.sleep(slot)
+            _Slots.sleep(draw())
             return grad_output.sum(0)
 
-        _Slots.sleep(slot)
+        _Slots.sleep(draw())
         return grad_output, defer_weight_grad(ctx.shift, weight_gradient), None
 
 
 class SleepingLayer(nn.Module):
-    """A layer of one tiny parameter whose every operation takes ``slot`` seconds."""
+    """A layer of one tiny parameter whose every operation takes ``slot`` seconds, with ``noise`` (the standard
+    deviation, as a part of that) only on average.
+    """
 
-    def __init__(self, slot: float) -> None:
+    def __init__(self, slot: float, noise: float = 0.0) -> None:
         super().__init__()
-        self.slot = slot
+        self.slot, self.noise = slot, noise
         self.shift = nn.Parameter(torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = _SleepingFunction.apply(x, self.shift, self.slot)
+        output: Tensor = _SleepingFunction.apply(x, self.shift, self.draw)
         return output
+
+    def draw(self) -> float:
+        """Seconds of an operation."""
+        return self.slot * max(0.1, random.gauss(1.0, self.noise)) if self.noise else self.slot
 
 
 class SleepingModel(PipelineModule):
     """One sleeping layer per stage."""
 
-    def __init__(self, stages: int, slot: float) -> None:
+    def __init__(self, stages: int, slot: float, noise: float = 0.0) -> None:
         super().__init__()
-        self.stages, self.slot = stages, slot
+        self.stages, self.slot, self.noise = stages, slot, noise
 
     def configure_pipeline(self) -> list[nn.Module | LayerSpec]:
-        return [LayerSpec(SleepingLayer, self.slot) for _ in range(self.stages)]
+        return [LayerSpec(SleepingLayer, self.slot, self.noise) for _ in range(self.stages)]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean()

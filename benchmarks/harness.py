@@ -1,4 +1,4 @@
-"""What the benchmarks share: a quiet ``Trainer.fit`` under the strategy, spreads of measurements, the machine in words.
+"""What the benchmarks share: a quiet ``Trainer.fit``, spreads of measurements, the machine in words.
 
 A benchmark measures through the front door: it reads ``trainer.strategy.history`` and ``trainer.strategy.schedules``
 after a fit and never looks inside the package. All times are seconds.
@@ -17,10 +17,11 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle import PipelineModule
 
 __all__ = ["Spread", "console", "describe_machine", "fit", "quieten", "step_seconds"]
 
@@ -64,7 +65,7 @@ class _Quiet(L.Callback):
 def fit(
     module: PipelineModule,
     loader: DataLoader,
-    strategy: ReCycleStrategy,
+    strategy: Strategy | str,
     *,
     devices: int,
     steps: int,
@@ -72,6 +73,7 @@ def fit(
 ) -> L.Trainer:
     """Trains ``module`` for ``steps`` steps on ``devices`` CPU workers with nothing extra switched on."""
     quieten()
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the workers, before _Quiet is there
     # Workers inherit this; more threads than cores would measure the scheduler of the operating system.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     trainer = L.Trainer(

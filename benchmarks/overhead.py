@@ -1,29 +1,46 @@
-"""No tax: fault-free steps per second against a hand-written pipeline on ``torch.distributed.pipelining``.
+"""No tax: fault-free steps, processor time and memory against what one would use instead, and of each feature.
 
-    .venv/bin/python benchmarks/overhead.py            # three sizes of the example GPT, about ten minutes
-    .venv/bin/python benchmarks/overhead.py --quick    # the smallest one, half a minute
+    .venv/bin/python benchmarks/overhead.py            # three sizes of the example GPT, about a quarter of an hour
+    .venv/bin/python benchmarks/overhead.py --quick    # the smallest one, about two minutes
 
-The baseline is what one would write without this package: ``Schedule1F1B`` in a process group per pipeline, gradients
-as views of one flat buffer, one all-reduce of it in a process group per stage, the same AdamW, and nothing else: no
-logging, no commit, no recovery. All sides train the same model on the same data in memory on a 2 x 2 grid over Gloo,
-with one torch thread per worker.
+The first comparison is with other ways to train the same model on the same global batches, of data in memory:
 
-They take turns of about a second, several per round; each round starts fresh processes, whose first steps do not count.
-A ratio compares two turns that follow each other. Processor time is shown besides: it is what a worker costs where
-workers share cores, as here, and other users of the machine disturb it less than they disturb the clock.
+- baseline: what one would write without this package on the same 2 x 2 grid: ``Schedule1F1B`` of
+  ``torch.distributed.pipelining`` in a process group per pipeline, gradients as views of one flat buffer, one all-reduce
+  of it in a process group per stage, the same AdamW, and nothing else: no logging, no commit, no recovery;
+- DDP: Lightning with ``strategy="ddp"`` over Gloo in 4 processes, a quarter of the global batch each;
+- 1 process: Lightning on one CPU device with the whole global batch, with one thread, and with all cores.
+
+All others have one torch thread per worker. On a machine with fewer cores than workers all compute the same at the same
+speed, and what differs is overhead; it says nothing about machines on which the workers do not share cores.
+
+The second is of our own features, each switched on against off (``FEATURES``): the staggered optimizer with its shadow,
+kept on the device or on the host, against a commit of all stages together without one (goal: at most 3 % of a step); a
+module that overrides ``on_training_output``; the decoupled backward. ``Shadow.update`` is timed alone besides.
+
+The sides of a comparison take turns of about a second, several per round; each round starts fresh processes, whose
+first steps do not count. A ratio compares two turns of the same cycle. Processor time is shown besides: it is what a
+worker costs where workers share cores, and other users of the machine disturb it less than they disturb the clock.
+
+Memory is that of the worker that needs most, at the end of the training: state is its parameters and what the optimizer
+keeps of them; own is what no other process shares (``Private_*`` of ``/proc/self/smaps_rollup``); peak is the largest
+resident set that it ever had (``VmHWM``), most of which are torch's and Python's libraries.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +56,33 @@ from turns import Gate, Turn, Turns
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.module import stage_layers
+from lightning_recycle.runtime.shadow import Shadow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT
 
-__all__ = ["SIDES", "SIZES", "Plan", "Size", "main", "play_round", "run_baseline", "run_strategy"]
+__all__ = [
+    "ALTERNATIVES",
+    "FEATURES",
+    "SIDES",
+    "SIZES",
+    "Memory",
+    "Plan",
+    "Played",
+    "Side",
+    "Size",
+    "main",
+    "play_round",
+    "run_baseline",
+    "run_lightning",
+    "run_strategy",
+]
 
 PIPELINES, STAGES, MICROBATCHES = 2, 2, 4
+WORKERS = PIPELINES * STAGES
 SEED = 1
+GOAL = 1.03  # of the seconds of a step: what shadow and staggering may cost
 
 
 @dataclass(frozen=True)
@@ -63,8 +98,8 @@ class Size:
     steps_per_turn: int
     dropout: float = 0.1
 
-    def build(self) -> GPT:
-        return GPT(self.width, self.blocks, self.heads, self.context, self.dropout)
+    def build(self, kind: type[GPT] = GPT) -> GPT:
+        return kind(self.width, self.blocks, self.heads, self.context, self.dropout)
 
     def data(self, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets (samples, context) of ``steps`` global batches."""
@@ -97,18 +132,69 @@ class Plan:
         return step >= self.warmup and (step - self.warmup) % self.size.steps_per_turn == 0
 
 
+# ---------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one worker at the end of its training; bytes.
+
+    Args:
+        state: parameters and optimizer state.
+        own: not shared with any other process.
+        peak: of the resident set, ever.
+    """
+
+    state: int
+    own: int
+    peak: int
+
+    @classmethod
+    def now(cls, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> Memory:
+        """That of this process (Linux)."""
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [*parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
+        return cls(
+            sum(t.numel() * t.element_size() for t in tensors),
+            _kilobytes("/proc/self/smaps_rollup", "Private_") * 1024,
+            _kilobytes("/proc/self/status", "VmHWM") * 1024,
+        )
+
+    def save(self, gate: Gate, rank: int) -> None:
+        """Leaves it where :meth:`load` finds it."""
+        (Path(gate.directory) / f"{gate.side}.{rank}.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, directory: str, side: str, workers: int) -> Memory:
+        """The largest of each number among the workers of ``side``."""
+        found = [json.loads((Path(directory) / f"{side}.{rank}.json").read_text()) for rank in range(workers)]
+        return cls(**{name: max(memory[name] for memory in found) for name in found[0]})
+
+
+def _kilobytes(path: str, prefix: str) -> int:
+    lines = Path(path).read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(prefix))
+
+
 # ---------------------------------------------------------------------- ours
 
 
-def run_strategy(plan: Plan, gate: Gate, **options: Any) -> float:
+class _WatchedGPT(GPT):
+    """Logs the accuracy of each micro-batch: its hook makes the outputs travel to all workers."""
+
+    def on_training_output(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.log("train_accuracy", (output.argmax(-1) == target).float().mean())
+
+
+def run_strategy(plan: Plan, gate: Gate, watched: bool = False, **options: Any) -> float:
     """One fit with ``ReCycleStrategy(**options)``; returns the loss of its last step."""
     loader = DataLoader(TensorDataset(*plan.size.data(plan.steps)), batch_size=plan.size.batch_size)
     strategy = ReCycleStrategy(pipeline_parallel_size=STAGES, num_microbatches=MICROBATCHES, seed=SEED, **options)
     trainer = fit(
-        plan.size.build(),
+        plan.size.build(_WatchedGPT if watched else GPT),
         loader,
         strategy,
-        devices=PIPELINES * STAGES,
+        devices=WORKERS,
         steps=plan.steps,
         callbacks=[_Gatekeeper(plan, gate)],
     )
@@ -127,7 +213,8 @@ class _Gatekeeper(L.Callback):
         if self.plan.is_gate(trainer.global_step):
             self.gate.wait(trainer.global_rank)
 
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        Memory.now(pl_module.parameters(), trainer.optimizers[0]).save(self.gate, trainer.global_rank)
         self.gate.wait(trainer.global_rank)
 
 
@@ -136,23 +223,28 @@ class _Gatekeeper(L.Callback):
 
 def run_baseline(plan: Plan, gate: Gate) -> float:
     """One run of the hand-written pipeline; returns the loss of its last step."""
+    with tempfile.TemporaryDirectory() as directory:
+        rendezvous = f"file://{directory}/rendezvous"
+        return _run_processes(_baseline_worker, [(rank, plan, gate, rendezvous) for rank in range(WORKERS)])
+
+
+def _run_processes(worker: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> float:
+    """Calls ``worker(*arguments, sender)`` in a process for each; returns the mean of the losses that they send."""
     context = multiprocessing.get_context("forkserver")
     receivers, processes = [], []
-    with tempfile.TemporaryDirectory() as directory:
-        for rank in range(PIPELINES * STAGES):
-            receiver, sender = context.Pipe(duplex=False)
-            arguments = (rank, plan, gate, f"file://{directory}/rendezvous", sender)
-            process = context.Process(target=_baseline_worker, args=arguments)
-            process.start()
-            sender.close()
-            receivers.append(receiver)
-            processes.append(process)
-        try:
-            losses = [receiver.recv() for receiver in receivers]  # EOFError: the worker died, its traceback is above
-        finally:
-            for process in processes:
-                process.join(timeout=30)
-                process.kill()
+    for mine in arguments:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=worker, args=(*mine, sender))
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+        processes.append(process)
+    try:
+        losses = [receiver.recv() for receiver in receivers]  # EOFError: the worker died, its traceback is above
+    finally:
+        for process in processes:
+            process.join(timeout=30)
+            process.kill()
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
@@ -160,7 +252,7 @@ def _baseline_worker(rank: int, plan: Plan, gate: Gate, rendezvous: str, sender:
     quieten()
     torch.set_num_threads(1)
     torch.manual_seed(SEED + rank)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PIPELINES * STAGES)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)
     pipeline, stage = divmod(rank, STAGES)
     pipeline_groups = [dist.new_group([d * STAGES + s for s in range(STAGES)]) for d in range(PIPELINES)]
     stage_groups = [dist.new_group([d * STAGES + s for d in range(PIPELINES)]) for s in range(STAGES)]
@@ -198,6 +290,7 @@ def _baseline_worker(rank: int, plan: Plan, gate: Gate, rendezvous: str, sender:
         )
         dist.all_reduce(gradient, group=stage_groups[stage])
         optimizer.step()
+    Memory.now(model.parameters(), optimizer).save(gate, rank)
     gate.wait(rank)
     sender.send(PIPELINES * float(sum(losses)) if is_last else None)
     dist.destroy_process_group()
@@ -213,18 +306,107 @@ def _flatten_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
     return buffer
 
 
+# ---------------------------------------------------------------------- Lightning without us
+
+
+def run_lightning(plan: Plan, gate: Gate, processes: int, threads: int = 1) -> float:
+    """One fit with Lightning's own strategies; returns the loss of its last step, the mean over all processes."""
+    with socket.socket() as sock:  # free when the first process listens there, or all of them fail
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    arguments = [(rank, processes, port, plan, gate, threads) for rank in range(processes)]
+    return _run_processes(_lightning_worker, arguments)
+
+
+def _lightning_worker(
+    rank: int, processes: int, port: int, plan: Plan, gate: Gate, threads: int, sender: Any
+) -> None:
+    quieten()
+    torch.set_num_threads(threads)
+    if processes > 1:  # as Lightning's launcher would set them, which starts the main script again
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(processes), NODE_RANK="0", LOCAL_RANK=str(rank)
+        )
+    L.seed_everything(SEED, verbose=False)
+    global_batch = PIPELINES * plan.size.batch_size
+    loader = DataLoader(TensorDataset(*plan.size.data(plan.steps)), batch_size=global_batch // processes)
+    trainer = fit(
+        plan.size.build(),
+        loader,
+        "ddp" if processes > 1 else "auto",
+        devices=processes,
+        steps=plan.steps,
+        callbacks=[_Gatekeeper(plan, gate)],
+    )
+    sender.send(float(trainer.callback_metrics["train_loss"]))
+
+
 # ---------------------------------------------------------------------- the comparison
 
-SIDES: dict[str, Callable[[Plan, Gate], float]] = {
-    "baseline": run_baseline,
-    "ours, 1F1B": lambda plan, gate: run_strategy(plan, gate, decoupled=False),  # like for like: fused backward
-    "ours, default": run_strategy,
+
+@dataclass(frozen=True)
+class Side:
+    """One that takes turns.
+
+    Args:
+        run: trains with the plan and leads its workers through the gate; returns the loss of its last step.
+        workers: the number of its processes.
+    """
+
+    run: Callable[[Plan, Gate], float]
+    workers: int = WORKERS
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a side did in a round.
+
+    Args:
+        turns: its turns.
+        loss: of its last step.
+        memory: of its workers, the largest of each number.
+    """
+
+    turns: list[Turn]
+    loss: float
+    memory: Memory
+
+
+CORES = len(os.sched_getaffinity(0))
+
+SIDES: dict[str, Side] = {
+    "baseline": Side(run_baseline),
+    "ours, 1F1B": Side(lambda plan, gate: run_strategy(plan, gate, decoupled=False)),  # like for like: fused backward
+    "ours, default": Side(run_strategy),
 }
 
+ALTERNATIVES: dict[str, Side] = {
+    **SIDES,
+    "DDP, 4 processes": Side(lambda plan, gate: run_lightning(plan, gate, WORKERS)),
+    "1 process, 1 thread": Side(lambda plan, gate: run_lightning(plan, gate, 1), workers=1),
+    f"1 process, {CORES} threads": Side(lambda plan, gate: run_lightning(plan, gate, 1, CORES), workers=1),
+}
 
-def play_round(plan: Plan) -> tuple[dict[str, list[Turn]], dict[str, float]]:
-    """Starts all sides, lets them take their turns; returns those and each side's last loss."""
-    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(SIDES)) as threads:
+_FEATURE_SIDES: dict[str, Side] = {
+    "default": Side(run_strategy),
+    "not staggered": Side(lambda plan, gate: run_strategy(plan, gate, staggered=False)),
+    "shadow on host": Side(lambda plan, gate: run_strategy(plan, gate, shadow="host")),
+    "on_training_output": Side(lambda plan, gate: run_strategy(plan, gate, watched=True)),
+    "fused": Side(lambda plan, gate: run_strategy(plan, gate, decoupled=False)),
+}
+
+FEATURES: tuple[tuple[str, str, str, float | None], ...] = (
+    ("staggered, shadow on the device", "default", "not staggered", GOAL),
+    ("staggered, shadow on the host", "shadow on host", "not staggered", GOAL),
+    ("on_training_output overridden", "on_training_output", "default", None),
+    ("decoupled backward", "default", "fused", None),
+)
+"""(feature, side with it, side without it, the most that the ratio of their seconds may be)."""
+
+
+def play_round(plan: Plan, sides: Mapping[str, Side] = SIDES) -> dict[str, Played]:
+    """Starts all sides and lets them take their turns."""
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(len(sides)) as threads:
         running: dict[str, Future[float]] = {}
 
         def check() -> None:
@@ -232,38 +414,57 @@ def play_round(plan: Plan) -> tuple[dict[str, list[Turn]], dict[str, float]]:
                 if future.done():
                     future.result()
 
-        turns = Turns(directory, list(SIDES), PIPELINES * STAGES, check)
-        for side, run in SIDES.items():
-            running[side] = threads.submit(run, plan, Gate(directory, side))
+        turns = Turns(directory, {name: side.workers for name, side in sides.items()}, check)
+        for name, side in sides.items():
+            running[name] = threads.submit(side.run, plan, Gate(directory, name))
         try:
             played = turns.play(plan.turns)
-            return played, {side: future.result() for side, future in running.items()}
+            losses = {name: future.result() for name, future in running.items()}
         finally:
             turns.close()
+        return {
+            name: Played(played[name], losses[name], Memory.load(directory, name, side.workers))
+            for name, side in sides.items()
+        }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smallest model, one round")
-    parser.add_argument("--rounds", type=int, default=3, help="fresh processes per model")
-    parser.add_argument("--turns", type=int, default=15, help="of each side per round")
-    parser.add_argument("--warmup", type=int, default=10, help="steps at the start of a round that do not count")
-    parser.add_argument("--sizes", nargs="*", default=[size.name for size in SIZES], help="which models")
-    options = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sizes = [size for size in SIZES if size.name in options.sizes][: 1 if options.quick else None]
-    rounds = 1 if options.quick else options.rounds
+def _play(sides: Mapping[str, Side], plan: Plan, rounds: int) -> tuple[dict[str, list[Turn]], dict[str, Memory]]:
+    """All turns of ``rounds`` rounds, and the memory in the last one."""
+    turns: dict[str, list[Turn]] = {name: [] for name in sides}
+    memory: dict[str, Memory] = {}
+    for _ in range(rounds):
+        for name, played in play_round(plan, sides).items():
+            turns[name] += played.turns
+            memory[name] = played.memory
+    return turns, memory
 
+
+def shadow_seconds(size: Size, stage: int, on_host: bool, repeats: int = 50) -> float:
+    """Median seconds of one ``Shadow.update`` of a stage, in this process with nothing beside it."""
+    model = size.build()
+    owned = stage_layers(len(model.layers), STAGES)[stage]
+    model.keep_layers(owned)
+    model.materialize(owned, SEED)
+    shadow = Shadow(list(model.parameters()), on_host)
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        shadow.update()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+# ---------------------------------------------------------------------- the tables
+
+
+def _alternatives_table(sizes: Sequence[Size], options: argparse.Namespace, rounds: int) -> Table:
     grid = f"{PIPELINES} x {STAGES} workers, {MICROBATCHES} micro-batches"
-    table = Table(title=f"Fault-free, {grid}; {rounds} x {options.turns} turns")
-    for heading in ("GPT", "side", "steps/s", "ratio (quartiles)", "processor ms/step", "ratio (quartiles)"):
+    table = Table(title=f"Fault-free, {grid}; {rounds} x {options.turns} turns; medians (quartiles); MiB per worker")
+    headings = ("GPT", "side", "steps/s", "ratio", "processor ms/step", "ratio", "state", "own", "peak")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading in ("GPT", "side") else "right")
     for size in sizes:
-        turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
-        for _ in range(rounds):
-            played, _ = play_round(Plan(size, options.turns, options.warmup))
-            for side, mine in played.items():
-                turns[side] += mine
+        turns, memory = _play(ALTERNATIVES, Plan(size, options.turns, options.warmup), rounds)
         for side, mine in turns.items():
             pairs = list(zip(mine, turns["baseline"], strict=True))
             table.add_row(
@@ -273,10 +474,57 @@ def main(arguments: list[str] | None = None) -> None:
                 _ratio([base.seconds / turn.seconds for turn, base in pairs]),
                 f"{statistics.median(1e3 * turn.processor_seconds / size.steps_per_turn for turn in mine):.1f}",
                 _ratio([turn.processor_seconds / base.processor_seconds for turn, base in pairs]),
-                end_section=side == list(SIDES)[-1],
+                *(f"{value / 2**20:.1f}" for value in asdict(memory[side]).values()),
+                end_section=side == list(ALTERNATIVES)[-1],
             )
-    console.print(table)
-    console.print(describe_machine(), highlight=False)
+    return table
+
+
+def _features_table(size: Size, options: argparse.Namespace, rounds: int) -> Table:
+    turns, memory = _play(_FEATURE_SIDES, Plan(size, options.turns, options.warmup), rounds)
+    table = Table(title=f"What features cost, {size.name} GPT, fault-free; with against without, medians (quartiles)")
+    for heading in ("feature", "step ms", "seconds, ratio", "processor, ratio", "own memory", "goal"):
+        table.add_column(heading, justify="left" if heading in ("feature", "goal") else "right")
+    for feature, side, other, goal in FEATURES:
+        pairs = list(zip(turns[side], turns[other], strict=True))
+        ratios = [mine.seconds / base.seconds for mine, base in pairs]
+        table.add_row(
+            feature,
+            f"{statistics.median(1e3 * mine.seconds / size.steps_per_turn for mine, _ in pairs):.1f}",
+            _ratio(ratios),
+            _ratio([mine.processor_seconds / base.processor_seconds for mine, base in pairs]),
+            f"{(memory[side].own - memory[other].own) / 2**20:+.1f} MiB",
+            "" if goal is None else f"{goal}: {'met' if statistics.median(ratios) <= goal else 'missed'}",
+        )
+    step = statistics.median(turn.seconds / size.steps_per_turn for turn in turns["default"])
+    for where, on_host in (("device", False), ("host", True)):
+        seconds = max(shadow_seconds(size, stage, on_host) for stage in range(STAGES))
+        table.add_row(f"Shadow.update alone, {where}", f"{1e3 * seconds:.2f}", f"{1 + seconds / step:.4f}", "", "", "")
+    return table
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the smallest model, one round of few turns")
+    parser.add_argument("--rounds", type=int, default=2, help="fresh processes per model")
+    parser.add_argument("--turns", type=int, default=12, help="of each side per round")
+    parser.add_argument("--warmup", type=int, default=10, help="steps at the start of a round that do not count")
+    parser.add_argument("--sizes", nargs="*", default=[size.name for size in SIZES], help="which models")
+    parser.add_argument("--only", choices=("alternatives", "features"), help="one of the two comparisons")
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    sizes = [size for size in SIZES if size.name in options.sizes][: 1 if options.quick else None]
+    rounds = options.rounds
+    if options.quick:
+        rounds, options.turns = 1, min(options.turns, 5)
+
+    if options.only != "features":
+        console.print(_alternatives_table(sizes, options, rounds))
+    if options.only != "alternatives":
+        console.print(_features_table(SIZES[0] if options.quick else SIZES[1], options, rounds))
+    console.print(f"{time.monotonic() - began:.0f} s. {describe_machine()}", highlight=False)
 
 
 def _ratio(ratios: list[float]) -> str:

@@ -10,7 +10,7 @@ import os
 import select
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,16 +54,15 @@ class Turns:
 
     Args:
         directory: where the pipes are made.
-        sides: names of those that take turns, each with ``workers`` workers.
-        workers: per side.
+        sides: names of those that take turns, and the number of workers of each.
         check: called about once a second while waiting; raises if a side has failed.
     """
 
-    def __init__(self, directory: str, sides: Sequence[str], workers: int, check: Callable[[], None]) -> None:
+    def __init__(self, directory: str, sides: Mapping[str, int], check: Callable[[], None]) -> None:
         self._sides, self._check = tuple(sides), check
         self._arrivals: dict[str, int] = {}
         self._starts: dict[str, list[int]] = {}
-        for side in sides:
+        for side, workers in sides.items():
             self._arrivals[side] = _open_pipe(Path(directory) / f"{side}.arrivals")
             self._starts[side] = [_open_pipe(Path(directory) / f"{side}.{rank}") for rank in range(workers)]
 
