@@ -215,7 +215,8 @@ class SupervisorLauncher(_Launcher):
         ):
             raise ConfigurationError(
                 f"This script wants a grid of {grid}, the coordinator has {wanted} (pipelines x stages x"
-                " micro-batches): use the same devices * num_nodes, pipeline_parallel_size and num_microbatches in both."
+                " micro-batches): use the same devices * num_nodes, pipeline_parallel_size and num_microbatches"
+                " in both."
             )
         parts = stage_layers(module, wanted.stages, strategy.partition, strategy.layer_seconds)
         return RunSetup(wanted, heartbeat.interval, False, wanted.pipelines, parts, outsiders=True)

@@ -149,7 +149,7 @@ def draw(seed: int) -> Scenario:
         decoupled=rng.random() < 0.85,
         shadow=rng.choice(("device", "device", "host")),
         restart_workers=restart_workers,
-        normalize=not restart_workers and one_stage and rng.random() < 0.6,
+        normalize=not restart_workers and one_stage and rng.random() < 0.6 and not loses_stage,
         on_stage_lost="restart" if restarts_run else "raise",
         checkpoint_every=checkpoint_every,
         loader_processes=int(rng.random() < 0.1),

@@ -44,6 +44,9 @@ _SIGNIFICANCE = 4.0  # standard errors of a median; there are many workers and m
 _SWAP_SECONDS = 0.1  # that going over to another plan costs, generously: a message to all and back
 _KINDS = ("F", "B", "W", "BW")
 
+_Frame: TypeAlias = dict[Worker, dict[str, float]]
+"""What all workers measured in one step: logarithms of the seconds of F, B, W and BW, seconds of REDUCE and STEP."""
+
 _Doubt: TypeAlias = dict[Worker | tuple[int, str], float]
 """How far noise may have moved what was estimated, as a logarithm: a worker's factor, a stage's level of a kind of
 operation.
@@ -133,15 +136,17 @@ class DriftMonitor:
         self._asked: Question | None = None
         self._asked_doubt: _Doubt = {}
         self._steps = 0
-        self._complete: dict[int, dict[Worker, Mapping[str, float]]] = {}
-        self._window: deque[dict[Worker, Mapping[str, float]]] = deque(maxlen=options.window)
+        self._incomplete: dict[int, _Frame] = {}  # by step
+        self._window: deque[_Frame] = deque(maxlen=options.window)
         self._step_seconds: deque[float] = deque(maxlen=options.window)
 
     def begin(self, schedule: Schedule, first_step: int, communication: float = 0.0) -> None:
         """From ``first_step`` on the workers run ``schedule``. ``communication``: seconds of a message."""
         problem = schedule.problem
         self._schedule, self._first_step, self._communication = schedule, first_step, communication
-        self._assumed, self._assumed_doubt = Estimate(problem.costs, problem.worker_factors), {}
+        assumed = Estimate(problem.costs, problem.worker_factors)
+        if assumed != self._assumed:  # else it was estimated here
+            self._assumed, self._assumed_doubt = assumed, {}
         self._steps = 0
         self._forget()
 
@@ -150,7 +155,7 @@ class DriftMonitor:
         self._measure_anew()
 
     def _measure_anew(self) -> None:
-        self._complete = {}
+        self._incomplete = {}
         self._window.clear()
         self._step_seconds.clear()
 
@@ -158,11 +163,12 @@ class DriftMonitor:
         """In ``step`` the operations of ``worker`` took ``seconds`` on average, by kind."""
         if self._schedule is None or step < self._first_step:
             return
-        frame = self._complete.setdefault(step, {})
-        frame[worker] = seconds
+        frame = self._incomplete.setdefault(step, {})
+        measured = {kind: math.log(seconds[kind]) for kind in _KINDS if seconds.get(kind, 0.0) > 0.0}
+        frame[worker] = {**measured, **{kind: seconds[kind] for kind in ("REDUCE", "STEP") if kind in seconds}}
         if frame.keys() >= self._schedule.workers.keys():
             self._window.append(frame)
-            self._complete = {later: found for later, found in self._complete.items() if later > step}
+            self._incomplete = {later: found for later, found in self._incomplete.items() if later > step}
 
     def stepped(self, seconds: float | None) -> None:
         """All have applied another step, so many ``seconds`` after the one before."""
@@ -274,17 +280,18 @@ class DriftMonitor:
         series: dict[Worker, list[float]] = {worker: [] for worker in workers}
         measured = set()
         for frame in self._window:
-            logs = {w: {k: math.log(frame[w][k]) for k in _KINDS if frame[w].get(k, 0.0) > 0.0} for w in workers}
-            measured |= {worker for worker in workers if logs[worker]}
             common = {}
             for kind in _KINDS:
-                known = [logs[worker][kind] for worker in workers if kind in logs[worker]]
+                known = [frame[worker][kind] for worker in workers if kind in frame[worker]]
                 if len(known) > 1:  # a kind that only one of them has says nothing about it
-                    common[kind] = fmean(known)
+                    common[kind] = sum(known) / len(known)
             for worker in workers:
-                beside = [logs[worker][kind] - level for kind, level in common.items() if kind in logs[worker]]
+                times = frame[worker]
+                if not times.keys().isdisjoint(_KINDS):
+                    measured.add(worker)
+                beside = [times[kind] - level for kind, level in common.items() if kind in times]
                 if beside:
-                    series[worker].append(fmean(beside))
+                    series[worker].append(sum(beside) / len(beside))
         medians = {worker: median(values) for worker, values in series.items() if values}
         doubt.update(_noise({worker: series[worker] for worker in medians}, 2**0.5))
         usual = sorted(medians.values())[(len(medians) - 1) // 2] if medians else 0.0
@@ -302,13 +309,14 @@ class DriftMonitor:
     ) -> dict[tuple[int, str], float]:
         """Seconds of each kind of operation of a stage on a worker of factor 1."""
         frames: list[dict[tuple[int, str], float]] = []
+        own = {worker: math.log(factor) for worker, factor in factors.items()}
         for frame in self._window:
             found: dict[tuple[int, str], float] = {}
             for stage, workers in enumerate(stages):
                 for kind in _KINDS:
-                    logs = [math.log(frame[w][kind] / factors[w]) for w in workers if frame[w].get(kind, 0.0) > 0.0]
+                    logs = [frame[worker][kind] - own[worker] for worker in workers if kind in frame[worker]]
                     if logs:
-                        found[stage, kind] = fmean(logs)
+                        found[stage, kind] = sum(logs) / len(logs)
             frames.append(found)
         # What moves all levels of a step alike is no doubt about one of them beside the others.
         always = {name for name in frames[0] if all(name in frame for frame in frames)}

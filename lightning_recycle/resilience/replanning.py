@@ -140,13 +140,14 @@ class RunPlanner:
             in_flight_limit=None if limit is None else (limit,) * self._grid.stages,
             worker_factors=factors,
         )
-        if self._library is not None and (stored := self._library.get(problem)) is not None:
+        library = self._library  # another thread may adopt a plan meanwhile
+        if library is not None and (stored := library.get(problem)) is not None:
             return stored
         started = time.monotonic()
         schedule = plan(problem, planner)
         self._plan_seconds = time.monotonic() - started
-        if self._library is not None and planner is self._planner:
-            self._library.put(schedule)
+        if library is not None and planner is self._planner:
+            library.put(schedule)
         return schedule
 
     def retime(self, schedule: Schedule, seconds: OperationSeconds) -> Schedule:

@@ -92,7 +92,6 @@ def test_weights_are_exact_across_a_change_of_plan(options: dict[str, Any], clip
         Fault("kill", 0, 1, CHANGE),
         Fault("kill", 0, 1, CHANGE, "reduce"),
         Fault("kill", 1, 1, CHANGE, "optimizer"),
-        Fault("kill", 0, 0, CHANGE, "backward_input", when="after"),
         Fault("kill", 1, 0, CHANGE - 1, "optimizer", when="after"),
     ],
     ids=str,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support import GLOBAL_BATCH, Regression, Scheduled, dataset, difference, trainer
-from test_tied_weights import AutoEncoder
+from test_ties import AutoEncoder
 from torch import Tensor
 from torch.utils.data import DataLoader
 
