@@ -32,6 +32,7 @@ chaos: $(STAMP) ## 200 random scenarios of failures, checked to the last bit and
 
 bench: $(STAMP) ## all benchmarks; wants an idle machine
 	$(BIN)/python benchmarks/emulated.py
+	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/planner.py

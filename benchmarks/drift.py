@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     headings = (
         "case",
         "healthy",
-        "slow: old plan",
+        "old plan",
         "new plan",
         "best plan",
         "of possible",

@@ -1,12 +1,19 @@
 """The schedule is what runs: measured step time against the plan, with operations of a fixed length.
 
-    .venv/bin/python benchmarks/emulated.py            # about a minute
-    .venv/bin/python benchmarks/emulated.py --quick    # fewer steps
+    .venv/bin/python benchmarks/emulated.py            # about two minutes
+    .venv/bin/python benchmarks/emulated.py --quick    # the cases with a goal, fewer steps, about a minute
 
-The running example of the design, 3 pipelines x 4 stages x 6 micro-batches, in 12 worker processes under the real
-strategy. Every stage is one layer whose F, B and W each sleep for a slot (20 ms), so that a few cores carry all workers
-and the plan is known exactly: slots x 20 ms. What the measured step takes beyond it is the runtime's own: messages,
-all-reduce, commit, and the Python of twelve workers that share the cores.
+Layers whose F, B and W sleep, under the real strategy, so that a few cores carry all workers and the plan is known
+exactly. Two examples:
+
+- the running example of the design, 3 pipelines x 4 stages x 6 micro-batches in 12 worker processes; every operation
+  takes a slot (20 ms), and the plan slots x 20 ms;
+- the model of ``make demo`` on its grid, 2 x 2 x 4 in 4 processes; its stages' F, B and W take in slots what they were
+  measured to take in seconds in the first steps of this run (``profile=``), the mean of all being one slot.
+
+What the measured step takes beyond the plan is the runtime's own: messages, all-reduce, commit, and the Python of all
+workers that share the cores. Two schedules are compared besides: what the faster one wins against what the planner
+predicts (goal: within 3 %).
 """
 
 from __future__ import annotations
@@ -16,13 +23,14 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from harness import Spread, console, describe_machine, fit, step_seconds
+from overhead import MICROBATCHES, PIPELINES, SIZES, STAGES
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,12 +38,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy, defer_weight_grad
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, plan, retime
+from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 
-__all__ = ["CASES", "Case", "Measurement", "SleepingLayer", "SleepingModel", "main", "measure"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Measurement",
+    "SleepingLayer",
+    "SleepingModel",
+    "demo_cases",
+    "main",
+    "measure",
+    "profile_demo",
+]
 
 GRID = Grid(pipelines=3, stages=4, microbatches=6)
+DEMO_GRID = Grid(PIPELINES, STAGES, MICROBATCHES)
 SLOT = 0.020  # seconds
 GOAL = 1.03
+PROFILED_STEPS = 14  # the profiler looks at the first ones
 
 
 # ---------------------------------------------------------------------- the model
@@ -48,7 +69,7 @@ class _Slots:
     fixed length would. So single sleeps differ by that, and their mean is the slot.
     """
 
-    count = 0
+    wanted = 0.0
     seconds = 0.0
     late = 0.0
 
@@ -58,17 +79,17 @@ class _Slots:
         time.sleep(max(0.0, seconds - cls.late))
         took = time.perf_counter() - began
         cls.late += took - seconds
-        cls.count += 1
+        cls.wanted += seconds
         cls.seconds += took
 
 
 class _SleepingFunction(torch.autograd.Function):
-    """x + shift; its forward, input gradient and weight gradient take a slot each, more or less."""
+    """x + shift; forward, input gradient and weight gradient take ``draw(0)``, ``draw(1)`` and ``draw(2)`` seconds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: nn.Parameter, draw: Callable[[], float]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shift: nn.Parameter, draw: Callable[[int], float]) -> Tensor:
         ctx.shift, ctx.draw = shift, draw
-        _Slots.sleep(draw())
+        _Slots.sleep(draw(0))
         return x + shift
 
     @staticmethod
@@ -77,41 +98,45 @@ class _SleepingFunction(torch.autograd.Function):
         draw = ctx.draw
 
         def weight_gradient() -> Tensor:
-            _Slots.sleep(draw())
+            _Slots.sleep(draw(2))
             return grad_output.sum(0)
 
-        _Slots.sleep(draw())
+        _Slots.sleep(draw(1))
         return grad_output, defer_weight_grad(ctx.shift, weight_gradient), None
 
 
 class SleepingLayer(nn.Module):
-    """A layer of one tiny parameter whose every operation takes ``slot`` seconds, with ``noise`` (the standard
+    """A layer of one tiny parameter whose F, B and W take ``factors`` x ``slot`` seconds, with ``noise`` (the standard
     deviation, as a part of that) only on average.
     """
 
-    def __init__(self, slot: float, noise: float = 0.0) -> None:
+    def __init__(self, slot: float, noise: float = 0.0, factors: tuple[float, ...] = (1.0, 1.0, 1.0)) -> None:
         super().__init__()
-        self.slot, self.noise = slot, noise
+        self.slot, self.noise, self.factors = slot, noise, factors
         self.shift = nn.Parameter(torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = _SleepingFunction.apply(x, self.shift, self.draw)
         return output
 
-    def draw(self) -> float:
-        """Seconds of an operation."""
-        return self.slot * max(0.1, random.gauss(1.0, self.noise)) if self.noise else self.slot
+    def draw(self, operation: int) -> float:
+        """Seconds of an operation: F (0), B (1) or W (2)."""
+        seconds = self.slot * self.factors[operation]
+        return seconds * max(0.1, random.gauss(1.0, self.noise)) if self.noise else seconds
 
 
 class SleepingModel(PipelineModule):
-    """One sleeping layer per stage."""
+    """One sleeping layer per stage, with ``costs`` in slots (by default one for everything)."""
 
-    def __init__(self, stages: int, slot: float, noise: float = 0.0) -> None:
+    def __init__(self, stages: int, slot: float, noise: float = 0.0, costs: Costs | None = None) -> None:
         super().__init__()
         self.stages, self.slot, self.noise = stages, slot, noise
+        self.costs = costs or Costs.uniform(stages)
 
     def configure_pipeline(self) -> list[nn.Module | LayerSpec]:
-        return [LayerSpec(SleepingLayer, self.slot, self.noise) for _ in range(self.stages)]
+        costs = self.costs
+        factors = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
+        return [LayerSpec(SleepingLayer, self.slot, self.noise, of_stage) for of_stage in factors]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean()
@@ -121,17 +146,17 @@ class SleepingModel(PipelineModule):
 
 
 class _SleepRecorder(L.Callback):
-    """Writes the mean sleep of each worker to ``directory``."""
+    """Writes to ``directory`` how much longer than wanted each worker slept, as a ratio."""
 
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        (self.directory / str(trainer.global_rank)).write_text(str(_Slots.seconds / _Slots.count))
+        (self.directory / str(trainer.global_rank)).write_text(str(_Slots.seconds / _Slots.wanted))
 
     def mean(self) -> float:
-        means = [float(path.read_text()) for path in self.directory.iterdir()]
-        return sum(means) / len(means)
+        ratios = [float(path.read_text()) for path in self.directory.iterdir()]
+        return sum(ratios) / len(ratios)
 
 
 # ---------------------------------------------------------------------- a case
@@ -139,20 +164,28 @@ class _SleepRecorder(L.Callback):
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule to measure; ``failed`` is the worker that is killed before."""
+    """A schedule to measure; ``failed`` is the worker that is killed before. ``costs`` in slots, None: one each."""
 
     name: str
     decoupled: bool
     staggered: bool = False
     failed: Worker | None = None
     has_goal: bool = False
+    grid: Grid = GRID
+    costs: Costs | None = None
+
+    @property
+    def known_costs(self) -> Costs:
+        return self.costs or Costs.uniform(self.grid.stages)
 
     def planned_slots(self) -> float:
-        """Slots from step to step if every operation takes exactly one, under the limits that the strategy applies."""
+        """Slots from step to step if every operation takes exactly its costs, under the limits that the strategy
+        applies.
+        """
         failed = frozenset({self.failed} if self.failed is not None else ())
-        limits = None if failed else (2 * GRID.stages - 1,) * GRID.stages
+        limits = None if failed else (2 * self.grid.stages - 1,) * self.grid.stages
         technique = Technique(decoupled=self.decoupled, staggered=self.staggered)
-        return plan(Problem(GRID, Costs.uniform(GRID.stages), failed, technique, limits)).period
+        return plan(Problem(self.grid, self.known_costs, failed, technique, limits)).period
 
 
 CASES = (
@@ -165,13 +198,47 @@ CASES = (
 )
 
 
+def demo_cases(costs: Costs) -> tuple[Case, ...]:
+    """1F1B and the zero-bubble plans of ``make demo``'s grid, with ``costs`` in slots."""
+    first = Case("demo, fault-free, 1F1B", decoupled=False, grid=DEMO_GRID, costs=costs)
+    decoupled = replace(first, name="demo, fault-free, decoupled", decoupled=True)
+    return first, decoupled, replace(decoupled, name="demo, fault-free, decoupled, staggered", staggered=True)
+
+
+PAIRS = (
+    ("staggering wins", "(1, 2) dead, decoupled", "(1, 2) dead, decoupled, staggered"),
+    ("zero-bubble wins, running example", "fault-free, 1F1B", "fault-free, decoupled, staggered"),
+    ("zero-bubble wins, demo, not staggered", "demo, fault-free, 1F1B", "demo, fault-free, decoupled"),
+    ("zero-bubble wins, demo", "demo, fault-free, 1F1B", "demo, fault-free, decoupled, staggered"),
+)
+"""(what is compared, slower case, faster case)."""
+QUICK_PAIRS = (PAIRS[0], PAIRS[3])
+
+
+def profile_demo() -> Costs:
+    """Trains the model of ``make demo`` for a few steps on its grid, and returns what its stages cost, in slots."""
+    size = next(size for size in SIZES if size.name == "tiny")
+    loader = DataLoader(TensorDataset(*size.data(PROFILED_STEPS)), batch_size=size.batch_size)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "profile.json"
+        # Decoupled, so that stages whose B and W are not fused are measured one by one.
+        strategy = ReCycleStrategy(STAGES, MICROBATCHES, profile=path)
+        fit(size.build(), loader, strategy, devices=DEMO_GRID.num_workers, steps=PROFILED_STEPS)
+        seconds = load_profile(path).costs()
+    parts = (seconds.forward, seconds.backward_input, seconds.backward_weight)
+    mean = sum(map(sum, parts)) / (len(parts) * STAGES)
+    forward, backward_input, backward_weight = (tuple(round(value / mean, 2) for value in part) for part in parts)
+    nothing = (0.0,) * STAGES
+    return Costs(forward, backward_input, backward_weight, nothing, nothing)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """Of one case.
 
     Args:
         seconds: of the measured steps.
-        slots: period of the schedule that ran, if every F, B and W took exactly one slot and all else nothing. The
+        slots: period of the schedule that ran, if every F, B and W took exactly its costs and all else nothing. The
             strategy re-plans with measured times, so this could be more than :meth:`Case.planned_slots`.
         mean_sleep: what a sleep of one slot really took, in seconds.
     """
@@ -184,56 +251,95 @@ class Measurement:
 def measure(case: Case, steps: int, warmup: int = 4, slot: float = SLOT) -> Measurement:
     """Trains until ``steps`` steps of ``case`` are measured, after ``warmup`` others in the same generation."""
     callbacks: list[L.Callback] = []
-    first = warmup
+    first, grid, costs = warmup, case.grid, case.known_costs
     if case.failed is not None:
         fault = Fault("kill", case.failed.pipeline, case.failed.stage, step=warmup)
         callbacks.append(FaultInjectionCallback([fault]))
         first = 2 * warmup
-    samples = torch.zeros((first + steps) * GRID.global_microbatches, 4)
-    loader = DataLoader(TensorDataset(samples, samples), batch_size=GRID.microbatches)
-    strategy = ReCycleStrategy(GRID.stages, GRID.microbatches, decoupled=case.decoupled, staggered=case.staggered)
-    model = SleepingModel(GRID.stages, slot)
-    with tempfile.TemporaryDirectory() as directory:
-        recorder = _SleepRecorder(directory)
+    samples = torch.zeros((first + steps) * grid.global_microbatches, 4)
+    loader = DataLoader(TensorDataset(samples, samples), batch_size=grid.microbatches)
+    model = SleepingModel(grid.stages, slot, costs=costs)
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as sleeps:
+        profile = None
+        if case.costs is not None:
+            profile = Path(directory) / "profile.json"
+            save_profile(profile, _in_seconds(costs, slot))
+        strategy = ReCycleStrategy(
+            grid.stages, grid.microbatches, decoupled=case.decoupled, staggered=case.staggered, profile=profile
+        )
+        recorder = _SleepRecorder(sleeps)
         callbacks.append(recorder)
-        trainer = fit(model, loader, strategy, devices=GRID.num_workers, steps=first + steps, callbacks=callbacks)
-        mean_sleep = recorder.mean()
-    ran = retime(strategy.schedules[-1], Costs.uniform(GRID.stages)).period
+        trainer = fit(model, loader, strategy, devices=grid.num_workers, steps=first + steps, callbacks=callbacks)
+        mean_sleep = slot * recorder.mean()
+    ran = retime(strategy.schedules[-1], costs).period
     return Measurement(Spread.of(step_seconds(trainer, first)), ran, mean_sleep)
 
 
-# ---------------------------------------------------------------------- the table
+def _in_seconds(costs: Costs, slot: float) -> Profile:
+    operations = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
+    return Profile(tuple(StageProfile(*(slot * slots for slots in of_stage)) for of_stage in operations))
+
+
+# ---------------------------------------------------------------------- the tables
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="five steps of the two cases that have a goal")
+    parser.add_argument("--quick", action="store_true", help="eight steps of the cases that have a goal")
     parser.add_argument("--steps", type=int, default=15, help="steps to measure of each case")
     options = parser.parse_args(arguments)
-    cases = [case for case in CASES if case.has_goal or not options.quick]
-    steps = 5 if options.quick else options.steps
+    began = time.monotonic()
+    costs = profile_demo()
+    pairs = QUICK_PAIRS if options.quick else PAIRS
+    compared = {name for _, slower, faster in pairs for name in (slower, faster)}
+    cases = [c for c in (*CASES, *demo_cases(costs)) if c.has_goal or c.name in compared or not options.quick]
+    steps = 8 if options.quick else options.steps
+    measured = {case.name: measure(case, steps) for case in cases}
 
     grid = f"{GRID.pipelines} x {GRID.stages} x {GRID.microbatches}"
     table = Table(title=f"Step time against plan, {grid}, slots of {1e3 * SLOT:.0f} ms, {steps} steps each")
     for heading in ("case", "planned", "ran", "plan ms", "measured ms", "ratio", "goal", "mean sleep"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
+    planned = {case.name: case.planned_slots() for case in cases}
     for case in cases:
-        measured = measure(case, steps)
-        slots = case.planned_slots()
-        ratio = measured.seconds.median / (slots * SLOT)
+        found, slots = measured[case.name], planned[case.name]
+        ratio = found.seconds.median / (slots * SLOT)
         table.add_row(
             case.name,
             f"{slots:g}",
-            f"{measured.slots:g}",
+            f"{found.slots:g}",
             f"{1e3 * slots * SLOT:.0f}",
-            measured.seconds.milliseconds(0),
+            found.seconds.milliseconds(0),
             f"{ratio:.3f}",
             "" if not case.has_goal else f"{GOAL} {'met' if ratio <= GOAL else 'missed'}",
-            f"{1e3 * measured.mean_sleep:.2f}",
+            f"{1e3 * found.mean_sleep:.2f}",
         )
     console.print(table)
     console.print("planned, ran: slots. Measured: median (min to max). Ratio: measured median / plan.", highlight=False)
-    console.print(describe_machine(), highlight=False)
+    stages = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
+    shown = "; ".join(f"stage {stage}: {of[0]:g}, {of[1]:g}, {of[2]:g}" for stage, of in enumerate(stages))
+    console.print(
+        f"demo: {DEMO_GRID.pipelines} x {DEMO_GRID.stages} x {DEMO_GRID.microbatches}; slots of F, B, W, as"
+        f" measured: {shown}.",
+        highlight=False,
+    )
+
+    wins = Table(title="What the faster schedule wins: step time of the slower one / its own")
+    for heading in ("compared", "planned slots", "predicted", "measured", "measured / predicted", "goal"):
+        wins.add_column(heading, justify="left" if heading in ("compared", "goal") else "right")
+    for name, slower, faster in pairs:
+        predicted = planned[slower] / planned[faster]
+        won = measured[slower].seconds.median / measured[faster].seconds.median
+        wins.add_row(
+            name,
+            f"{planned[slower]:g} / {planned[faster]:g}",
+            f"{predicted:.3f}",
+            f"{won:.3f}",
+            f"{won / predicted:.3f}",
+            f"{2 - GOAL:.2f} {'met' if won / predicted >= 2 - GOAL else 'missed'}",
+        )
+    console.print(wins)
+    console.print(f"{time.monotonic() - began:.0f} s. {describe_machine()}", highlight=False)
 
 
 if __name__ == "__main__":

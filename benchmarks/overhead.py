@@ -6,8 +6,8 @@
 The first comparison is with other ways to train the same model on the same global batches, of data in memory:
 
 - baseline: what one would write without this package on the same 2 x 2 grid: ``Schedule1F1B`` of
-  ``torch.distributed.pipelining`` in a process group per pipeline, gradients as views of one flat buffer, one all-reduce
-  of it in a process group per stage, the same AdamW, and nothing else: no logging, no commit, no recovery;
+  ``torch.distributed.pipelining`` in a process group per pipeline, gradients as views of one flat buffer, one
+  all-reduce of it in a process group per stage, the same AdamW, and nothing else: no logging, commit or recovery;
 - DDP: Lightning with ``strategy="ddp"`` over Gloo in 4 processes, a quarter of the global batch each;
 - 1 process: Lightning on one CPU device with the whole global batch, with one thread, and with all cores.
 
@@ -51,7 +51,7 @@ from harness import console, describe_machine, fit, quieten
 from rich.table import Table
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from turns import Gate, Turn, Turns
 
 from lightning_recycle import ReCycleStrategy
@@ -318,18 +318,22 @@ def run_lightning(plan: Plan, gate: Gate, processes: int, threads: int = 1) -> f
     return _run_processes(_lightning_worker, arguments)
 
 
-def _lightning_worker(
-    rank: int, processes: int, port: int, plan: Plan, gate: Gate, threads: int, sender: Any
-) -> None:
+def _lightning_worker(rank: int, processes: int, port: int, plan: Plan, gate: Gate, threads: int, sender: Any) -> None:
     quieten()
     torch.set_num_threads(threads)
     if processes > 1:  # as Lightning's launcher would set them, which starts the main script again
         os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(processes), NODE_RANK="0", LOCAL_RANK=str(rank)
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            WORLD_SIZE=str(processes),
+            NODE_RANK="0",
+            LOCAL_RANK=str(rank),
         )
     L.seed_everything(SEED, verbose=False)
     global_batch = PIPELINES * plan.size.batch_size
-    loader = DataLoader(TensorDataset(*plan.size.data(plan.steps)), batch_size=global_batch // processes)
+    data = TensorDataset(*plan.size.data(plan.steps))
+    sampler = DistributedSampler(data, processes, rank, shuffle=False)  # Lightning's own would shuffle
+    loader = DataLoader(data, batch_size=global_batch // processes, sampler=sampler)
     trainer = fit(
         plan.size.build(),
         loader,

@@ -1,4 +1,4 @@
-"""Fast to recover: what each kind of failure costs until the next committed step, and what a change of the roster costs.
+"""Fast to recover: what a failure costs until the next committed step, and what a change of the roster costs.
 
     .venv/bin/python benchmarks/recovery.py            # ten runs of each scenario, about twelve minutes
     .venv/bin/python benchmarks/recovery.py --quick    # two runs of each with the smallest model, one or two minutes
@@ -142,9 +142,7 @@ def run(size: Size, fault: Fault) -> Recovery:
     return read_recovery(trainer.strategy.history, fault, statistics.median(before), statistics.median(after))
 
 
-def _train(
-    size: Size, fault: Fault, steps: int, callbacks: Sequence[L.Callback] = (), **options: Any
-) -> L.Trainer:
+def _train(size: Size, fault: Fault, steps: int, callbacks: Sequence[L.Callback] = (), **options: Any) -> L.Trainer:
     strategy = ReCycleStrategy(STAGES, MICROBATCHES, **options)
     extra: list[L.Callback] = [FaultInjectionCallback([fault]), *callbacks]
     if fault.kind in ("hang", "deadlock"):
@@ -200,8 +198,8 @@ class Stall:
         fault: what was injected.
         longest: the longest time from commit to commit around the change.
         step: the shorter of the medians before and after.
-        transfer: from the pause of all until the newcomer had its state (a worker that leaves: until all were
-            connected anew), as the history tells it.
+        connected: from the pause of all until all were connected anew.
+        transfer: from then on until the newcomer had its state, as the history tells it ("rejoined").
         starting: of a newcomer, from the failure to the pause: its start, while the survivors train.
         redone: steps that were redone after the pause; 0 is right.
     """
@@ -209,6 +207,7 @@ class Stall:
     fault: Fault
     longest: float
     step: float
+    connected: float
     transfer: float
     starting: float
     redone: int
@@ -262,7 +261,8 @@ def read_stall(history: Sequence[Event], fault: Fault) -> Stall:
         fault,
         max(before[-2:] + after[:2]),
         min(statistics.median(before[-8:-2]), statistics.median(after[2:])),
-        (rejoined or history[connected]).time - history[paused].time,
+        history[connected].time - history[paused].time,
+        0.0 if rejoined is None else rejoined.time - history[connected].time,
         history[paused].time - started if rejoined is not None else 0.0,
         sum(event.kind == "redone" for event in history[paused:]),
     )
@@ -302,11 +302,16 @@ def _bounded(function: Callable[[Size, Fault], _T], size: Size, fault: Fault) ->
 
 def _failures_table(recoveries: dict[str, list[Recovery]], title: str) -> Table:
     table = Table(title=f"{title}; medians in milliseconds")
-    headings = ("failure", "runs", "detect", "agree", "regroup", "redo", "total (min to max)", "a step then")
-    for heading in (*headings, "beyond it (min to max)", "goal"):
+    headings = ("failure", "runs", "detect", "agree", "regroup", "redo", "total (range)", "a step", "beyond it (range)")
+    for heading in (*headings, "goal"):
         table.add_column(heading, justify="left" if heading in ("failure", "goal") else "right")
     for kind, found in recoveries.items():
-        parts = ([r.detect for r in found], [r.agree for r in found], [r.regroup for r in found], [r.redo for r in found])
+        parts = (
+            [r.detect for r in found],
+            [r.agree for r in found],
+            [r.regroup for r in found],
+            [r.redo for r in found],
+        )
         beyond = Spread.of(r.beyond_step for r in found)
         table.add_row(
             kind,
@@ -315,14 +320,14 @@ def _failures_table(recoveries: dict[str, list[Recovery]], title: str) -> Table:
             Spread.of(r.total for r in found).milliseconds(0),
             f"{1e3 * statistics.median(r.step_after for r in found):.0f}",
             beyond.milliseconds(0),
-            _goal(beyond.median, GOALS[kind]) if kind != "deadlock" else f"found: {len(found)} of {len(found)}",
+            _goal(beyond.median, GOALS[kind]) if kind != "deadlock" else f"{len(found)} of {len(found)} found",
         )
     return table
 
 
 def _stalls_table(stalls: dict[str, list[Stall]], title: str) -> Table:
     table = Table(title=f"{title}; medians in milliseconds")
-    headings = ("change", "runs", "starting", "longest interval", "a step then", "stall (min to max)", "with the state after")
+    headings = ("change", "runs", "starting", "longest interval", "a step", "stall (range)", "connected", "state")
     for heading in (*headings, "redone", "goal"):
         table.add_column(heading, justify="left" if heading in ("change", "goal") else "right")
     for kind, found in stalls.items():
@@ -334,7 +339,8 @@ def _stalls_table(stalls: dict[str, list[Stall]], title: str) -> Table:
             f"{1e3 * statistics.median(s.longest for s in found):.0f}",
             f"{1e3 * statistics.median(s.step for s in found):.0f}",
             stall.milliseconds(0),
-            Spread.of(s.transfer for s in found).milliseconds(0),
+            f"{1e3 * statistics.median(s.connected for s in found):.0f}",
+            f"{1e3 * statistics.median(s.transfer for s in found):.0f}" if kind == "rejoin" else "",
             str(sum(s.redone for s in found)),
             _goal(stall.median, STALL_GOAL) if kind == "rejoin" else "",
         )

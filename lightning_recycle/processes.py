@@ -78,6 +78,11 @@ class LocalWorker:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
+    def close(self) -> None:
+        """Gives its descriptors back; it must have ended, and be asked nothing any more."""
+        with contextlib.suppress(ValueError):  # not even killing ended it: it cannot be let go
+            self._process.close()
+
 
 class _Pickler(pickle.Pickler):
     """Also takes the schedules of torch's profiler, which are closures: ``PyTorchProfiler`` holds one."""
@@ -153,5 +158,7 @@ class Crew:
 
     def __exit__(self, *_: object) -> None:
         self.end(0.0)
+        for worker in self._workers:
+            worker.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.payload_path)

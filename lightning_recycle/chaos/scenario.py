@@ -158,7 +158,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _fall_of_a_stage(rng: random.Random, pipelines: int, stages: int) -> tuple[Fault, ...]:
-    """Kills all workers of a stage, one after the other, when there are checkpoints if there are any at all."""
+    """Ends all workers of a stage within three steps, after the first checkpoint."""
     stage = rng.randrange(stages)
     step = rng.randrange(6, STEPS - 6)
     return tuple(
@@ -179,7 +179,8 @@ def _survivable(rng: random.Random, pipelines: int, stages: int, has_checkpoints
             faults.append(Fault("slow", *where, step, factor=rng.choice((2.0, 4.0)), steps=rng.choice((1, 3))))
         elif pipelines > 1 and rng.random() < 0.08:  # a whole node
             step, kind = rng.randrange(STEPS), rng.choice(("kill", "hang", "partition"))
-            node = [position for position in mortal if position[0] == rng.choice(mortal)[0]]
+            pipeline = rng.choice(mortal)[0]
+            node = [position for position in mortal if position[0] == pipeline]
             faults += [Fault(kind, *position, step) for position in node]
             mortal = [position for position in mortal if position not in node]
         else:

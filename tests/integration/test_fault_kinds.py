@@ -43,10 +43,8 @@ def check(model: Regression, run: Any) -> None:
     [
         ("kill", "backward_weight", "after"),
         ("exit", "reduce", "after"),
-        ("exit", "backward_input", "before"),
         ("exception", "optimizer", "before"),
         ("exception", "optimizer", "after"),
-        ("exception", "forward", "after"),
         ("hang", "backward_input", "after"),
         ("deadlock", "reduce", "after"),
         ("partition", "forward", "after"),

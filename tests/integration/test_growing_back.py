@@ -174,7 +174,14 @@ class PerEpoch(Regression):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-@pytest.mark.parametrize("entry", [9, 10, 11], ids=["last-step", "first-step", "second-step"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(9, id="last-step"),
+        pytest.param(10, id="first-step"),
+        pytest.param(11, id="second-step", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_replacement_may_enter_around_the_end_of_an_epoch(entry: int) -> None:
     data = dataset(GLOBAL_BATCH * 5)
     arguments: dict[str, Any] = {"max_epochs": 4, "max_steps": -1, "data": data}

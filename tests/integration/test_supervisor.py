@@ -76,7 +76,13 @@ def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) ->
         check_end(workers, directory)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        pytest.param(signal.SIGTERM, id="SIGTERM"),
+        pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     with supervised(directory) as process:
