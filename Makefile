@@ -30,11 +30,11 @@ test-exhaustive: $(STAMP) ## every case of the matrices of which `make test` run
 chaos: $(STAMP) ## 200 random scenarios of failures, checked to the last bit and process (ARGS="--only SEED")
 	$(BIN)/python -m lightning_recycle.chaos --scenarios 200 --seed 1 $(ARGS)
 
-bench: $(STAMP) ## all benchmarks; wants an idle machine
+bench: $(STAMP) ## all benchmarks, an hour; wants an idle machine (TORCHFT=its python: torchft beside ours)
 	$(BIN)/python benchmarks/emulated.py
-	$(BIN)/python benchmarks/drift.py
-	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/planner.py
 
 docs: $(STAMP) ## build the documentation into build/site; a broken link or reference fails

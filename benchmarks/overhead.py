@@ -9,7 +9,7 @@ The first comparison is with other ways to train the same model on the same glob
   ``torch.distributed.pipelining`` in a process group per pipeline, gradients as views of one flat buffer, one
   all-reduce of it in a process group per stage, the same AdamW, and nothing else: no logging, commit or recovery;
 - DDP: Lightning with ``strategy="ddp"`` over Gloo in 4 processes, a quarter of the global batch each;
-- 1 process: Lightning on one CPU device with the whole global batch, with one thread, and with all cores.
+- alone: Lightning on one CPU device, in one process with the whole global batch, with one thread, and with all cores.
 
 All others have one torch thread per worker. On a machine with fewer cores than workers all compute the same at the same
 speed, and what differs is overhead; it says nothing about machines on which the workers do not share cores.
@@ -386,9 +386,9 @@ SIDES: dict[str, Side] = {
 
 ALTERNATIVES: dict[str, Side] = {
     **SIDES,
-    "DDP, 4 processes": Side(lambda plan, gate: run_lightning(plan, gate, WORKERS)),
-    "1 process, 1 thread": Side(lambda plan, gate: run_lightning(plan, gate, 1), workers=1),
-    f"1 process, {CORES} threads": Side(lambda plan, gate: run_lightning(plan, gate, 1, CORES), workers=1),
+    "DDP": Side(lambda plan, gate: run_lightning(plan, gate, WORKERS)),
+    "alone, 1 thread": Side(lambda plan, gate: run_lightning(plan, gate, 1), workers=1),
+    f"alone, {CORES} threads": Side(lambda plan, gate: run_lightning(plan, gate, 1, CORES), workers=1),
 }
 
 _FEATURE_SIDES: dict[str, Side] = {
@@ -464,7 +464,7 @@ def shadow_seconds(size: Size, stage: int, on_host: bool, repeats: int = 50) -> 
 def _alternatives_table(sizes: Sequence[Size], options: argparse.Namespace, rounds: int) -> Table:
     grid = f"{PIPELINES} x {STAGES} workers, {MICROBATCHES} micro-batches"
     table = Table(title=f"Fault-free, {grid}; {rounds} x {options.turns} turns; medians (quartiles); MiB per worker")
-    headings = ("GPT", "side", "steps/s", "ratio", "processor ms/step", "ratio", "state", "own", "peak")
+    headings = ("GPT", "side", "steps/s", "ratio", "cpu ms/step", "ratio", "state", "own", "peak")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("GPT", "side") else "right")
     for size in sizes:
@@ -534,7 +534,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _ratio(ratios: list[float]) -> str:
     """Median and quartiles."""
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+    return f"{middle:.3f} ({low:.2f}-{high:.2f})"
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ __all__ = ["Extras", "RunSetup", "WorkerStart", "global_state", "run_outside", "
 
 
 _COORDINATOR_SECONDS = 60.0  # that a worker outside waits for somebody to listen
+_BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, for nobody's good
+_run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, a worker outside, ended a run
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,9 @@ def run_outside(
     Raises:
         ConfigurationError: if nobody listens at ``address``, or the key is not the run's.
     """
+    global _run_ended
+    if (since := time.monotonic() - _run_ended) < _BETWEEN_RUNS_SECONDS:
+        time.sleep(_BETWEEN_RUNS_SECONDS - since)
     deadline = time.monotonic() + _COORDINATOR_SECONDS
     try:
         while True:
@@ -182,6 +187,7 @@ def run_outside(
             host or client.local_host,
             keep_model=True,
         )
+    _run_ended = time.monotonic()
     return returned
 
 
