@@ -55,7 +55,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from turns import Gate, Turn, Turns
 
 from lightning_recycle import ReCycleStrategy
-from lightning_recycle.module import stage_layers
+from lightning_recycle.partition import even_parts
 from lightning_recycle.runtime.shadow import Shadow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -258,7 +258,7 @@ def _baseline_worker(rank: int, plan: Plan, gate: Gate, rendezvous: str, sender:
     stage_groups = [dist.new_group([d * STAGES + s for d in range(PIPELINES)]) for s in range(STAGES)]
 
     size, model = plan.size, plan.size.build()
-    owned = stage_layers(len(model.layers), STAGES)[stage]
+    owned = even_parts(len(model.layers), STAGES)[stage]
     model.keep_layers(owned)
     model.materialize(owned, SEED)
     model.train()
@@ -446,7 +446,7 @@ def _play(sides: Mapping[str, Side], plan: Plan, rounds: int) -> tuple[dict[str,
 def shadow_seconds(size: Size, stage: int, on_host: bool, repeats: int = 50) -> float:
     """Median seconds of one ``Shadow.update`` of a stage, in this process with nothing beside it."""
     model = size.build()
-    owned = stage_layers(len(model.layers), STAGES)[stage]
+    owned = even_parts(len(model.layers), STAGES)[stage]
     model.keep_layers(owned)
     model.materialize(owned, SEED)
     shadow = Shadow(list(model.parameters()), on_host)

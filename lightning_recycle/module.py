@@ -23,14 +23,13 @@ from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.layers import AbsentLayer, LayerSpec, needed_elsewhere, tie
-from lightning_recycle.partition import even_parts as stage_layers
-from lightning_recycle.runtime.data import StepHandle
+from lightning_recycle.runtime.steps import StepHandle
 from lightning_recycle.runtime.tying import merge_groups, shared_parameters, split_name
 
 if TYPE_CHECKING:
     from lightning_recycle.adapters.sequential import SequentialPipeline
 
-__all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "global_seed", "stage_layers"]
+__all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "global_seed"]
 
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)

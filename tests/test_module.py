@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
-from lightning_recycle.module import AbsentLayer, stage_layers
+from lightning_recycle.module import AbsentLayer
+from lightning_recycle.partition import even_parts
 
 NAMES = ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
 
@@ -281,7 +282,7 @@ def test_pairs_are_split_into_input_and_target() -> None:
 @pytest.mark.parametrize("layers", range(1, 12))
 def test_stages_are_contiguous_even_and_the_first_is_never_the_largest(layers: int) -> None:
     for stages in range(1, layers + 1):
-        parts = stage_layers(layers, stages)
+        parts = even_parts(layers, stages)
         assert [index for part in parts for index in part] == list(range(layers))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         assert len(parts[0]) == min(map(len, parts))
@@ -289,7 +290,7 @@ def test_stages_are_contiguous_even_and_the_first_is_never_the_largest(layers: i
 
 def test_fewer_layers_than_stages_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="3 layers, fewer than pipeline_parallel_size=4"):
-        stage_layers(3, 4)
+        even_parts(3, 4)
 
 
 # ---------------------------------------------------------------------- one device

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+import hydra
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import (
@@ -22,6 +23,7 @@ from omegaconf.errors import (
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
+from rich.console import Console, RenderableType
 
 from lightning_recycle.errors import ReCycleError
 
@@ -46,15 +48,30 @@ def bad_input_ends(name: str) -> Iterator[None]:
         sys.exit(_EXIT_BAD_INPUT)
 
 
-def run_application(name: str, application: Callable[[], object]) -> None:
-    """Call ``application``, a function decorated with ``hydra.main``; exit with 2 after bad input.
+def run_application(
+    name: str,
+    config_path: str,
+    config_name: str,
+    job: Callable[[DictConfig], float],
+    summary: Callable[[], RenderableType | None],
+) -> None:
+    """Run a command that Hydra configures, once or for each job of a sweep; exit with 2 after bad input.
 
     ``RECYCLE_FULL_ERROR=1`` in the environment shows tracebacks instead.
 
     Args:
         name: of the command, to begin the line with.
-        application: what to run.
+        config_path: folder of the configuration, for Hydra.
+        config_name: of the configuration.
+        job: what to run; returns what a sweeper can minimize.
+        summary: of all jobs of this process, printed at the end, also after an error; None if there is none.
     """
+
+    @hydra.main(version_base=None, config_path=config_path, config_name=config_name)
+    def application(config: DictConfig) -> float:
+        with bad_input_ends(name):
+            return job(config)
+
     # Otherwise Hydra prints errors itself, over several lines, and exits with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -62,6 +79,9 @@ def run_application(name: str, application: Callable[[], object]) -> None:
             application()
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
+    finally:
+        if (table := summary()) is not None:
+            Console().print(table)
 
 
 def _line(error: BaseException) -> str:

@@ -13,14 +13,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_recycle.commands.application import bad_input_ends, run_application
+from lightning_recycle.commands.application import run_application
 from lightning_recycle.commands.report import Row, comparison, row, single
 from lightning_recycle.commands.settings import problem_from, problems_ahead
 from lightning_recycle.errors import ConfigurationError
@@ -106,20 +105,16 @@ def _picture(settings: dict[str, Any], output: Path | None) -> Path | None:
     return picture
 
 
-@hydra.main(version_base=None, config_path="pkg://lightning_recycle.conf", config_name="plan")
-def _application(config: DictConfig) -> float:
-    with bad_input_ends(_NAME):
-        return plan_and_show(config)
-
-
 def main() -> None:
     """The console script."""
     _sweep.clear()
-    try:
-        run_application(_NAME, _application)
-    finally:
-        if len(_sweep) > 1:
-            Console().print(comparison(_sweep, "Sweep"))
+    run_application(
+        _NAME,
+        "pkg://lightning_recycle.conf",
+        "plan",
+        plan_and_show,
+        lambda: comparison(_sweep, "Sweep") if len(_sweep) > 1 else None,
+    )
 
 
 if __name__ == "__main__":

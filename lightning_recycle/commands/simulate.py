@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_recycle.commands.application import bad_input_ends, run_application
+from lightning_recycle.commands.application import run_application
 from lightning_recycle.commands.experiments import Point, points_of
 from lightning_recycle.commands.simulation_tables import line, overview, single
 from lightning_recycle.commands.simulation_tasks import run_task
@@ -100,20 +100,10 @@ def _objective(result: Mapping[str, Any]) -> float:
     return float(result["slots"]["staggered"] if result["task"] == "techniques" else result["throughput"])
 
 
-@hydra.main(version_base=None, config_path=_ROOT, config_name=_CONFIG)
-def _application(config: DictConfig) -> float:
-    with bad_input_ends(_NAME):
-        return simulate_and_show(config)
-
-
 def main() -> None:
     """The console script."""
     _sweep.clear()
-    try:
-        run_application(_NAME, _application)
-    finally:
-        if len(_sweep) > 1:
-            Console().print(overview(_sweep))
+    run_application(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: overview(_sweep) if len(_sweep) > 1 else None)
 
 
 if __name__ == "__main__":
