@@ -95,8 +95,7 @@ class RunPlanner:
         self._changed = threading.Condition()
         self._request: tuple[list[frozenset[Worker]], OperationSeconds] | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._plan_requests, name="recycle-plan-ahead", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # from the first request on
 
     def prepare(self) -> None:
         """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
@@ -202,6 +201,9 @@ class RunPlanner:
         with self._changed:
             self._request = (candidates[:affordable], {stage: dict(by_name) for stage, by_name in seconds.items()})
             self._changed.notify()
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._plan_requests, name="recycle-plan-ahead", daemon=True)
+                self._thread.start()
 
     def _plan_requests(self) -> None:
         """The planning thread: works on the newest request."""
