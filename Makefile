@@ -35,6 +35,7 @@ bench: $(STAMP) ## all benchmarks, an hour; wants an idle machine (TORCHFT=its p
 	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/drift.py
+	$(BIN)/python benchmarks/simulated_against_real.py
 	$(BIN)/python benchmarks/planner.py
 
 docs: $(STAMP) ## build the documentation into build/site; a broken link or reference fails

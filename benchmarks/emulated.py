@@ -50,6 +50,7 @@ __all__ = [
     "main",
     "measure",
     "profile_demo",
+    "profile_of",
 ]
 
 GRID = Grid(pipelines=3, stages=4, microbatches=6)
@@ -263,7 +264,7 @@ def measure(case: Case, steps: int, warmup: int = 4, slot: float = SLOT) -> Meas
         profile = None
         if case.costs is not None:
             profile = Path(directory) / "profile.json"
-            save_profile(profile, _in_seconds(costs, slot))
+            save_profile(profile, profile_of(costs, slot))
         strategy = ReCycleStrategy(
             grid.stages, grid.microbatches, decoupled=case.decoupled, staggered=case.staggered, profile=profile
         )
@@ -275,7 +276,8 @@ def measure(case: Case, steps: int, warmup: int = 4, slot: float = SLOT) -> Meas
     return Measurement(Spread.of(step_seconds(trainer, first)), ran, mean_sleep)
 
 
-def _in_seconds(costs: Costs, slot: float) -> Profile:
+def profile_of(costs: Costs, slot: float) -> Profile:
+    """The profile of stages whose F, B and W cost so many slots of ``slot`` seconds."""
     operations = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
     return Profile(tuple(StageProfile(*(slot * slots for slots in of_stage)) for of_stage in operations))
 

@@ -46,7 +46,7 @@ from lightning_recycle.simulation import (
     repeat,
     simulate,
 )
-from lightning_recycle.simulation.plans import planned_seconds
+from lightning_recycle.simulation.plans import planned_step
 from lightning_recycle.traces import load_trace
 
 console = Console(width=120)
@@ -220,7 +220,7 @@ def day_table() -> Iterable[Table]:
     for label, source in sources.items():
         cluster = Cluster.of(model, gpus_per_node=8 if "8 GPUs" in label else 1)
         for policy in (Recycle(), Oobleck(), Restart()):
-            planned_seconds.cache_clear()
+            planned_step.cache_clear()
             started = time.process_time()
             result = simulate(model, cluster, policy, source, "1d", seed=1)
             seconds = time.process_time() - started

@@ -23,6 +23,7 @@ from lightning_recycle.simulation.failures import (
     TraceReplay,
     Weibull,
 )
+from lightning_recycle.simulation.measured import MeasuredModel
 from lightning_recycle.simulation.model import TrainingModel
 from lightning_recycle.simulation.policies import (
     Bamboo,
@@ -58,6 +59,7 @@ __all__ = [
     "FaultFree",
     "Gpu",
     "Interval",
+    "MeasuredModel",
     "Oobleck",
     "Outage",
     "Poisson",

@@ -178,8 +178,8 @@ class _Run:
     def _take(self, reaction: Reaction, happening: Happening) -> None:
         self.alarm = None if reaction.wake is None else self.now + max(1, as_ticks(reaction.wake))
         if reaction.at_boundary and self.configuration.running and not self.pauses:
-            step = _step(self.configuration)
-            self.pending = _Pending(reaction, happening, self.origin - (self.origin - self.now) // step * step)
+            step, begun = _step(self.configuration), self.now + as_ticks(self.configuration.lead_seconds)
+            self.pending = _Pending(reaction, happening, self.origin - (self.origin - begun) // step * step)
             return
         self._switch(reaction)
 

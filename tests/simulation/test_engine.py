@@ -139,6 +139,15 @@ def test_a_repair_waits_for_the_end_of_the_step() -> None:
     assert "redone" not in parts(result)
 
 
+@pytest.mark.parametrize(("lead", "boundary"), [(0.0, 40), (3.9, 40), (4.1, 50), (13.9, 50), (14.1, 60)])
+def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(lead, boundary) -> None:
+    overlapping = replace(LESS, lead_seconds=lead)
+    answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Pause("join", 2.0),), at_boundary=True)}
+    result = run(answers, [Outage(0.0, (5,), 36.0)], first=overlapping)
+    assert timeline(result)[2] == (boundary, boundary + 2, "paused", "join")
+    assert "redone" not in parts(result)
+
+
 def test_a_failure_in_a_pause_starts_the_pause_again_and_loses_nothing_more() -> None:
     answers = {
         (36.0, "down"): Reaction(LESS, (Pause("regroup", 10.0),), Loss.STEP),

@@ -63,6 +63,14 @@ def pauses(result):
 # -- ReCycle ----------------------------------------------------------------------------------------------------------
 
 
+def fill(distribution):
+    """What the first step after a stop takes longer under the plan for these failures: it overlaps with no other."""
+    gone = normalized_failures(MIDDLE.grid, distribution)
+    problem = Problem(MIDDLE.grid, MIDDLE.costs(), gone, in_flight_limit=MIDDLE.in_flight_limit())
+    schedule = HeuristicPlanner(0).plan(problem)
+    return pytest.approx(schedule.makespan - schedule.period)
+
+
 @pytest.mark.parametrize("technique", [Technique(False, False), Technique(True, False), Technique(True, True)])
 @pytest.mark.parametrize("failed", [1, 5, 9])
 def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
@@ -97,11 +105,13 @@ def test_other_techniques_need_re_routing() -> None:
 
 def test_recycle_pauses_to_detect_regroup_and_move_one_stage() -> None:
     # Two failures at the same stage: normalization sends one of the vacancies to another stage, with one copy.
-    first, second = MIDDLE.grid.rank(Worker(0, 0)), MIDDLE.grid.rank(Worker(1, 0))
+    first, second = MIDDLE.grid.rank(Worker(0, 3)), MIDDLE.grid.rank(Worker(1, 3))
     result = run(Recycle(effort=0), [Outage(100.0, (first, second))])
-    assert pauses(result) == {"detect": 5.0, "regroup": 5.0, "transfer": MIDDLE.transfer_seconds(0.25)}
+    transfer = MIDDLE.transfer_seconds(0.25)
+    spread = normalize(MIDDLE.grid, MIDDLE.costs(), 2, in_flight_limit=MIDDLE.in_flight_limit())
+    assert pauses(result) == {"detect": 5.0, "regroup": 5.0, "transfer": transfer, "fill": fill(spread)}
     still = run(Recycle(effort=0, normalization=False), [Outage(100.0, (first, second))])
-    assert pauses(still) == {"detect": 5.0, "regroup": 5.0}
+    assert pauses(still) == {"detect": 5.0, "regroup": 5.0, "fill": fill((0, 0, 0, 2))}
     assert still.throughput < result.throughput
 
 
@@ -109,7 +119,7 @@ def test_recycle_takes_a_repaired_node_in_at_the_end_of_a_step() -> None:
     result = run(Recycle(effort=0), [Outage(100.0, (3,), 1000.0)])
     last = result.intervals[-1]
     assert (last.gpus, last.label) == (32, "all work")
-    assert labels(result)[-2:] == ["regroup", "transfer"]
+    assert labels(result)[-3:] == ["rejoin", "transfer", "fill"]
     lost = [interval for interval in result.intervals if interval.state is State.LOST]
     assert len(lost) == 1  # the failure's; none for the repair
 

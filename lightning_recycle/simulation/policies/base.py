@@ -54,6 +54,10 @@ class Configuration:
         checkpoint_every: seconds between two checkpoints, taken at the next end of a step; None for none.
         checkpoint_seconds: how long training stands still for one.
         layout: the policy's own.
+        fill_seconds: how much longer the first step after a stop takes, because steps overlap otherwise (staggered
+            optimizer). For the policy, which adds it to its pauses.
+        lead_seconds: how long before the end of a step somebody begins the next one. Who wants to stop all at the end
+            of a step later than that has to wait for the end of the next one.
     """
 
     label: str
@@ -65,6 +69,8 @@ class Configuration:
     checkpoint_every: float | None = None
     checkpoint_seconds: float = 0.0
     layout: object = None
+    fill_seconds: float = 0.0
+    lead_seconds: float = 0.0
 
     @property
     def running(self) -> bool:
@@ -118,7 +124,7 @@ class Reaction:
         pauses: one after the other. A pause interrupts the step in progress, which is then undone unless
             ``at_boundary``.
         lost: what is undone.
-        at_boundary: wait for the end of the step in progress; nothing is lost then.
+        at_boundary: wait for the end of the newest step that somebody has begun; nothing is lost then.
         wake: seconds from now after which the policy wants to be asked again; a new reaction clears the alarm.
     """
 

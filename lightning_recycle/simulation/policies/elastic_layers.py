@@ -23,7 +23,7 @@ from functools import lru_cache
 from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.checks import at_least
 from lightning_recycle.simulation.model import TrainingModel
-from lightning_recycle.simulation.plans import planned_seconds
+from lightning_recycle.simulation.plans import PlannedStep, planned_step
 from lightning_recycle.simulation.policies.base import Configuration, Context, Happening, Reaction
 from lightning_recycle.simulation.policies.recycle import Recycle
 from lightning_recycle.simulation.policies.workers import Placement, pauses
@@ -63,7 +63,9 @@ class ElasticLayers(Recycle):
         reaction = super().react(context, current, happening)
         if reaction is None:
             better, _ = self._balanced(context, current) if happening.woken else (None, 0.0)
-            return None if better is None else Reaction(better, pauses(change=float(self.change)), at_boundary=True)
+            if better is None:
+                return None
+            return Reaction(better, pauses(change=float(self.change), fill=better.fill_seconds), at_boundary=True)
         better, seconds = self._balanced(context, reaction.configuration)
         if better is None:
             return reaction
@@ -77,18 +79,20 @@ class ElasticLayers(Recycle):
         failures = layout.failures(context.model.grid)
         if not found.running or not self.adaptive or not any(failures):
             return None, 0.0
-        units, seconds = _best_split(context.model, failures, self.technique, self.effort)
-        if not seconds < found.step_seconds * (1 - self.gain):
+        units, step = _best_split(context.model, failures, self.technique, self.effort)
+        if not step.seconds < found.step_seconds * (1 - self.gain):
             return None, 0.0
         moved = _moved(context.model, units) / context.model.units
         copying = context.model.transfer_seconds(moved) / self.share
-        return replace(found, label=f"{found.label}, layers moved", step_seconds=seconds), copying
+        label = f"{found.label}, layers moved"
+        better = replace(found, label=label, step_seconds=step.seconds, fill_seconds=step.fill, lead_seconds=step.lead)
+        return better, copying
 
 
 @lru_cache(maxsize=4096)
 def _best_split(
     model: TrainingModel, failures: tuple[int, ...], technique: Technique, effort: int
-) -> tuple[tuple[int, ...], float]:
+) -> tuple[tuple[int, ...], PlannedStep]:
     """Units of each stage in proportion to its live workers, and the planned step."""
     live = [model.pipelines - count for count in failures]
     units = [0] * model.stages
@@ -96,15 +100,15 @@ def _best_split(
     for _ in range(model.units):  # the next unit where the stage stays fastest, if it has the memory
         open_stages = [s for s in open_stages if _fits(model, units[s] + 1)]
         if not open_stages:
-            return model.even(), float("inf")
+            return model.even(), PlannedStep(float("inf"))
         stage = min(open_stages, key=lambda s: ((units[s] + 1) / live[s], s))
         units[stage] += 1
     parts = tuple(units)
     if min(parts) == 0 or min(model.in_flight_limit(parts)) < 1:
-        return model.even(), float("inf")
+        return model.even(), PlannedStep(float("inf"))
     gone = normalized_failures(model.grid, failures)
     problem = Problem(model.grid, model.costs(parts), gone, technique, model.in_flight_limit(parts))
-    return parts, planned_seconds(problem, effort)
+    return parts, planned_step(problem, effort)
 
 
 def _fits(model: TrainingModel, units: int) -> bool:

@@ -5,10 +5,13 @@ Source: Gandhi et al., SOSP'24 (arXiv 2405.14009), and this package, whose plann
 Assumptions:
 
 - A failure loses the step in progress; every worker begins it again under the new plan.
+- Whatever stops training empties the pipelines: with the staggered optimizer, under which steps overlap, the first step
+  afterwards takes the makespan of its plan and not the period ("fill").
 - Failure normalization: the failures are moved to the stages where they cost least; a worker that changes its stage
   copies parameters and optimizer state from a peer there, over its own network link, different senders in parallel.
 - Plans are there when they are needed (the plan library), so planning takes no time.
-- A node that comes back waits for the end of the step, then copies its state while the others wait.
+- A node that comes back waits for the end of the newest step that somebody has begun (workers that are through with a
+  step begin the next one), then copies its state while the others wait.
 - When all replicas of a stage fail at once, training restarts from the newest checkpoint. Checkpoints are written
   in the background.
 """
@@ -22,7 +25,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.checks import at_least, whole
 from lightning_recycle.simulation.model import one_f_one_b_seconds
-from lightning_recycle.simulation.plans import DEFAULT_EFFORT, distribution, planned_seconds
+from lightning_recycle.simulation.plans import DEFAULT_EFFORT, PlannedStep, distribution, planned_step
 from lightning_recycle.simulation.policies.base import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, pauses, place
 from lightning_recycle.simulation.units import Duration, as_seconds
@@ -44,6 +47,7 @@ class Recycle:
             "1f1b", as the paper does.
         detection: seconds from a failure until it is known; the heartbeat timeout.
         regroup: seconds for new communicators and the new plan; an assumption, NCCL takes seconds at this size.
+        rejoin: seconds that all wait for a node that comes back, beyond the copy of its state; None: as ``regroup``.
         checkpoint_every: for the loss of a whole stage.
         restart: seconds to restart from a checkpoint, after the loss of a whole stage.
         effort: of the planner, in operations.
@@ -59,10 +63,13 @@ class Recycle:
     checkpoint_every: Duration = "30min"
     restart: Duration = 300.0
     effort: int = DEFAULT_EFFORT
+    rejoin: Duration | None = None
 
     def __post_init__(self) -> None:
         for name in ("detection", "regroup", "checkpoint_every", "restart"):
             object.__setattr__(self, name, as_seconds(f"{type(self).__name__}({name})", getattr(self, name)))
+        if self.rejoin is not None:
+            object.__setattr__(self, "rejoin", as_seconds(f"{type(self).__name__}(rejoin)", self.rejoin))
         at_least(type(self).__name__, "checkpoint_every", self.checkpoint_every, above=True)
         whole(type(self).__name__, "effort", self.effort)
         if self.fault_free not in ("planned", "1f1b"):
@@ -107,10 +114,12 @@ class Recycle:
         assert after is not None  # no stage is lost
         found = self.configuration(context, after)
         transfer = after.copies * context.model.transfer_seconds(1 / grid.stages)
+        fill = found.fill_seconds
         if broken:
-            steps = pauses(detect=float(self.detection), regroup=float(self.regroup), transfer=transfer)
+            steps = pauses(detect=float(self.detection), regroup=float(self.regroup), transfer=transfer, fill=fill)
             return Reaction(found, steps, Loss.STEP)
-        return Reaction(found, pauses(regroup=float(self.regroup), transfer=transfer), at_boundary=True)
+        rejoin = float(self.regroup if self.rejoin is None else self.rejoin)
+        return Reaction(found, pauses(rejoin=rejoin, transfer=transfer, fill=fill), at_boundary=True)
 
     def configuration(self, context: Context, placement: Placement) -> Configuration:
         """How training runs with this placement."""
@@ -122,22 +131,22 @@ class Recycle:
             count = model.pipelines - used // model.stages
             used = used // model.stages * model.stages
             if not used:
-                return self._configuration(context, "too few workers", 1.0, 0, placement)
+                return self._configuration(context, "too few workers", PlannedStep(1.0), 0, placement)
             micro = -(-model.grid.global_microbatches // (model.pipelines - count))
-            seconds = one_f_one_b_seconds(model.costs(), micro)
+            step = PlannedStep(one_f_one_b_seconds(model.costs(), micro))
         else:
-            seconds = self.step_seconds(context, failures)
-        return self._configuration(context, f"{count} failed" if count else "all work", seconds, used, placement)
+            step = self.step(context, failures)
+        return self._configuration(context, f"{count} failed" if count else "all work", step, used, placement)
 
-    def step_seconds(self, context: Context, failures: tuple[int, ...]) -> float:
+    def step(self, context: Context, failures: tuple[int, ...]) -> PlannedStep:
         """One step with that many failures in each stage."""
         model = context.model
         if not any(failures):
-            usual = one_f_one_b_seconds(model.costs(), model.grid.microbatches)
+            usual = PlannedStep(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
             if self.fault_free == "1f1b" or not (self.decoupled or self.staggered):
                 return usual
-            return min(usual, planned_seconds(self._problem(context, failures), self.effort))
-        return planned_seconds(self._problem(context, failures), self.effort)
+            return min(usual, planned_step(self._problem(context, failures), self.effort))
+        return planned_step(self._problem(context, failures), self.effort)
 
     def _problem(self, context: Context, failures: tuple[int, ...]) -> Problem:
         model = context.model
@@ -160,19 +169,20 @@ class Recycle:
         return len({position.stage for position in held.values()}) < context.model.stages
 
     def _configuration(
-        self, context: Context, label: str, seconds: float, workers: int, layout: Placement
+        self, context: Context, label: str, step: PlannedStep, workers: int, layout: Placement
     ) -> Configuration:
         model = context.model
         return Configuration(
             label,
-            seconds,
+            step.seconds,
             model.global_batch if workers else 0,
             workers * model.tensor_parallel,
             model.useful_gpu_seconds if workers else 0.0,
             model.recomputed_gpu_seconds if workers else 0.0,
-            float(self.checkpoint_every),
-            0.0,
-            layout,
+            checkpoint_every=float(self.checkpoint_every),
+            layout=layout,
+            fill_seconds=step.fill,
+            lead_seconds=step.lead,
         )
 
 

@@ -56,6 +56,7 @@ _DURATIONS = frozenset(
         "reconfigure",
         "recovery",
         "regroup",
+        "rejoin",
         "relaunch",
         "rendezvous",
         "repair",
