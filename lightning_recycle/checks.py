@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.module import PipelineModule
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.runtime.data import StepHandle, check_dataloader
+from lightning_recycle.runtime.batching import check_dataloader
+from lightning_recycle.runtime.steps import StepHandle
 
 __all__ = ["check_batch", "check_loaders", "check_module", "check_optimizers", "check_parameters", "check_trainer"]
 

@@ -6,8 +6,9 @@ running training goes through the same loops, and stops before its first epoch u
 Lightning's hooks around a step keep their order. They all concern the whole global batch: ``on_before_backward`` and
 ``on_after_backward`` come with its mean loss when its gradient is complete, right before ``on_before_optimizer_step``.
 
-Private Lightning API used here, and nowhere else: the loop classes ``_FitLoop``, ``_TrainingEpochLoop`` (with its
-``_should_check_val_fx``) and ``_AutomaticOptimization``, their progress attributes, ``trainer._results``,
+Private Lightning API used here, and nowhere else: the loop classes ``_Loop``, ``_FitLoop``, ``_TrainingEpochLoop``
+(with its ``_should_check_val_fx``) and ``_AutomaticOptimization``, their progress attributes and stages of a restart,
+the fit loop's ``_combined_loader`` and what is loaded into it (``_load_combined_loader_states``), ``trainer._results``,
 ``trainer._val_check_time_interval``, ``trainer._logger_connector.on_batch_start`` and
 ``call._call_lightning_module_hook``.
 """
@@ -22,6 +23,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
@@ -29,8 +31,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.checks import check_batch
-from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
 from lightning_recycle.runtime.executor import StepResult
+from lightning_recycle.runtime.steps import StepHandle, StepLoader
+from lightning_recycle.runtime.stream import StreamLoader
 
 if TYPE_CHECKING:
     from lightning_recycle.strategy import ReCycleStrategy
@@ -109,20 +112,28 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     def reset(self) -> None:
         if self.enters_mid_epoch:
             self.enters_mid_epoch = False
-        else:
-            super().reset()
+            return
+        epoch_is_over = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+        super().reset()
+        if epoch_is_over:  # the parent sees that only where it knows the length
+            self.batch_progress.reset_on_run()
+            self.scheduler_progress.reset_on_run()
+            self.automatic_optimization.optim_progress.reset_on_run()
+            self.val_loop.batch_progress.total.reset()
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        """Begins with the batch that the counters say, also in the middle of an epoch: the data is addressed."""
+        """Begins with the batch that the counters say, also in the middle of an epoch."""
         first = self.batch_progress.current.ready
-        loader = self.trainer.fit_loop._combined_loader
-        assert loader is not None
-        for part in loader.flattened:
-            assert isinstance(part, MicrobatchLoader)
-            part.first_step = first
+        fit_loop = self.trainer.fit_loop
+        assert fit_loop._combined_loader is not None
+        loaders = fit_loop._combined_loader.flattened
+        for loader in loaders:
+            assert isinstance(loader, StepLoader)
+            loader.enter_epoch(first, fit_loop.max_batches)
         super().on_run_start(data_fetcher)
-        if first:
+        # Lightning asks streams for a batch before it knows where training begins.
+        if first or any(isinstance(loader, StreamLoader) for loader in loaders):
             iter(data_fetcher)
             data_fetcher.fetched += first
 
@@ -153,6 +164,33 @@ class PipelineFitLoop(_FitLoop):
         new._data_source = old._data_source
         new._combined_loader_states_to_load = old._combined_loader_states_to_load
         trainer.fit_loop = new
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        if self.restarted_on_epoch_end:
+            # With ``max_steps`` the parent would go through the epoch that is over once more, without a batch, and
+            # number those after it one too high.
+            self.epoch_progress.increment_completed()
+            self.reset_restart_stage()
+            _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
+
+    @override
+    def _load_combined_loader_states(self) -> None:
+        """A stream is also set back by a checkpoint from the end of an epoch, where its next pass may go on."""
+        if self.is_resuming:
+            self.find_places()
+
+    def find_places(self) -> None:
+        """Sets a stream to where it was when the state was taken that this loop has loaded.
+
+        Data with addresses needs no state, so one that one device's loader left in a checkpoint is let be.
+        """
+        states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
+        assert self._combined_loader is not None
+        for loader, state in zip(self._combined_loader.flattened, states, strict=False):
+            if isinstance(loader, StreamLoader):
+                loader.load_state_dict(state)
 
     @override
     def on_run_start(self) -> None:

@@ -30,7 +30,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric
 
-from lightning_recycle.loops import PipelineEpochLoop
+from lightning_recycle.loops import PipelineEpochLoop, PipelineFitLoop
 
 __all__ = ["WorkerSnapshot", "load_progress", "restore_snapshot", "take_snapshot"]
 
@@ -58,7 +58,7 @@ class WorkerSnapshot:
         optimizers: state dicts, of the stage.
         schedulers: state dicts.
         precision: state dict of the precision plugin.
-        loops: of the fit loop.
+        loops: of the fit loop, with the place in a stream of data.
         results: what was logged in this epoch.
         connector: the metrics that callbacks and loggers see.
         callbacks: their states.
@@ -122,7 +122,9 @@ def restore_snapshot(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
 
 def _restore_loops(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
     loop = trainer.fit_loop
+    assert isinstance(loop, PipelineFitLoop)
     load_progress(loop, snapshot.loops)
+    loop.find_places()
     epoch = loop.epoch_loop
     epoch._results.clear()
     for logged in snapshot.results:

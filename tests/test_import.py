@@ -85,7 +85,11 @@ PRIVATE = {
         "lightning.pytorch:Trainer._results",
         "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.on_batch_start",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx",
+        "lightning.pytorch.loops.loop:_Loop.reset_restart_stage",
+        "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
+        "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
+    "lightning_recycle.runtime.data": ["torch.utils.data._utils.worker:WorkerInfo"],
     "lightning_recycle.builtin_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
     "lightning_recycle.processes": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
     "lightning_recycle.launcher": [

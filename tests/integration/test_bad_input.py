@@ -133,7 +133,7 @@ def test_missing_checkpoints_are_refused() -> None:
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "IterableDataset", "map-style"]),
+        (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "without state", "state_dict()", "StatefulData"]),
         (lambda: [1, 2, 3], ["list", "DataLoader"]),
         (lambda: DataLoader(dataset(12), batch_size=12), ["12 samples", "2 pipelines", "batch_size=12"]),
     ],

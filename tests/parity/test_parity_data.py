@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from same_script import (
     run_both,
 )
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
 class ConvertingData(L.LightningDataModule):
@@ -159,3 +159,50 @@ def test_batches_that_are_dicts_and_arguments_of_the_loader(tmp_path: Path, load
     assert_same(one.results, grid.results, TOLERANCE)
     # Whatever drop_last says, a prediction is of all samples.
     assert sum(map(len, grid.results["predict"])) == GLOBAL_BATCH * STEPS_PER_EPOCH + 3
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """The records one after another; an epoch begins where the one before stopped."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.read < len(Records()):
+            self.read += 1
+            yield Records()[self.read - 1]
+        self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+class StreamData(L.LightningDataModule):
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(), batch_size=self.batch_size, drop_last=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Stream(), batch_size=self.batch_size)
+
+
+def streamed(session: Session) -> None:
+    data = StreamData(session.data.batch_size)
+    module = session.run.module = OfRecords()
+    trainer = session.trainer(max_steps=2 * STEPS_PER_EPOCH, val_check_interval=2, check_val_every_n_epoch=None)
+    trainer.fit(module, datamodule=data)
+    session.run.results["fit"] = session.run.metrics
+    session.run.results["predict"] = trainer.predict(module, data.val_dataloader())
+
+
+def test_a_stream_that_does_not_know_its_length_trains_and_validates_the_same(tmp_path: Path) -> None:
+    one, grid = run_both(streamed, tmp_path)
+    assert_same(one.weights, grid.weights)
+    assert_same(one.results, grid.results, TOLERANCE)
+    assert grid.results["fit"]["seen_x_epoch"] != 0

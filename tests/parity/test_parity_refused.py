@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from same_script import Classifier, Data, Session, assert_same, on_a_grid
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_recycle import UnsupportedFeatureError
 from lightning_recycle.launcher import SupervisorLauncher
@@ -117,6 +117,15 @@ def distributed_sampler(session: Session) -> None:
     session.trainer(max_steps=1).fit(Classifier(), DataLoader(dataset, batch_size=4, sampler=sampler))
 
 
+class WithoutState(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(100))
+
+
+def stateless(session: Session) -> None:
+    session.trainer(max_steps=1).fit(Classifier(), DataLoader(WithoutState(), batch_size=4))
+
+
 class CombinedData(L.LightningDataModule):
     def __init__(self, data: Data) -> None:
         super().__init__()
@@ -173,6 +182,7 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
     "backward": (fit(OwnBackward), ["OwnBackward.backward()", "schedule"]),
     "optimizer_zero_grad": (fit(OwnZeroGrad), ["optimizer_zero_grad()", "zeroed"]),
     "DistributedSampler": (distributed_sampler, ["DistributedSampler(num_replicas=4, rank=1)", "shuffle=True"]),
+    "IterableDataset without state": (stateless, ["WithoutState", "state_dict()", "StatefulDataLoader"]),
     "CombinedLoader in training": (two_loaders, ["CombinedLoader(mode='min_size')", "ConcatDataset"]),
     "several loaders in training": (two_loaders_in_a_list, ["list", "DataLoader"]),
     "CombinedLoader in evaluation": (combined_validation, ["CombinedLoader(mode='min_size')", "list of DataLoaders"]),

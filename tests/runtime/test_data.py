@@ -22,8 +22,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
-from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle, check_dataloader
+from lightning_recycle.runtime.batching import check_dataloader
+from lightning_recycle.runtime.data import MicrobatchLoader
 from lightning_recycle.runtime.program import global_index
+from lightning_recycle.runtime.steps import StepHandle
 
 SEED = 11
 
@@ -328,7 +330,7 @@ class Stream(IterableDataset[int]):
         (
             lambda: DataLoader(Stream(), batch_size=4),
             UnsupportedFeatureError,
-            "Stream is an IterableDataset.*map-style",
+            "Stream is an IterableDataset without state.*state_dict.*StatefulDataLoader",
         ),
         (
             lambda: DataLoader(Numbers(8), batch_sampler=OwnBatches(SequentialSampler(range(8)), 4, True)),
@@ -366,7 +368,8 @@ WORKER = """
     import os, time, torch
     from torch.utils.data import DataLoader, Dataset
     from lightning_recycle.planning.grid import Grid, Microbatch
-    from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
+    from lightning_recycle.runtime.data import MicrobatchLoader
+    from lightning_recycle.runtime.steps import StepHandle
 
     class WhoRead(Dataset):
         def __len__(self):

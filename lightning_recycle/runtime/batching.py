@@ -1,0 +1,128 @@
+"""What a user's DataLoader says about its data, and the errors for those that no step can be made of.
+
+Any worker must be able to get any sample, also a second time. So the data has addresses (a map-style dataset, or an
+IterableDataset that can be indexed), or it is a *stream* that can be set back: its dataset or its iterator has
+``state_dict`` and ``load_state_dict``, as torchdata's protocol has it, or the loader itself has them (torchdata's
+``StatefulDataLoader``), which says that reading again gives the same samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    SequentialSampler,
+)
+
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+
+__all__ = ["batching_of", "check_dataloader", "drops_last", "is_stateful", "is_stream"]
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether ``thing`` can tell its state and be set to one."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def is_stream(dataloader: Any) -> bool:
+    """Whether the data of a DataLoader can only be read from its start on: an IterableDataset without indices."""
+    dataset = getattr(dataloader, "dataset", None)
+    return isinstance(dataset, IterableDataset) and not (
+        type(dataset).__getitem__ is not Dataset.__getitem__ and hasattr(type(dataset), "__len__")
+    )
+
+
+def batching_of(dataloader: DataLoader[Any]) -> tuple[int | None, Any]:
+    """(batch size, sampler) of a DataLoader; None for one whose batches are not consecutive samples of its sampler.
+
+    An IterableDataset with indices is read in their order.
+    """
+    if dataloader.batch_size is not None:
+        if isinstance(dataloader.dataset, IterableDataset):  # PyTorch's own sampler for these counts to no end
+            return dataloader.batch_size, SequentialSampler(dataloader.dataset)  # type: ignore[arg-type]
+        return dataloader.batch_size, dataloader.sampler
+    batch_sampler = dataloader.batch_sampler
+    if (
+        type(getattr(batch_sampler, "_batch_sampler", batch_sampler)) is BatchSampler
+    ):  # as it is, or Lightning's wrapper
+        return int(batch_sampler.batch_size), batch_sampler.sampler  # type: ignore[union-attr]
+    return None, None
+
+
+def drops_last(dataloader: DataLoader[Any]) -> bool:
+    """Whether a trailing incomplete batch is not wanted."""
+    batch_sampler = dataloader.batch_sampler
+    return bool(getattr(getattr(batch_sampler, "_batch_sampler", batch_sampler), "drop_last", False))
+
+
+def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
+    """Raises the errors for a DataLoader that can be seen without a worker.
+
+    Args:
+        dataloader: whatever the user gave.
+        microbatches: M in training, None in evaluation.
+
+    Raises:
+        UnsupportedFeatureError: for data that cannot be had a second time, and batches of the user's own making.
+        ConfigurationError: if the batch of a training cannot be split into M micro-batches.
+    """
+    if not isinstance(dataloader, DataLoader):
+        raise UnsupportedFeatureError(
+            f"The data is a {type(dataloader).__name__}; give one torch.utils.data.DataLoader, so that any worker can"
+            " fetch any micro-batch."
+        )
+    if is_stream(dataloader):
+        _check_stream(dataloader, training=microbatches is not None)
+    batch_size, sampler = batching_of(dataloader)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise UnsupportedFeatureError(
+            f"The DataLoader's {type(sampler).__name__}(num_replicas={sampler.num_replicas}, rank={sampler.rank}) gives"
+            " this process a part of the data; the strategy shares the data out itself, and every worker must know all"
+            " of its order. Use shuffle=True or a sampler over the whole dataset."
+        )
+    if batch_size is None:
+        raise UnsupportedFeatureError(
+            "The DataLoader has a batch_sampler of its own or no batching; give batch_size (per pipeline) and, if"
+            " you like,"
+            " a sampler."
+        )
+    if microbatches is not None and batch_size % microbatches:
+        divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+        raise ConfigurationError(
+            f"batch_size={batch_size} (per pipeline) is not divisible into num_microbatches={microbatches}."
+            f" Use a batch_size that is a multiple of {microbatches}, or num_microbatches from {divisors}."
+        )
+
+
+def _check_stream(dataloader: DataLoader[Any], training: bool) -> None:
+    dataset = dataloader.dataset
+    name = type(dataset).__name__
+    if isinstance(dataset, IterDataPipe):
+        raise UnsupportedFeatureError(
+            f"The data is an IterDataPipe ({name}), which needs a DataLoader that knows it to share it out among"
+            " processes. Wrap it in an IterableDataset, or use a map-style dataset."
+        )
+    if not (is_stateful(dataset) or is_stateful(dataloader) or is_stateful(iter(dataset))):
+        raise UnsupportedFeatureError(
+            f"{name} is an IterableDataset without state: a survivor could not read the samples of a dead worker a"
+            " second time. Give it (or the iterator that it returns) state_dict() and load_state_dict(), from which it"
+            " goes on at the next sample; or, if reading it again gives the same samples, use torchdata's"
+            " StatefulDataLoader; or give it __getitem__() and __len__()."
+        )
+    if dataloader.batch_size is None:
+        raise UnsupportedFeatureError(
+            f"The DataLoader has batch_size=None, so that {name} makes batches of its own, which cannot be split into"
+            " micro-batches. Let it yield single samples, and give batch_size (per pipeline)."
+        )
+    if training and dataloader.persistent_workers and is_stateful(dataset):
+        raise UnsupportedFeatureError(
+            f"persistent_workers=True lets {name} go on in the next epoch from wherever its processes have read ahead"
+            " to, which cannot be repeated. Leave it False (each epoch then begins with the dataset as it was given),"
+            " or use num_workers=0 (it goes on where it stopped)."
+        )

@@ -1,0 +1,172 @@
+"""Training on streams: the weights are those of one device, whoever dies, joins or resumes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from growth import AwaitReplacement, happened
+from lightning.pytorch.callbacks import ModelCheckpoint
+from stream_data import Stream, WithoutState
+from support import GLOBAL_BATCH, Regression, difference, failures, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_recycle.callbacks import Fault
+
+TOLERANCE = 1e-10
+EPOCH = 5  # steps
+SAMPLES = GLOBAL_BATCH * EPOCH + 7
+
+
+def loader(stream: IterableDataset[Any], pipelines: int, num_workers: int = 0) -> DataLoader[Any]:
+    kind = StatefulDataLoader if isinstance(stream, WithoutState) else DataLoader
+    # On one device a smaller last batch would be trained on, too; a grid leaves it out.
+    return kind(stream, batch_size=GLOBAL_BATCH // pipelines, num_workers=num_workers, drop_last=True)
+
+
+def one_device(data: DataLoader[Any], epochs: int = 2, **options: Any) -> dict[str, Tensor]:
+    """The weights that Lightning trains without this strategy."""
+    model = Regression().double()
+    plain_trainer(max_epochs=epochs, **options).fit(model, data)
+    return model.state_dict()
+
+
+def plain_trainer(**options: Any) -> L.Trainer:
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return L.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(quiet, False), **options)
+
+
+def train(
+    stream: IterableDataset[Any],
+    faults: Sequence[Fault] = (),
+    grid: tuple[int, int] = (2, 2),
+    num_workers: int = 0,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> tuple[dict[str, Tensor], L.Trainer]:
+    """Trains two epochs on a grid; returns weights and Trainer."""
+    model = Regression().double()
+    run = trainer(*grid, faults, **{"max_epochs": 2, "max_steps": -1, **options})
+    run.fit(model, loader(stream, grid[0], num_workers), ckpt_path=ckpt_path)
+    return model.state_dict(), run
+
+
+@functools.cache
+def to_the_end() -> dict[str, Tensor]:
+    return one_device(loader(Stream(SAMPLES), 1))
+
+
+@functools.cache
+def going_on() -> dict[str, Tensor]:
+    """With the fourth batch the stream begins anew: no two epochs are alike."""
+    return one_device(loader(Stream(GLOBAL_BATCH * 3 + 5, endless=True), 1), limit_train_batches=EPOCH)
+
+
+KILLS = {
+    "nobody": (),
+    "a first stage": (Fault("kill", 1, 0, 3, at="backward_input"),),
+    "the leader, then a first stage": (Fault("kill", 0, 1, EPOCH + 1), Fault("kill", 1, 0, EPOCH + 2)),
+    "after the last step of an epoch": (Fault("kill", 1, 1, EPOCH - 1, at="optimizer", when="after"),),
+}
+
+
+@pytest.mark.parametrize("who", KILLS)
+def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_killed(who: str) -> None:
+    weights, run = train(Stream(SAMPLES), KILLS[who])
+    assert len(failures(run)) == len(KILLS[who])
+    assert run.global_step == 2 * EPOCH
+    assert difference(weights, to_the_end()) < TOLERANCE
+
+
+@pytest.mark.parametrize("who", ["nobody", "a first stage", "the leader, then a first stage"])
+def test_a_limited_epoch_begins_where_the_one_before_stopped(who: str) -> None:
+    stream = Stream(GLOBAL_BATCH * 3 + 5, endless=True)
+    weights, run = train(stream, KILLS[who], limit_train_batches=EPOCH)
+    assert len(failures(run)) == len(KILLS[who])
+    assert difference(weights, going_on()) < TOLERANCE
+    assert difference(weights, to_the_end()) > 1e-4
+
+
+@pytest.mark.parametrize("stream", [Stream, WithoutState])
+def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream: Any) -> None:
+    expected = one_device(loader(stream(SAMPLES), 1, num_workers=2))
+    weights, run = train(stream(SAMPLES), KILLS["a first stage"], num_workers=2)
+    assert failures(run) == [(1, 0)]
+    assert difference(weights, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("enters_at", [EPOCH, EPOCH + 2], ids=["first step of an epoch", "mid-epoch"])
+def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_workers: int) -> None:
+    stream = Stream(GLOBAL_BATCH * 8 + 5, endless=True)
+    expected = one_device(loader(stream, 1, num_workers), limit_train_batches=EPOCH)
+    weights, run = train(
+        Stream(GLOBAL_BATCH * 8 + 5, endless=True),
+        [Fault("kill", 1, 0, enters_at - 1), Fault("kill", 0, 0, 2 * EPOCH - 1)],  # then it reads for both pipelines
+        num_workers=num_workers,
+        limit_train_batches=EPOCH,
+        strategy={"restart_workers": True},
+        callbacks=[AwaitReplacement([enters_at])],
+    )
+    entered = happened(run, "rejoined")[0]
+    assert (entered.worker, entered.step) == ((1, 0), enters_at)
+    assert difference(weights, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("step", [EPOCH - 2, EPOCH, EPOCH + 1], ids=["mid-epoch", "end of an epoch", "next epoch"])
+@pytest.mark.parametrize("limit", [None, EPOCH], ids=["to the end", "limited"])
+def test_another_grid_resumes_at_the_exact_sample(step: int, limit: int | None, tmp_path: Path) -> None:
+    def stream() -> Stream:
+        return Stream(GLOBAL_BATCH * 3 + 5, endless=True) if limit else Stream(SAMPLES)
+
+    options: dict[str, Any] = {"limit_train_batches": limit} if limit else {}
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    train(stream(), callbacks=[saving], enable_checkpointing=True, **options)
+    weights, run = train(stream(), grid=(1, 2), ckpt_path=tmp_path / f"step={step}.ckpt", **options)
+    assert run.global_step == 2 * EPOCH
+    assert difference(weights, going_on() if limit else to_the_end()) < TOLERANCE
+
+
+@pytest.mark.parametrize("ends", [{}, {"max_epochs": None, "max_steps": 2 * EPOCH}], ids=["max_epochs", "max_steps"])
+def test_a_checkpoint_from_the_end_of_an_epoch_goes_on_in_the_next(ends: dict[str, Any], tmp_path: Path) -> None:
+    def stream() -> Stream:
+        return Stream(GLOBAL_BATCH * 3 + 5, endless=True)
+
+    options: dict[str, Any] = {"limit_train_batches": EPOCH, **ends}
+    train(
+        stream(), callbacks=[ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)], enable_checkpointing=True, **options
+    )
+    weights, run = train(stream(), ckpt_path=tmp_path / "epoch=0.ckpt", **options)
+    assert run.global_step == 2 * EPOCH
+    assert difference(weights, going_on()) < TOLERANCE
+
+
+def uneven(pipelines: int) -> DataLoader[Any]:
+    """A stream to evaluate on, whose last batch has 7 samples."""
+    return DataLoader(Stream(2 * GLOBAL_BATCH + 7), batch_size=GLOBAL_BATCH // pipelines)
+
+
+@pytest.mark.parametrize("faults", [(), (Fault("kill", 1, 1, step=2, at="validation"),)], ids=["nobody", "one dies"])
+def test_the_metrics_of_a_stream_with_an_uneven_end_are_those_of_one_device(faults: tuple[Fault, ...]) -> None:
+    options: dict[str, Any] = {"max_epochs": 1, "max_steps": -1, "val_check_interval": 2}
+    losses = []
+    for run, pipelines in ((plain_trainer(**options), 1), (trainer(2, 2, faults, **options), 2)):
+        run.fit(Regression().double(), loader(Stream(GLOBAL_BATCH * 4), pipelines), uneven(pipelines))
+        losses.append(float(run.callback_metrics["val_loss"]))
+    assert failures(run) == [(1, 1)] * len(faults)
+    assert abs(losses[0] - losses[1]) < TOLERANCE
+
+
+def test_predictions_of_a_stream_with_an_uneven_end_are_those_of_one_device() -> None:
+    model = Regression().double()
+    one = torch.cat(plain_trainer().predict(model, uneven(1)))  # type: ignore[arg-type]
+    grid = torch.cat(trainer(2, 2).predict(model, uneven(2)))  # type: ignore[arg-type]
+    assert len(grid) == 2 * GLOBAL_BATCH + 7
+    assert torch.allclose(one, grid, rtol=0, atol=TOLERANCE)
