@@ -59,6 +59,7 @@ from lightning_recycle.resilience.options import CoordinatorOptions, WorkerProce
 from lightning_recycle.resilience.replanning import RunPlanner
 from lightning_recycle.resilience.state import (
     CandidateLost,
+    Evict,
     Failed,
     GraceElapsed,
     Joined,
@@ -145,7 +146,8 @@ class Coordinator:
         self._connected: set[int] = set()
         self._may_move = self.options.normalize  # once for each failure: what is measured then differs a little
         self._graces: dict[int, float] = {}
-        self._unreachable: list[int] = []
+        self._unreachable: list[int] = []  # took no message
+        self._to_evict: list[Evict] = []
         self._done = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
@@ -515,6 +517,9 @@ class Coordinator:
 
     def _handle(self, event: StateEvent) -> None:
         self._apply(event)
+        while self._to_evict:
+            command = self._to_evict.pop(0)
+            self._evict(command.rank, command.cause)
         self._evict_unreachable()
 
     def _evict_unreachable(self) -> None:
@@ -529,6 +534,8 @@ class Coordinator:
                 self._send(command)
             elif isinstance(command, StartGrace):
                 self._graces.setdefault(command.generation, time.monotonic() + self.options.grace)
+            elif isinstance(command, Evict):
+                self._to_evict.append(command)
             elif isinstance(command, Record):
                 self._record(command)
             else:

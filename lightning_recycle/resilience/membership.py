@@ -12,6 +12,10 @@ asked where they are (Pause, Paused) and begin no further step; then they are to
 new generation begins when all are there (AtBoundary). Who joins gets the state of its stage from a peer in that
 generation; until then it holds nothing and does not count as a replica.
 
+If communication breaks and no death explains it (Broken, GraceElapsed), the same workers connect again. Each of them
+first checks whom it can reach. If some cannot reach each other (:mod:`~lightning_recycle.resilience.links`), the fewest
+workers are evicted without whom all others can: as if they had died.
+
 Another plan for the same workers (PlanReady) begins at a step boundary, too, but nobody stops there: the Boundary has
 the plan with it, and each worker goes over to it when it comes to that step. If a generation begins before, the plan of
 that generation holds, which is the shell's business (Resume).
@@ -21,10 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.resilience import agreements
+from lightning_recycle.resilience import agreements, links
 from lightning_recycle.resilience import state as _state
 from lightning_recycle.resilience.agreements import end
 from lightning_recycle.resilience.messages import (
@@ -52,6 +57,7 @@ from lightning_recycle.resilience.state import (
     Command,
     Crashed,
     Event,
+    Evict,
     Failed,
     GraceElapsed,
     Joined,
@@ -88,7 +94,7 @@ def transition(state: MembershipState, event: Event) -> _Next:
 def _handle(state: MembershipState, event: Event) -> _Next:
     match event:
         case GraceElapsed():
-            return _regroup_undisturbed(state, event)
+            return _grace_elapsed(state, event)
         case Ready():
             return (state, ()) if event.rank in state.live else (replace(state, ready=state.ready | {event.rank}), ())
         case CandidateLost():
@@ -111,8 +117,7 @@ def _handle(state: MembershipState, event: Event) -> _Next:
         case Crash():
             return end(state, Crashed(event))
         case Broken():
-            current = event.generation == state.generation and not state.regrouping
-            return state, ((StartGrace(event.generation, event.reason),) if current else ())
+            return _broken(state, event)
         case Report():
             return _report(state, event)
         case Leave():
@@ -159,8 +164,10 @@ def _begin_generation(state: MembershipState) -> _Next:
         pause=None,
         pauses=0,
         plan=None,
+        broken_pairs=frozenset(),
     )
-    return state, (Send(state.roster, Regroup(state.generation, state.roster, state.leader)),)
+    regroup = Regroup(state.generation, state.roster, state.leader, check_links=state.disturbances > 0)
+    return state, (Send(state.roster, regroup),)
 
 
 def _with_leader(state: MembershipState) -> MembershipState:
@@ -206,23 +213,6 @@ def _with(before: tuple[Command, ...], then: _Next) -> _Next:
     return then[0], before + then[1]
 
 
-def _regroup_undisturbed(state: MembershipState, event: GraceElapsed) -> _Next:
-    """Connects the same workers again: a connection broke between two that are both alive."""
-    if event.generation != state.generation or state.regrouping:
-        return state, ()
-    if state.disturbances >= MAX_DISTURBANCES:
-        return end(
-            state,
-            Failed(
-                f"Communication between live workers failed {MAX_DISTURBANCES + 1} times in a row at step"
-                f" {state.version}. Check the network between the workers; the workers' logs above name the"
-                " connections."
-            ),
-        )
-    state = replace(state, disturbances=state.disturbances + 1)
-    return _with((Record("disturbance", state.version),), _begin_generation(state))
-
-
 def _report(state: MembershipState, event: Report) -> _Next:
     if event.generation != state.generation or not state.regrouping:
         return state, ()
@@ -262,6 +252,67 @@ def _report(state: MembershipState, event: Report) -> _Next:
         Send(state.roster, Resume(state.generation, state.roster, decision, None, commits, donors)),
         Record("resumed", decision.version, None, details),
     )
+
+
+# ---------------------------------------------------------------------- broken connections without a death
+
+
+def _broken(state: MembershipState, event: Broken) -> _Next:
+    if event.generation != state.generation or state.regrouping:
+        return state, ()
+    pairs = {(min(event.rank, other), max(event.rank, other)) for other in event.unreachable}
+    state = replace(state, broken_pairs=state.broken_pairs | pairs)
+    return state, (StartGrace(event.generation, event.reason),)
+
+
+def _grace_elapsed(state: MembershipState, event: GraceElapsed) -> _Next:
+    """A connection broke between two that are both alive: connects the same workers again, or the fewest without."""
+    if event.generation != state.generation or state.regrouping:
+        return state, ()
+    if state.broken_pairs:  # they were told to check their links: connecting them again was tried
+        holders = [state.holders(stage) for stage in range(state.grid.stages)]
+        evicted = links.choose_evictions(state.broken_pairs, holders, state.leader, partial(_can_recover, state))
+        if evicted is not None:
+            return state, tuple(Evict(rank, _cut_off_from(state, rank)) for rank in evicted)
+    if state.disturbances >= MAX_DISTURBANCES:
+        return end(state, Failed(_why_given_up(state)))
+    pairs = tuple((_place(state, a), _place(state, b)) for a, b in sorted(state.broken_pairs))
+    state = replace(state, disturbances=state.disturbances + 1)
+    record = Record("disturbance", state.version, None, {"broken_pairs": pairs} if pairs else {})
+    return _with((record,), _begin_generation(state))
+
+
+def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
+    """Whether the others could go on from what they reported: nobody has gone on since, for lack of a connection."""
+    statuses = {
+        r: report.status for r, report in state.reports.items() if r not in evicted and report.status.version >= 0
+    }
+    try:
+        decide(statuses, state.summed)
+    except ReCycleError:
+        return False
+    return True
+
+
+def _place(state: MembershipState, rank: int) -> tuple[int, int]:
+    worker = state.grid.worker(rank)
+    return worker.pipeline, worker.stage
+
+
+def _cut_off_from(state: MembershipState, rank: int) -> str:
+    """Why ``rank`` is evicted, in words."""
+    others = sorted({other for pair in state.broken_pairs if rank in pair for other in pair} - {rank})
+    names = " and ".join(str(state.grid.worker(other)) for other in others)
+    return f"it and worker{'s' if len(others) > 1 else ''} {names} cannot reach each other"
+
+
+def _why_given_up(state: MembershipState) -> str:
+    times, step = MAX_DISTURBANCES + 1, state.version
+    reason = f"Communication between live workers failed {times} times in a row at step {step}. "
+    if state.broken_pairs:
+        pairs = ", ".join(f"{state.grid.worker(a)} and {state.grid.worker(b)}" for a, b in sorted(state.broken_pairs))
+        reason += f"These cannot reach each other, and the others cannot go on without one of each two: {pairs}. "
+    return reason + "Check the network between the workers; the workers' logs above name the connections."
 
 
 # ---------------------------------------------------------------------- changes at a step boundary

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.resilience.links import Pair
 from lightning_recycle.resilience.messages import (
     Applied,
     Arrive,
@@ -34,6 +35,7 @@ __all__ = [
     "Command",
     "Crashed",
     "Event",
+    "Evict",
     "Failed",
     "Finished",
     "GraceElapsed",
@@ -155,6 +157,14 @@ class StartGrace:
 
 
 @dataclass(frozen=True, slots=True)
+class Evict:
+    """End worker ``rank`` for good and come back with :class:`Lost`."""
+
+    rank: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """An entry for the history; the shell adds the time."""
 
@@ -194,7 +204,7 @@ class Failed:
 
 
 Outcome: TypeAlias = Finished | StageLost | Crashed | Failed
-Command: TypeAlias = Send | StartGrace | Record | Outcome
+Command: TypeAlias = Send | StartGrace | Evict | Record | Outcome
 
 
 # ---------------------------------------------------------------------- state
@@ -248,6 +258,7 @@ class MembershipState:
         causes: why workers were lost, by rank.
         version: steps that every live worker has applied.
         disturbances: regroups in a row without a loss or a commit.
+        broken_pairs: live workers of which one said, in the current generation, that it cannot reach the other.
         outcome: how the run ended, once it has.
     """
 
@@ -277,6 +288,7 @@ class MembershipState:
     causes: Mapping[int, str] = field(default_factory=dict)
     version: int = 0
     disturbances: int = 0
+    broken_pairs: frozenset[Pair] = frozenset()
     outcome: Outcome | None = None
 
     @property

@@ -1,6 +1,6 @@
-"""A training script as a cluster manager starts it, once for each worker: ``outside_worker.py STEPS SECONDS OUTPUT``.
+"""A training script as a cluster manager starts it, once for each worker.
 
-Writes the trained weights to OUTPUT, unless another worker did.
+``outside_worker.py STEPS SECONDS OUTPUT [validate]`` writes the trained weights to OUTPUT, unless another worker did.
 """
 
 import os
@@ -19,6 +19,9 @@ from lightning_recycle import ReCycleStrategy
 
 class Slow(Regression):
     seconds = 0.0
+
+    def on_train_start(self) -> None:
+        print("rank", self.trainer.global_rank, flush=True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         print("step", self.global_step, flush=True)
@@ -42,7 +45,9 @@ def main() -> None:
     )
     loader = DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // 2)
     trainer.fit(model, loader)
-    (metrics,) = trainer.validate(model, DataLoader(dataset(20), batch_size=10), verbose=False)
+    metrics: Any = None
+    if "validate" in sys.argv:
+        (metrics,) = trainer.validate(model, DataLoader(dataset(20), batch_size=10), verbose=False)
     temporary = output.with_suffix(f".{os.getpid()}")
     torch.save((model.state_dict(), metrics), temporary)
     temporary.rename(output)

@@ -6,17 +6,24 @@
 - All are told the same; a generation is resumed once, a collective answered once, a step counted when all have it.
 - Whoever is ready is let in, at a step that nobody has begun; nothing is redone for it, and no stage is left alone.
 - The leader is a live worker, and stays the leader as long as it lives.
-- The run ends with every stage's result, or because nobody holds a stage any more.
+- Who is evicted because some cannot reach each other: the fewest, so that those who are left all can, and every stage
+  has somebody who holds it.
+- The run ends with every stage's result, because nobody holds a stage any more, or because all who hold a stage cannot
+  reach somebody whom the others need. One more end is a known gap of the protocol, see docs/architecture.md: a worker
+  without micro-batches misses, because of a cut link, what its peer has, and the peer dies before it is passed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from itertools import chain, combinations
 from typing import Any
 
 from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.resilience.links import Pair
 from lightning_recycle.resilience.messages import (
     Answer,
     Arrive,
@@ -27,9 +34,9 @@ from lightning_recycle.resilience.messages import (
     Resume,
     StepLoss,
 )
-from lightning_recycle.resilience.state import Finished, MembershipState, Record, StageLost
+from lightning_recycle.resilience.state import Failed, Finished, MembershipState, Record, StageLost
 
-__all__ = ["Promises", "Violation"]
+__all__ = ["Promises", "Violation", "smallest_repairs"]
 
 
 class Violation(AssertionError):
@@ -63,6 +70,9 @@ class Promises:
         self._completed: list[int] = []
         self._answered: set[int] = set()
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
+        self.links_were_cut = False
+        self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # that were found, by generation
+        self._cannot_be_repaired = False
 
     # ------------------------------------------------------------------ what workers do
 
@@ -176,7 +186,21 @@ class Promises:
             if (worker.process, message.number) not in self._arrivals:
                 raise Violation(f"collective {message.number} is answered without {worker}")
 
+    def on_evictions(self, evicted: Collection[int], state: MembershipState) -> None:
+        """For the broken pairs of ``state``."""
+        if not state.broken_pairs <= self.broken_pairs[state.generation]:
+            raise Violation(f"{evicted} are evicted for {state.broken_pairs}, and nobody found that out")
+        possible = smallest_repairs(state.broken_pairs, state)
+        if set(evicted) not in possible:
+            raise Violation(f"{evicted} are evicted for {state.broken_pairs} instead of one of {possible}")
+
     def on_record(self, record: Record, state: MembershipState) -> None:
+        if record.kind in ("step", "failure"):
+            self._cannot_be_repaired = False
+        if record.kind == "disturbance" and "broken_pairs" in record.details:
+            places = record.details["broken_pairs"]
+            pairs = [(a * self.grid.stages + b, c * self.grid.stages + d) for (a, b), (c, d) in places]
+            self._check_irreparable(pairs, state)
         if record.kind == "paused":
             self._planned[state.generation] = record.step
         elif record.kind == "step":
@@ -190,6 +214,15 @@ class Promises:
             others = [w for w in self.members.values() if w.stage == stage and w.has_state and w.rank != record.rank]
             if not others:
                 raise Violation(f"worker {record.rank} is let go, and nobody else holds stage {stage}")
+
+    def _is_known_gap(self, outcome: Failed) -> bool:
+        somebody_was_idle = any(variant and variant % 2 == 0 for _, _, (_, variant) in self._expected)
+        return outcome.reason.startswith("No recovery") and self.links_were_cut and somebody_was_idle
+
+    def _check_irreparable(self, pairs: Collection[Pair], state: MembershipState) -> None:
+        if possible := smallest_repairs(pairs, state):
+            raise Violation(f"the pairs {pairs} cannot reach each other, and none of {possible} is evicted")
+        self._cannot_be_repaired = True
 
     def on_event(self, state: MembershipState) -> None:
         """After every event, as long as the run goes on."""
@@ -209,6 +242,11 @@ class Promises:
             if holders:
                 raise Violation(f"stage {outcome.stage} is given up although {holders} hold it")
             return
+        if isinstance(outcome, Failed):
+            if state.broken_pairs:
+                self._check_irreparable(state.broken_pairs, state)
+            if self._cannot_be_repaired or self._is_known_gap(outcome):
+                return
         if not isinstance(outcome, Finished):
             raise Violation(f"the run ended with {outcome}")
         everything = (self.full,) * self.steps
@@ -223,3 +261,28 @@ class Promises:
             worker = self.members.get(rank)
             if worker is not None and tuple(worker.parameters) != everything:
                 raise Violation(f"{worker} ends with parameters {worker.parameters}")
+
+
+def smallest_repairs(pairs: Collection[Pair], state: MembershipState) -> list[set[int]]:
+    """All sets of the fewest workers without which no broken pair is left and the others can go on."""
+    ranks = sorted(set(chain.from_iterable(pairs)))
+    for size in range(len(ranks) + 1):
+        found = [
+            set(evicted)
+            for evicted in combinations(ranks, size)
+            if all(set(pair) & set(evicted) for pair in pairs)
+            and all(state.holders(stage) - set(evicted) for stage in range(state.grid.stages))
+            and _can_recover(state, set(evicted))
+        ]
+        if found:
+            return found
+    return []
+
+
+def _can_recover(state: MembershipState, evicted: set[int]) -> bool:
+    """Whether what the others reported is of the same step in all stages, or of steps next to each other."""
+    best = [
+        max(r.status.version + r.status.reduced for rank, r in state.reports.items() if rank in held - evicted)
+        for held in map(state.holders, range(state.grid.stages))
+    ]
+    return max(best) - min(best) <= 1

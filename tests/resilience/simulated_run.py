@@ -5,7 +5,8 @@
 The coordinator's shell is reduced to what the state machine can tell: connections, exits of processes, evictions,
 candidates for empty positions. Each connection is in order, with random delays; connections are independent of each
 other; now and then a message arrives twice. A connection that breaks takes with it what was not read. What workers
-give each other directly travels as facts, which arrive at any later time, or never if the giver dies.
+give each other directly travels as facts, which arrive at any later time, or never if the giver dies. A link between
+two workers may be cut, for a while or for ever: what they give each other then waits on the way.
 
 What must hold is in :mod:`simulated_promises`, and in the assertions of :mod:`simulated_workers`.
 """
@@ -31,6 +32,7 @@ from simulated_workers import (
 
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.resilience import membership
+from lightning_recycle.resilience.links import Pair
 from lightning_recycle.resilience.messages import (
     Arrive,
     Boundary,
@@ -41,6 +43,7 @@ from lightning_recycle.resilience.messages import (
 )
 from lightning_recycle.resilience.state import (
     CandidateLost,
+    Evict,
     GraceElapsed,
     Lost,
     MembershipState,
@@ -69,6 +72,8 @@ DEADLINE = 60.0  # seconds, by when every run must have ended; without faults on
 MAX_EVENTS = 50_000
 SILENCE = 0.4  # seconds after which a worker that does not run is evicted
 GRACE = 0.1
+CONNECTING = 0.3  # seconds that connecting may take
+DEADLOCK = 0.6  # seconds without progress anywhere after which the same workers connect again
 STOP = "stop"  # a worker is told to end
 
 FAULTS = ("crash", "crash", "fuse", "fuse", "break", "freeze", "stick", "disturb", "leave", "leave", "node")
@@ -117,6 +122,14 @@ class Run:
         replans = random.Random(f"replans {seed}")
         for number in range(1, 1 + replans.choice((0, 0, 1, 2, 3, 6))):
             self._at(replans.random() * FAULTS_END, self._replan, number, replans.random() * 0.1)
+        self._links = random.Random(f"links {seed}")
+        self._cuts: dict[Pair, tuple[int, ...]] = {}  # links that are cut, and who of the two finds that out
+        self._held_back: dict[Fact, set[int]] = {}  # from whom, by links that were cut when it would have arrived
+        self._progressed = 0.0  # when a worker went on
+        cuts = self._links.choice((0, 0, 0, 1, 1, 2))
+        self._disturbances_left -= cuts  # each may cost one
+        for _ in range(cuts):
+            self._at(self._links.random() * FAULTS_END, self._cut_link)
 
     # ------------------------------------------------------------------ the clock
 
@@ -194,9 +207,25 @@ class Run:
             self._at(self.delay() * 0.5, self._fault)
         self.promises.on_applied(worker, step, gradient, self.state)
 
+    def has(self, worker: SimulatedWorker, fact: Fact) -> bool:
+        """Whether ``fact`` has arrived at ``worker``."""
+        return fact in self.facts and worker.rank not in self._held_back.get(fact, ())
+
     def _arrive(self, fact: Fact, value: Any) -> None:
         self.facts[fact] = value
-        for worker, missing in self._waiters.pop(fact, ()):
+        if self._cuts and fact[1] != "doorbell":  # that goes through the coordinator
+            self._held_back[fact] = {rank for pair in self._cuts if fact[3] in pair for rank in pair} - {fact[3]}
+        self._wake(fact)
+
+    def _wake(self, fact: Fact) -> None:
+        """Lets those go on that waited for ``fact``, which has arrived."""
+        held_back = self._held_back.get(fact, ())
+        waiters = self._waiters.pop(fact, [])
+        if later := [waiter for waiter in waiters if waiter[0].rank in held_back]:
+            self._waiters[fact] = later
+        for worker, missing in waiters:
+            if worker.rank in held_back:
+                continue
             missing.discard(fact)
             if worker.waiting is missing and not missing:
                 if self.random() < 0.3:  # a peer may have noticed long before
@@ -226,6 +255,8 @@ class Run:
             return
         worker.late = False
         worker.waiting = None
+        if worker.rank in self.state.live:
+            self._progressed = self.now
         try:
             wait = next(worker.thread) if error is None else worker.thread.throw(error())
         except StopIteration:
@@ -245,6 +276,8 @@ class Run:
                 self._waiters.setdefault(fact, []).append((worker, wait))
             if worker.broken:
                 self._poke(worker)
+            if self._cuts and any(fact[1] == "connects" for fact in wait):
+                self._at(CONNECTING, self._end_connecting, worker, wait)
 
     def _ring(self, worker: SimulatedWorker, alarm: set[Fact]) -> None:
         alarm.clear()
@@ -299,6 +332,9 @@ class Run:
         if self.trace is not None:
             self._say(f"{event}")
         self.state, commands = membership.transition(self.state, event)
+        if evicted := [command.rank for command in commands if isinstance(command, Evict)]:
+            self.met["evicted"] += len(evicted)
+            self.promises.on_evictions(evicted, self.state)
         for command in commands:
             if isinstance(command, Send):
                 message = command.message
@@ -311,6 +347,8 @@ class Run:
                         self._post(self._connections[rank], message)
             elif isinstance(command, StartGrace):
                 self._at(GRACE, self._handle, GraceElapsed(command.generation))
+            elif isinstance(command, Evict):
+                self._gone(self._connections[command.rank], command.cause)
             elif isinstance(command, Record):
                 self._record(command)
             else:
@@ -499,6 +537,56 @@ class Run:
                 return
             self._reset(one, other.rank, one.generation)
             self._reset(other, one.rank, one.generation)
+
+    # ------------------------------------------------------------------ links that are cut
+
+    def _cut_link(self) -> None:
+        """Nothing passes any more between two positions, and nobody is told."""
+        ranks = sorted(self.state.live)
+        if len(ranks) < 2:
+            return
+        low, high = sorted(self._links.sample(ranks, 2))
+        replaceable = any(len(self.state.holders(rank % self.grid.stages)) > 1 for rank in (low, high))
+        if not replaceable and self._links.random() < 0.9:
+            return
+        self._cuts[low, high] = self._links.choice(((low, high), (low, high), (low,), (high,)))
+        seconds = self._links.random() * 1.5 if self._links.random() < 0.4 else None
+        self._say(f"fault: no link between {low} and {high}, {'for ever' if seconds is None else f'for {seconds} s'}")
+        self.met["cut"] += 1
+        self.promises.links_were_cut = True
+        if seconds is not None:
+            self._at(seconds, self._heal_link, (low, high))
+        self._at(DEADLOCK, self._judge)
+
+    def _heal_link(self, pair: Pair) -> None:
+        if self._cuts.pop(pair, None) is None:
+            return
+        self.met["healed"] += 1
+        for fact, held_back in list(self._held_back.items()):
+            if fact[3] in pair:
+                held_back.difference_update(pair)
+                self._wake(fact)
+
+    def unreachable(self, worker: SimulatedWorker) -> tuple[int, ...]:
+        found = [pair for pair, finders in self._cuts.items() if worker.rank in finders]
+        self.promises.broken_pairs[worker.generation].update(found)
+        return tuple(sorted({rank for pair in found for rank in pair} & set(worker.roster) - {worker.rank}))
+
+    def _end_connecting(self, worker: SimulatedWorker, missing: set[Fact]) -> None:
+        """Connecting has taken too long; if it is because others are not there yet, it is given more time."""
+        if worker.waiting is missing:
+            worker.broken.update(fact[3] for fact in missing if worker.rank in self._held_back.get(fact, ()))
+            self._poke(worker)
+            self._at(CONNECTING, self._end_connecting, worker, missing)
+
+    def _judge(self) -> None:
+        """As long as a link is cut: has everybody come to wait?"""
+        if not self._cuts:
+            return
+        if self.now - self._progressed > DEADLOCK and not self.state.regrouping and self.state.generation >= 0:
+            self.met["deadlock"] += 1
+            self._handle(GraceElapsed(self.state.generation))
+        self._at(DEADLOCK / 4, self._judge)
 
 
 def check_histories(seeds: Iterable[int]) -> Counter[str]:

@@ -66,7 +66,11 @@ class Interrupted(Exception):
 
 
 class CommunicationError(Exception):
-    """As the communicator's."""
+    """As the communicator's; with the ranks that cannot be reached, as its UnreachableError."""
+
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
 
 
 class Dies(BaseException):
@@ -90,6 +94,10 @@ class Network(Protocol):
     def begins(self, worker: SimulatedWorker, step: int) -> None: ...
 
     def applied(self, worker: SimulatedWorker, step: int, gradient: int) -> None: ...
+
+    def has(self, worker: SimulatedWorker, fact: Fact) -> bool: ...
+
+    def unreachable(self, worker: SimulatedWorker) -> tuple[int, ...]: ...
 
     def delay(self) -> float: ...
 
@@ -269,8 +277,8 @@ class SimulatedWorker:
         """Until all of ``ranks`` have given it."""
         if self.interrupted:
             raise CommunicationError
-        facts = self.network.facts
-        missing = {key for rank in ranks if (key := (self.generation, what, step, rank)) not in facts}
+        keys = ((self.generation, what, step, rank) for rank in ranks)
+        missing = {key for key in keys if not self.network.has(self, key)}
         if missing:
             self.interruptible = True
             yield missing
@@ -313,8 +321,8 @@ class SimulatedWorker:
                 yield from self.program(number)
             except Interrupted:
                 yield from self.regroup()
-            except CommunicationError:
-                yield from self.await_verdict()
+            except CommunicationError as error:
+                yield from self.await_verdict(error)
                 yield from self.regroup()
 
     def begin_step(self, step: int) -> Waits:
@@ -364,8 +372,8 @@ class SimulatedWorker:
                 yield from self.wait(lambda n=place: n in self.answers)  # type: ignore[misc]
             except Interrupted:
                 yield from self.regroup()
-            except CommunicationError:
-                yield from self.await_verdict()
+            except CommunicationError as error:
+                yield from self.await_verdict(error)
                 yield from self.regroup()
             else:
                 self.next_collective = place + 1
@@ -378,8 +386,9 @@ class SimulatedWorker:
     def regroup(self) -> Waits:
         """Executor.regroup."""
         while True:
-            assert self.regroup_message is not None
-            self.generation, self.roster = self.regroup_message.generation, self.regroup_message.roster
+            announced = self.regroup_message
+            assert announced is not None
+            self.generation, self.roster = announced.generation, announced.roster
             self.broken = set()
             self.plans = []
             self.network.entered(self)
@@ -390,6 +399,8 @@ class SimulatedWorker:
                 yield from self.wait(lambda: self.resume is not None and self.resume.generation == self.generation)
                 resume = self.resume
                 assert resume is not None
+                if announced.check_links:
+                    yield from self.check_links()
                 self.tell("connects", 0)
                 yield from self.exchange("connects", 0, self.roster)
                 self.schedule = resume.schedule
@@ -400,14 +411,24 @@ class SimulatedWorker:
                     yield from self.program(resume.decision.version)
             except Interrupted:
                 continue
-            except CommunicationError:
-                yield from self.await_verdict()
+            except CommunicationError as error:
+                yield from self.await_verdict(error)
                 continue
             return
 
-    def await_verdict(self) -> Waits:
+    def check_links(self) -> Waits:
+        """Communicator.configure, before it connects."""
+        self.tell("doorbell", 0)
+        yield from self.exchange("doorbell", 0, self.roster)
+        yield self.network.delay()
+        if self.interrupted:
+            raise CommunicationError
+        if unreachable := self.network.unreachable(self):
+            raise CommunicationError(unreachable)
+
+    def await_verdict(self, error: CommunicationError) -> Waits:
         if not self.interrupted:
-            self.send(Broken(self.rank, self.generation, "connection reset"))
+            self.send(Broken(self.rank, self.generation, "connection reset", error.ranks))
             yield from self.wait(lambda: self.interrupted, interruptible=False)
 
     def exchange_state(self, resume: Resume) -> Waits:

@@ -396,6 +396,22 @@ def test_live_workers_whose_connection_broke_regroup_after_the_grace(plane: Cont
     assert all(member.client.roster == (0, 1, 2, 3) for member in members)
 
 
+def test_a_live_worker_that_another_cannot_reach_is_evicted_and_killed(plane: ControlPlane) -> None:
+    members = plane.members()
+    members[0].client.send(Broken(0, 0, "connection reset"))
+    plane.until(lambda: all(member.client.interrupted for member in members))
+    together(*(member.regroup for member in members))
+    members[0].client.send(Broken(0, 1, "no connection", (2,)))
+    plane.until(lambda: all(members[rank].client.interrupted for rank in (0, 1, 3)))
+    together(*(members[rank].step for rank in (0, 1, 3)))
+    assert plane.processes[2].killed.is_set()
+    assert all(members[rank].client.roster == (0, 1, 3) for rank in (0, 1, 3))
+    cause = "it and worker (0, 0) cannot reach each other"
+    for kind in ("suspected", "evicted", "failure"):
+        (event,) = plane.events(kind)
+        assert (event.worker, event.details["cause"]) == ((1, 0), cause)
+
+
 def test_a_worker_that_does_not_start_is_given_up_and_killed() -> None:
     plane = ControlPlane(start_timeout=2.0)
     plane.start()

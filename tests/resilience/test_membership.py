@@ -37,6 +37,7 @@ from lightning_recycle.resilience.state import (
     Command,
     Crashed,
     Event,
+    Evict,
     Failed,
     Finished,
     GraceElapsed,
@@ -440,8 +441,8 @@ def test_a_broken_connection_is_given_time_for_a_death_to_explain_it() -> None:
 def test_without_a_death_the_same_workers_regroup() -> None:
     state, commands = disturb(running())
     assert commands[0] == StartGrace(0, "connection reset")
-    assert messages(commands, Regroup) == [Regroup(1, ALL, 1)]
-    assert len(records(commands, "disturbance")) == 1
+    assert messages(commands, Regroup) == [Regroup(1, ALL, 1, check_links=True)]
+    assert records(commands, "disturbance") == [Record("disturbance", 0)]
     assert (state.regrouping, state.disturbances) == (False, 1)
 
 
@@ -453,6 +454,7 @@ def test_disturbances_in_a_row_are_given_up_with_an_error_that_names_the_step() 
     state, _ = disturb(state)
     assert isinstance(state.outcome, Failed)
     assert "step 0" in state.outcome.reason
+    assert "reach each other" not in state.outcome.reason
 
 
 @pytest.mark.parametrize("relief", ["a committed step", "a loss"])
@@ -466,6 +468,84 @@ def test_disturbances_are_forgotten_after(relief: str) -> None:
         state, _ = feed(state, *applied(ALL, 0))
     state, _ = disturb(state)
     assert state.outcome is None
+
+
+# ---------------------------------------------------------------------- live workers that cannot reach each other
+
+
+def test_after_a_loss_nobody_checks_its_links() -> None:
+    state, _ = disturb(running())
+    _, commands = feed(state, Lost(3, "gone"))
+    assert messages(commands, Regroup) == [Regroup(2, (0, 1, 2), 1)]
+
+
+@pytest.mark.parametrize("who_says_it", [[(0, 2)], [(2, 0)], [(0, 2), (2, 0)]], ids=["one", "the other", "both"])
+def test_one_of_two_that_still_cannot_reach_each_other_is_evicted(who_says_it: list[tuple[int, int]]) -> None:
+    state, _ = disturb(running())
+    said = [Broken(rank, 1, "no connection", (other,)) for rank, other in who_says_it]
+    state, commands = feed(state, *said)
+    assert set(commands) == {StartGrace(1, "no connection")}
+    state, commands = feed(state, GraceElapsed(1))
+    assert commands == [Evict(2, "it and worker (0, 0) cannot reach each other")]
+    state, commands = feed(state, Lost(2, "it and worker (0, 0) cannot reach each other"))
+    assert messages(commands, Regroup) == [Regroup(2, (0, 1, 3), 1)]
+    assert (state.disturbances, state.broken_pairs) == (0, frozenset())
+
+
+def test_a_worker_that_reaches_nobody_is_evicted_for_all_of_them() -> None:
+    state, _ = disturb(running())
+    said = [Broken(rank, 1, "no connection", (1,)) for rank in (0, 2, 3)]
+    _, commands = feed(state, *said, GraceElapsed(1))
+    assert commands[-1:] == [Evict(1, "it and workers (0, 0) and (1, 0) and (1, 1) cannot reach each other")]
+
+
+def test_who_alone_has_what_the_others_need_stays() -> None:
+    """Worker 0 has nothing to compute. It missed the end of the reduction of step 0; stage 1 has step 1 behind it."""
+    versions = {0: 0, 1: 2, 2: 1, 3: 2}
+    state, _ = feed(running(), all_losses(0), all_losses(1), Broken(0, 0, "reset"), GraceElapsed(0))
+    state, commands = feed(state, *(report(rank, 1, version) for rank, version in versions.items()))
+    assert messages(commands, Resume)[0].decision == Decision(1, frozenset({1}), (Adoption(0, 0, 2),))
+    _, commands = feed(state, Broken(0, 1, "no connection", (2,)), GraceElapsed(1))
+    assert commands[-1:] == [Evict(0, "it and worker (1, 0) cannot reach each other")]
+
+
+def test_a_death_explains_what_could_not_be_reached() -> None:
+    state, _ = disturb(running())
+    state, _ = feed(state, Broken(0, 1, "no connection", (2,)), Lost(2, "its machine is gone"))
+    assert transition(state, GraceElapsed(1)) == (state, ())
+    state, _ = feed(state, *reports((0, 1, 3), 2))
+    assert transition(state, Broken(0, 1, "no connection", (2,))) == (state, ())
+    assert transition(state, GraceElapsed(1)) == (state, ())
+
+
+def test_a_link_that_heals_costs_nobody() -> None:
+    state, _ = disturb(running())
+    state, _ = feed(state, *applied(ALL, 0))
+    state, commands = disturb(state)
+    assert messages(commands, Regroup) == [Regroup(2, ALL, 1, check_links=True)]
+    assert state.disturbances == 1
+
+
+def test_what_was_unreachable_is_forgotten_in_the_next_generation() -> None:
+    state, _ = disturb(running_without_3())
+    state, commands = feed(state, Broken(1, 2, "no connection", (0, 2)), GraceElapsed(2))
+    pairs = (((0, 0), (0, 1)), ((0, 1), (1, 0)))
+    assert records(commands, "disturbance") == [Record("disturbance", 0, None, {"broken_pairs": pairs})]
+    assert state.broken_pairs == frozenset()
+
+
+def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
+    """Worker 3 is lost, so worker 1 is all that stage 1 has, and worker 0 cannot reach it; then 2 cannot, either."""
+    state = running_without_3()
+    for number in range(MAX_DISTURBANCES + 1):
+        generation = state.generation
+        unreachable = Broken(1, generation, "no connection", (0, 2)) if number else Broken(1, generation, "reset")
+        state, commands = feed(state, unreachable, GraceElapsed(generation))
+        assert not any(isinstance(command, Evict) for command in commands)
+        if state.outcome is None:
+            state, _ = feed(state, *reports((0, 1, 2), generation + 1))
+    assert isinstance(state.outcome, Failed)
+    assert "(0, 0) and (0, 1), (0, 1) and (1, 0)" in state.outcome.reason
 
 
 # ---------------------------------------------------------------------- who speaks

@@ -22,8 +22,8 @@ def working(seconds: float, kind: str = "F", debugged: bool = False) -> Observat
     return Observation(f"{kind or 'hooks'} at work", kind, False, seconds, debugged)
 
 
-def waiting(seconds: float, kind: str = "F") -> Observation:
-    return Observation(f"{kind} waits", kind, True, seconds)
+def waiting(seconds: float, kind: str = "F", coordinated: bool = False) -> Observation:
+    return Observation(f"{kind} waits", kind, True, seconds, coordinated=coordinated)
 
 
 def verdict(observations: Mapping[int, Observation], usual: Mapping[str, float] = USUAL) -> Verdict:
@@ -89,6 +89,10 @@ def test_each_worker_is_judged_by_the_durations_of_its_own_stage() -> None:
         pytest.param({0: waiting(60.0), 1: working(1e6, debugged=True)}, USUAL, False, id="one is being debugged"),
         pytest.param({0: waiting(15.0), 1: waiting(15.0)}, {"B": 2.0}, False, id="the others' operations take long"),
         pytest.param({0: waiting(21.0), 1: waiting(21.0)}, {"B": 2.0}, True, id="but not as long as that"),
+        pytest.param(
+            {0: waiting(1e3, "", True), 1: waiting(1e3, "", True)}, USUAL, False, id="all wait for the coordinator"
+        ),
+        pytest.param({0: waiting(11.0, "", True), 1: waiting(11.0)}, USUAL, True, id="all but one do"),
         pytest.param({}, USUAL, False, id="nobody is seen"),
     ],
 )

@@ -16,19 +16,23 @@ import simulated_workers
 from simulated_promises import Violation
 from simulated_run import Run, check_histories
 
-from lightning_recycle.resilience import agreements, membership, recovery, state
+from lightning_recycle.resilience import agreements, links, membership, recovery, state
 
 SAMPLE = 1500  # histories in the ordinary run
 HUNT = 6000  # within so many a broken protocol must be noticed
 MEETS = {  # what the sample must have met, or it says nothing about it
+    "Failed",
     "Finished",
     "StageLost",
     "adoption",
     "ahead",
     "candidate lost",
+    "cut",
     "disturbance",
     "donor hit",
+    "evicted",
     "failure",
+    "healed",
     "joiner hit",
     "left",
     "loss computed again",
@@ -43,7 +47,8 @@ MEETS = {  # what the sample must have met, or it says nothing about it
 
 def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_trouble() -> None:
     met = check_histories(range(SAMPLE))
-    assert met["Finished"] + met["StageLost"] == SAMPLE
+    assert met["Finished"] + met["StageLost"] + met["Failed"] == SAMPLE
+    assert met["Failed"] < SAMPLE / 25, "that takes a link that nobody can do without"
     assert not {kind for kind in MEETS if not met[kind]}
 
 
@@ -53,7 +58,7 @@ def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_
 def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int) -> None:
     first = 10_000 * tens_of_thousands
     met = check_histories(range(first, first + 10_000))
-    assert met["Finished"] + met["StageLost"] == 10_000
+    assert met["Finished"] + met["StageLost"] + met["Failed"] == 10_000
 
 
 def test_a_history_is_reproduced_by_its_number() -> None:
@@ -107,6 +112,29 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("who moves does not leave", membership, "_wanted", "state.moves.get(rank, -1) in leave or", "True or"),
     ("the leader changes though it lives", membership, "_with_leader", "state.leader in state.live and", "False and"),
     ("the dead leader speaks", membership, "_lose", "_with_leader(", "("),
+    ("nobody is evicted for a broken link", membership, "_grace_elapsed", "evicted is not None", "False"),
+    ("nobody checks its links", membership, "_begin_generation", "state.disturbances > 0", "False"),
+    (
+        "broken links survive a new generation",
+        membership,
+        "_begin_generation",
+        "broken_pairs=frozenset()",
+        "broken_pairs=state.broken_pairs",
+    ),
+    (
+        "the last holder of a stage is evicted for a link",
+        links,
+        "choose_evictions",
+        "not all(stage - evicted for stage in stages)",
+        "False",
+    ),
+    (
+        "more are evicted than necessary",
+        links,
+        "choose_evictions",
+        "(frozenset({worst}), partners)",
+        "(frozenset({worst}) | partners,)",
+    ),
     ("a loss changes nothing for the others", membership, "_lose", "_begin_generation(state) if", "(state, ()) if"),
     ("the first report decides", membership, "_report", "state.reports.keys() != state.live", "not state.reports"),
     ("reports of old generations count", membership, "_report", "event.generation != state.generation or", ""),

@@ -362,7 +362,7 @@ def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_ne
 def test_a_broken_connection_during_a_pause_cancels_it_too() -> None:
     state, _ = feed(running_without_3(), Ready(3), *paused(THREE, 1, 0))
     state, commands = feed(state, GraceElapsed(1), *reports(THREE, 2))
-    assert messages(commands, Regroup) == [Regroup(2, THREE, 1)]
+    assert messages(commands, Regroup) == [Regroup(2, THREE, 1, check_links=True)]
     assert messages(commands, Pause) == [Pause(2)]
 
 
