@@ -1,8 +1,8 @@
 """``Trainer(strategy="recycle")``: what Lightning asks of a strategy, answered by the control plane and the executor.
 
 In the launching process the strategy only configures: its launcher starts the workers and waits. In a worker it owns
-the executor. Collectives of Lightning's (barrier, broadcast, reduce, ...) go through the coordinator, which makes them
-transparent to failures; there is no torch process group that they could use.
+the executor. What it knows of the other workers is in :mod:`~lightning_recycle.collective_strategy`, checkpoints are in
+:mod:`~lightning_recycle.checkpointing_strategy`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import logging
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -23,9 +23,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -34,72 +32,40 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.builtin_callbacks import keep_monitors_going, show_whole_run
+from lightning_recycle.checkpointing_strategy import CheckpointingStrategy
 from lightning_recycle.checks import check_batch, check_optimizers, check_parameters
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.collective_strategy import WorkerContext
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.loggers import LogRelay, keep_files
 from lightning_recycle.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.module import PipelineModule, global_seed
 from lightning_recycle.outputs import OutputRecorder, concatenate
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.resilience.client import ControlClient
-from lightning_recycle.resilience.messages import Event, Restored, Saved
-from lightning_recycle.resilience.state import RESULT, leader, stage_leads
+from lightning_recycle.resilience.messages import Event, Restored
+from lightning_recycle.runtime.batching import is_stream
 from lightning_recycle.runtime.communicator import Communicator
-from lightning_recycle.runtime.data import MicrobatchLoader, StepHandle
+from lightning_recycle.runtime.data import MicrobatchLoader
 from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.steps import StepHandle, StepLoader
+from lightning_recycle.runtime.stream import StreamLoader
 from lightning_recycle.runtime.tie_exchange import TieExchange
 from lightning_recycle.runtime.tying import ties_between_stages
-from lightning_recycle.sharded import is_sharded, load_sharded, save_sharded
 from lightning_recycle.snapshot import WorkerSnapshot, restore_snapshot, take_snapshot
-from lightning_recycle.state import (
-    merge_optimizer_states,
-    parameter_numbers,
-    split_optimizer_state,
-    stage_optimizer_state,
-    to_cpu,
-)
 from lightning_recycle.takeover import show_progress_bar
 
-__all__ = ["ReCycleStrategy", "WorkerContext"]
+__all__ = ["ReCycleStrategy"]
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WorkerContext:
-    """What a worker process knows before Lightning starts in it.
-
-    Args:
-        rank: its position.
-        grid: of the run.
-        client: its connection to the coordinator.
-        host: the address that it exchanges data at.
-        profiles: whether to measure the model.
-        incarnation: 0 for the first process of its position, 1 for its replacement, ...
-        device: index of its device.
-        batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
-        parts: the layers of each stage.
-    """
-
-    rank: int
-    grid: Grid
-    client: ControlClient
-    host: str
-    profiles: bool
-    incarnation: int
-    device: int
-    batch_pipelines: int
-    parts: tuple[range, ...]
-
-
-class ReCycleStrategy(ParallelStrategy):
+class ReCycleStrategy(CheckpointingStrategy):
     """Pipeline and data parallelism that goes on, with the same result, when workers die.
 
     ``devices * num_nodes`` workers form D pipelines of S stages; the rank of the worker at pipeline d, stage s is
@@ -169,7 +135,12 @@ class ReCycleStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
         for name, value in (
             ("pipeline_parallel_size", pipeline_parallel_size),
             ("num_microbatches", num_microbatches),
@@ -202,33 +173,21 @@ class ReCycleStrategy(ParallelStrategy):
         self.normalize = normalize
         self.on_stage_lost = on_stage_lost
         self.in_flight_limit = in_flight_limit
-        self.save_distributed_checkpoint = save_distributed_checkpoint
         self.seed = seed
         self.history: list[Event] = []
         self.schedules: list[Schedule] = []
-        self.executor: Executor | None = None
-        self.at_point: list[Callable[[str, int], None]] = []
-        """Called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step."""
         self.gradient_norm = 0.0
-        self.interrupted = False
-        """In the launching process: whether the last run failed, or has not ended."""
-        self.weights_only: bool | None = None
-        """As given to the entry point of the Trainer that is running."""
         self.has_run = False
         """Whether there were workers of this strategy's before."""
         self.dataloader_idx = 0
         """Of the evaluation that is under way."""
-        self._context: WorkerContext | None = None
-        self._loader: MicrobatchLoader | None = None
+        self._loader: StepLoader | None = None
         self._transfers = True
-        self._absent: frozenset[int] = frozenset()
-        self._restored_steps = 0
-        self._loaders: list[MicrobatchLoader] = []
+        self._loaders: list[StepLoader] = []
         self._batches_per_step = 1
         self._count_in_batches: Callable[[], None] = _nothing
         self._relay: LogRelay | None = None
         self._recorder: OutputRecorder | None = None
-        self._ties = TieExchange()
 
     @classmethod
     @override
@@ -260,45 +219,6 @@ class ReCycleStrategy(ParallelStrategy):
         return Grid(num_workers // stages, stages, microbatches)
 
     @property
-    def grid(self) -> Grid:
-        assert self._context is not None, "the grid is known in the workers"
-        return self._context.grid
-
-    @property
-    def worker(self) -> Worker:
-        """The position of this worker."""
-        return self.grid.worker(self.global_rank)
-
-    @property
-    def live_workers(self) -> tuple[int, ...]:
-        """Ranks of the live workers of the current generation."""
-        if self._context is None:
-            return ()
-        return self._context.client.roster or tuple(range(self.grid.num_workers))
-
-    @property
-    def leader(self) -> int:
-        """Rank of the worker that speaks for the run."""
-        assert self._context is not None
-        known = self._context.client.leader
-        return leader(self.grid, range(self.grid.num_workers)) if known < 0 else known
-
-    @property
-    def incarnation(self) -> int:
-        """0 for the first process of this worker's position, 1 for its replacement, and so on."""
-        return 0 if self._context is None else self._context.incarnation
-
-    @property
-    def generation(self) -> int:
-        """Number of the current generation; -1 before the first."""
-        return -1 if self._context is None else self._context.client.generation
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        """Numbers of the run so far (failures, seconds of recovery, ...), the same on all workers at a step's end."""
-        return {} if self._context is None else self._context.client.counters
-
-    @property
     def global_batch_size(self) -> int:
         """Samples per step."""
         assert self._loader is not None
@@ -317,6 +237,8 @@ class ReCycleStrategy(ParallelStrategy):
         self._context = context
         self._launcher = None
         self._follow_leader()
+        # Every PipelineModule has a validation_step, whether validation is wanted or not.
+        warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
 
     def leave_worker(self) -> None:
         """The run is over, but this process goes on, as the launching process of the next."""
@@ -326,45 +248,6 @@ class ReCycleStrategy(ParallelStrategy):
         self._count_in_batches()
         self._configure_launcher()
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
-
-    def _follow_leader(self) -> None:
-        rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.global_rank)  # type: ignore[attr-defined]
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return self._context.rank if self._context is not None else 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return self._context.device if self._context is not None else 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        if self._context is not None:
-            return self.grid.num_workers
-        return len(self.parallel_devices) if self.parallel_devices else 1
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        """Whether this process speaks for the run: the leader, which changes when it dies; the supervisor before."""
-        if self._context is None:
-            return True
-        return not self._context.client.joining and self.global_rank == self.leader
 
     # ------------------------------------------------------------------ setup
 
@@ -456,10 +339,6 @@ class ReCycleStrategy(ParallelStrategy):
             trainer.num_sanity_val_steps = 0  # the others are past it
         self._reach("setup", 0)
 
-    def _reach(self, point: str, step: int) -> None:
-        for hook in self.at_point:
-            hook(point, step)
-
     def enter_training(self) -> None:
         """Before the first epoch: a worker that joins a running training waits until it is let in."""
         assert self._context is not None
@@ -488,8 +367,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.lightning_module.to(self.root_device)
 
     @override
-    def process_dataloader(self, dataloader: object) -> MicrobatchLoader:
-        needs_data = self.worker.stage in (0, self.grid.stages - 1)
+    def process_dataloader(self, dataloader: object) -> StepLoader:
         seed = global_seed() if self.seed is None else self.seed
         assert self._context is not None
         assert self.lightning_module is not None
@@ -497,16 +375,17 @@ class ReCycleStrategy(ParallelStrategy):
         if training and self._loader is not None:  # the Trainer reloads: what the old one reads ahead is not wanted
             self._loader.close()
             self._loaders.remove(self._loader)
-        loader = MicrobatchLoader(
-            dataloader,
-            self.grid,
-            self.worker.pipeline,
-            seed,
-            prefetch=needs_data,
-            batch_pipelines=self._context.batch_pipelines,
-            evaluation=not training,
-            batches_per_step=self._batches_per_step if training else 1,
-        )
+        options: dict[str, Any] = {
+            "batch_pipelines": self._context.batch_pipelines,
+            "evaluation": not training,
+            "batches_per_step": self._batches_per_step if training else 1,
+        }
+        loader: StepLoader
+        if is_stream(dataloader):
+            loader = StreamLoader(dataloader, self.grid, seed, **options)
+        else:
+            needs_data = self.worker.stage in (0, self.grid.stages - 1)
+            loader = MicrobatchLoader(dataloader, self.grid, self.worker.pipeline, seed, prefetch=needs_data, **options)
         loader.prepare = partial(self._on_device, loader)
         if training and loader.unused_samples >= loader.global_batch_size / loader.batches_per_step:
             rank_zero_warn(
@@ -528,7 +407,7 @@ class ReCycleStrategy(ParallelStrategy):
         assert isinstance(module, PipelineModule)
         return module.split_batch(data)
 
-    def _on_device(self, loader: MicrobatchLoader, data: Any, seed: int) -> Any:
+    def _on_device(self, loader: StepLoader, data: Any, seed: int) -> Any:
         """Converts and moves what was collated, by the user's hooks; what these draw depends on the data's address."""
         assert self.lightning_module is not None
         data = self.precision_plugin.convert_input(data)
@@ -647,238 +526,6 @@ class ReCycleStrategy(ParallelStrategy):
             assert self._relay is not None
             self._relay.take_over()
 
-    # ------------------------------------------------------------------ control collectives
-
-    def _gather(self, name: str, value: Any) -> Mapping[int, Any]:
-        if self._context is None:
-            return {0: value}
-        return self._context.client.arrive(name, value)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._gather(f"barrier {name or ''}", None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns the object of worker ``src``; 0 means the leader, which every rank can be."""
-        payloads = self._gather("broadcast", to_cpu(obj))
-        source = self.global_rank
-        if len(payloads) > 1:
-            source = src if src != 0 and src in payloads else self.leader
-        return obj if source == self.global_rank else payloads[source]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        values = torch.stack([torch.as_tensor(v) for _, v in sorted(self._gather("reduce", to_cpu(tensor)).items())])
-        name = str(reduce_op or "sum").rsplit(".", 1)[-1].lower()
-        operations: dict[str, Callable[[Tensor], Tensor]] = {
-            "sum": lambda v: v.sum(0),
-            "mean": lambda v: v.mean(0) if v.is_floating_point() else v.float().mean(0),
-            "avg": lambda v: v.float().mean(0),
-            "min": lambda v: v.amin(0),
-            "max": lambda v: v.amax(0),
-        }
-        if name not in operations:
-            raise UnsupportedFeatureError(
-                f"reduce_op={reduce_op!r} is not supported; use one of {', '.join(operations)}."
-            )
-        return operations[name](values).to(tensor.device)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if sync_grads:
-            raise UnsupportedFeatureError("all_gather(sync_grads=True) is not supported: it would bypass the schedule.")
-        return torch.stack([v for _, v in sorted(self._gather("all_gather", to_cpu(tensor)).items())]).to(tensor.device)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        decisions = [bool(d) for d in self._gather("decision", bool(decision)).values()]
-        return decisions.count(True) == len(decisions) if all else any(decisions)
-
-    # ------------------------------------------------------------------ state
-
-    def _gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """Returns one part of each stage, in order, on all workers; asks again if a speaker dies on the way."""
-        while True:
-            speaks = stage_leads(self.grid, self.live_workers)[self.worker.stage] == self.global_rank
-            payloads = self._gather(name, (part(),) if speaks else None)
-            parts = {
-                self.grid.worker(rank).stage: value[0] for rank, value in sorted(payloads.items()) if value is not None
-            }
-            if len(parts) == self.grid.stages:
-                return [parts[stage] for stage in range(self.grid.stages)]
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of the whole model, on every worker; of the stage where checkpoints are sharded."""
-        assert self.lightning_module is not None
-        if self.save_distributed_checkpoint or self._context is None:
-            return self.lightning_module.state_dict()
-        return self.whole_state()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of the whole model, parameters numbered in the order of the layers; where checkpoints are
-        sharded, of the stage, with the same numbers.
-        """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self.save_distributed_checkpoint:
-            return stage_optimizer_state(
-                optimizer.state_dict(), self._all_parameter_names(optimizer), self._ties.copies, self.worker.stage
-            )
-        parts = self._gather_stages(
-            "optimizer state", lambda: (to_cpu(optimizer.state_dict()), self._parameter_names(optimizer))
-        )
-        return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self._ties.copies)
-
-    def _all_parameter_names(self, optimizer: Optimizer) -> list[list[list[str]]]:
-        """As :meth:`_parameter_names`, by stage."""
-        return self._gather_stages("names of parameters", lambda: self._parameter_names(optimizer))
-
-    def _parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """The names of the optimizer's parameters, by group."""
-        assert self.lightning_module is not None
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if weights_only is None:
-            weights_only = self.weights_only  # Lightning 2.6 forgets it where checkpoints are restored after setup
-        if is_sharded(checkpoint_path):
-            checkpoint = self._load_sharded(checkpoint_path)
-        else:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._restored_steps = int(checkpoint.get("global_step", 0))  # randomness is numbered by the step
-        return checkpoint
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # each worker keeps its stage only
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads this stage's part of a checkpoint of the whole model."""
-        module = self.lightning_module
-        assert isinstance(module, PipelineModule)
-        owned = set(module.state_dict())
-        others = {key for key in checkpoint["state_dict"] if key not in owned and _layer_of(key) in self._absent}
-        module.load_state_dict(
-            {key: value for key, value in checkpoint["state_dict"].items() if key not in others}, strict=strict
-        )
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads this stage's part of the optimizer state of a checkpoint of the whole model."""
-        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            names = self._all_parameter_names(optimizer)
-            optimizer.load_state_dict(split_optimizer_state(whole, names, self._ties.copies, self.worker.stage))
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """The leader writes, or a worker of each stage; if one dies before it is done, a peer does."""
-        if self._context is None:
-            self._save_in_launching_process(checkpoint, filepath, storage_options)
-            return
-        if self.save_distributed_checkpoint:
-            self._save_sharded(checkpoint, filepath)
-            return
-        while True:
-            wrote = False
-            if self.is_global_zero:
-                step = self.executor.version if self.executor is not None else 0
-                self._reach("checkpoint", step)
-                self._context.client.confirm()
-                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-                wrote = True
-                self._context.client.send(Saved(self.global_rank, os.fspath(filepath), step))
-            if any(self._gather("checkpoint", wrote).values()):
-                return
-
-    def _save_in_launching_process(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if self.interrupted:
-            log.warning(
-                "%s is not written: the run failed, and its newest weights were those of the workers.", filepath
-            )
-        elif "optimizer_states" in checkpoint:
-            raise UnsupportedFeatureError(
-                f"trainer.save_checkpoint({os.fspath(filepath)!r}) was called in the launching process, which has the"
-                " weights but not the optimizer's state: that is gone with the workers. Use"
-                " trainer.save_checkpoint(..., weights_only=True), or a ModelCheckpoint callback."
-            )
-        else:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def _save_sharded(self, checkpoint: dict[str, Any], filepath: Any) -> None:
-        assert self._context is not None
-        client, step = self._context.client, self.executor.version if self.executor is not None else 0
-        shard = {"model": checkpoint.pop("state_dict")}
-        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
-            shard[f"optimizer_{index}"] = state
-        if self.worker.stage > 0:  # the groups are the same for all stages
-            shard = {name: {k: v for k, v in part.items() if k != "param_groups"} for name, part in shard.items()}
-
-        def speaks() -> bool:
-            return stage_leads(self.grid, self.live_workers)[self.worker.stage] == self.global_rank
-
-        def before_naming() -> None:
-            self._reach("checkpoint", step)
-            client.confirm()
-
-        named = save_sharded(
-            filepath,
-            lambda: shard,
-            checkpoint,
-            self._gather,
-            speaks,
-            lambda: self.is_global_zero,
-            self.grid.stages,
-            before_naming,
-        )
-        if named:
-            client.send(Saved(self.global_rank, os.fspath(filepath), step))
-
-    def _load_sharded(self, path: Any) -> dict[str, Any]:
-        """This worker's part of a sharded checkpoint."""
-        assert self.lightning_module is not None
-        wanted = {f"model.{name}" for name in self.lightning_module.state_dict()}
-        wanted |= {f"state_dict.{name}" for name in self.lightning_module.state_dict()}
-        states: list[str] = []
-        for index, optimizer in enumerate(self.optimizers):
-            names = self._all_parameter_names(optimizer)
-            mine = parameter_numbers(names, self._ties.copies, self.worker.stage)
-            states += [f"optimizer_{index}.param_groups", *(f"optimizer_{index}.state.{number}." for number in mine)]
-        return load_sharded(path, lambda key: key in wanted or key.startswith(tuple(states)))
-
-    def whole_state(self) -> dict[str, Any]:
-        """The state dict of the whole model, on every worker."""
-        assert self.lightning_module is not None
-        module = self.lightning_module
-        merged: dict[str, Any] = {}
-        for part in self._gather_stages("model state", lambda: to_cpu(module.state_dict())):
-            merged.update(part)
-        return merged
-
-    def deliver_result(self, extras: Callable[[], Any]) -> None:
-        """Brings this worker's part of the result to the coordinator: (state dict of the stage, ``extras()`` of
-        the leader).
-        """
-        assert self._context is not None
-        assert self.lightning_module is not None
-        while True:
-            roster = self.live_workers
-            part = None
-            if stage_leads(self.grid, roster)[self.worker.stage] == self.global_rank:
-                is_last = self.worker.stage == self.grid.stages - 1
-                part = (to_cpu(self.lightning_module.state_dict()), extras() if is_last else None)
-            delivered = self._gather(RESULT, part)
-            if {self.grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(self.grid.stages)):
-                return
-
     @override
     def on_train_start(self) -> None:
         # What exists by now lives as long as the process: a full garbage collection in the middle of a step need not
@@ -918,9 +565,3 @@ class ReCycleStrategy(ParallelStrategy):
 
 def _nothing() -> None:
     """What there is to undo where nothing was done."""
-
-
-def _layer_of(key: str) -> int:
-    """The index of the layer that a name in a state dict belongs to; -1 for none."""
-    parts = key.split(".", 2)
-    return int(parts[1]) if parts[0] == "layers" and len(parts) > 2 and parts[1].isdigit() else -1

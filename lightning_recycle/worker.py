@@ -203,7 +203,8 @@ def _run(
     host: str | None = None,
     keep_model: bool = False,
 ) -> Any:
-    from lightning_recycle.strategy import ReCycleStrategy, WorkerContext
+    from lightning_recycle.collective_strategy import WorkerContext
+    from lightning_recycle.strategy import ReCycleStrategy
 
     _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
     strategy = trainer.strategy

@@ -27,7 +27,7 @@ from rich.console import Console, RenderableType
 
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["bad_input_ends", "run_application"]
+__all__ = ["bad_input_ends", "run_application", "run_command"]
 
 _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
@@ -48,20 +48,36 @@ def bad_input_ends(name: str) -> Iterator[None]:
         sys.exit(_EXIT_BAD_INPUT)
 
 
-def run_application(
+def run_application(name: str, application: Callable[[], object]) -> None:
+    """Call ``application``, a function decorated with ``hydra.main``; exit with 2 after bad input.
+
+    ``RECYCLE_FULL_ERROR=1`` in the environment shows tracebacks instead.
+
+    Args:
+        name: of the command, to begin the line with.
+        application: what to run.
+    """
+    # Otherwise Hydra prints errors itself, over several lines, and exits with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with bad_input_ends(name):
+            application()
+    except KeyboardInterrupt:
+        sys.exit(_EXIT_INTERRUPTED)
+
+
+def run_command(
     name: str,
     config_path: str,
     config_name: str,
     job: Callable[[DictConfig], float],
     summary: Callable[[], RenderableType | None],
 ) -> None:
-    """Run a command that Hydra configures, once or for each job of a sweep; exit with 2 after bad input.
-
-    ``RECYCLE_FULL_ERROR=1`` in the environment shows tracebacks instead.
+    """Run a command of the package, once or for each job of a sweep; bad input as in :func:`run_application`.
 
     Args:
-        name: of the command, to begin the line with.
-        config_path: folder of the configuration, for Hydra.
+        name: of the command.
+        config_path: folder of its configuration, for Hydra.
         config_name: of the configuration.
         job: what to run; returns what a sweeper can minimize.
         summary: of all jobs of this process, printed at the end, also after an error; None if there is none.
@@ -72,13 +88,8 @@ def run_application(
         with bad_input_ends(name):
             return job(config)
 
-    # Otherwise Hydra prints errors itself, over several lines, and exits with 1.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        with bad_input_ends(name):
-            application()
-    except KeyboardInterrupt:
-        sys.exit(_EXIT_INTERRUPTED)
+        run_application(name, application)
     finally:
         if (table := summary()) is not None:
             Console().print(table)

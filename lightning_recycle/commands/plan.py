@@ -19,7 +19,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_recycle.commands.application import run_application
+from lightning_recycle.commands.application import run_command
 from lightning_recycle.commands.report import Row, comparison, row, single
 from lightning_recycle.commands.settings import problem_from, problems_ahead
 from lightning_recycle.errors import ConfigurationError
@@ -108,7 +108,7 @@ def _picture(settings: dict[str, Any], output: Path | None) -> Path | None:
 def main() -> None:
     """The console script."""
     _sweep.clear()
-    run_application(
+    run_command(
         _NAME,
         "pkg://lightning_recycle.conf",
         "plan",

@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_recycle.commands.application import run_application
+from lightning_recycle.commands.application import run_command
 from lightning_recycle.commands.experiments import Point, points_of
 from lightning_recycle.commands.simulation_tables import line, overview, single
 from lightning_recycle.commands.simulation_tasks import run_task
@@ -103,7 +103,7 @@ def _objective(result: Mapping[str, Any]) -> float:
 def main() -> None:
     """The console script."""
     _sweep.clear()
-    run_application(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: overview(_sweep) if len(_sweep) > 1 else None)
+    run_command(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: overview(_sweep) if len(_sweep) > 1 else None)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Client
 from typing import Any, NoReturn, TypeVar
@@ -288,11 +289,21 @@ class ControlClient:
                 self._changed.wait(_LOOKUP_SECONDS)
             return self._published[key]
 
-    def waiting_for(self, what: str) -> Activity:
-        """Says that the main thread waits for ``what`` from now on; returns what it did, to be put back."""
+    @contextmanager
+    def waiting(self, what: str, coordinated: bool = False) -> Iterator[None]:
+        """Says that the main thread waits for ``what`` within the block. What it did before begins anew after it: the
+        time for which it waited does not count. ``coordinated``: it comes from the coordinator.
+        """
         before = self.activity
-        self.activity = Activity(before.step, before.operation, what, time.monotonic())
-        return before
+        self.activity = Activity(before.step, before.operation, what, time.monotonic(), coordinated=coordinated)
+        try:
+            yield
+        finally:
+            self.activity = replace(before, since=time.monotonic())
+
+    def progressed(self) -> None:
+        """Says that what the main thread does, or waits for, has come a part further."""
+        self.activity = replace(self.activity, since=time.monotonic())
 
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
         """Takes part in the next control collective; returns the payloads of the live workers by rank.
@@ -337,22 +348,17 @@ class ControlClient:
     def _wait(
         self, ready: Callable[[], _T | None], what: str, timeout: float | None = None, interruptible: bool = False
     ) -> _T:
-        before = self.activity
-        self.activity = Activity(before.step, before.operation, what, time.monotonic())
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            with self._changed:
-                while True:
-                    found = ready()
-                    if found is not None:
-                        return found
-                    if interruptible and self.interrupted:
-                        raise Interrupted
-                    if deadline is not None and time.monotonic() > deadline:
-                        raise ControlPlaneError(f"Worker {self.rank} waited {timeout:g} s for {what} in vain.")
-                    self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        finally:
-            self.activity = before
+        with self.waiting(what, coordinated=True), self._changed:
+            while True:
+                found = ready()
+                if found is not None:
+                    return found
+                if interruptible and self.interrupted:
+                    raise Interrupted
+                if deadline is not None and time.monotonic() > deadline:
+                    raise ControlPlaneError(f"Worker {self.rank} waited {timeout:g} s for {what} in vain.")
+                self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------ threads
 

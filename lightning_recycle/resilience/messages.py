@@ -76,6 +76,7 @@ class Activity:
         waiting_for: what of other processes it waits for, for people; empty while it does something itself.
         since: the worker's monotonic clock, in seconds.
         kind: the operation's kind if its usual duration is known ("F", "B", ...), else empty.
+        coordinated: whether what it waits for comes from the coordinator, and not from another worker.
     """
 
     step: int
@@ -83,6 +84,7 @@ class Activity:
     waiting_for: str
     since: float
     kind: str = ""
+    coordinated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +191,15 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Communication failed in ``generation`` though no failure was announced."""
+    """Communication failed in ``generation`` though no failure was announced.
+
+    ``unreachable``: ranks that the worker tried to reach in vain, if it was told to check its links (:class:`Regroup`).
+    """
 
     rank: int
     generation: int
     reason: str
+    unreachable: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,12 +362,14 @@ class Confirmed:
 class Regroup:
     """Stop what you do and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
 
-    ``leader`` speaks for the run.
+    ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before you connect, see whom
+    you can reach.
     """
 
     generation: int
     roster: tuple[int, ...]
     leader: int = -1
+    check_links: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,10 +439,11 @@ class Event:
     Args:
         kind: what happened. "resumed": all workers agreed on where to go on (first generation included).
             "regrouped": all are connected. "step": a step was committed; ``seconds`` since the one before.
-            "suspected": a worker is silent or makes no progress. "evicted": it was ended for that. "failure":
-            a worker is out; ``seconds`` from its death, as far as known, to the declaration. "redone": a step runs
-            again. "recovered": the first commit after a failure. "disturbance": connections broke though nobody died.
-            "paused": all wait at a step boundary; ``seconds`` since they were asked. "rejoined": a replacement has its
+            "suspected": a worker is silent, makes no progress, or is not within reach of another one. "evicted": it was
+            ended for that. "failure": a worker is out; ``seconds`` from its death, as far as known, to the
+            declaration. "redone": a step runs again. "recovered": the first commit after a failure. "disturbance":
+            connections broke though nobody died.
+            "paused": all wait at a step boundary. "rejoined": a replacement has its
             state; ``seconds`` that the others waited for it. "left": a worker was told to end and left at a step
             boundary. "moved": a worker left its stage for another one. "restarting": a replacement is being started.
             "replanned": from ``step`` on all run another plan, because the operations take other times than the one

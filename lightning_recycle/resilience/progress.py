@@ -9,6 +9,7 @@ What has no usual time is given ``patience``, half an hour: the first steps, rea
 validation, checkpoints. A process that is being debugged is never judged.
 
 If everybody waits and nobody is at work, a message got lost: nobody is to blame, and the same workers connect again.
+Unless all wait for the coordinator: then it is busy, with the parts of a large checkpoint for example.
 
 Must not know: messages, sockets, clocks.
 """
@@ -36,6 +37,7 @@ class Observation:
         waiting: whether it waits for another process.
         seconds: for how long.
         debugged: whether somebody may have stopped it on purpose.
+        coordinated: whether it waits for the coordinator, not for another worker.
     """
 
     operation: str
@@ -43,6 +45,7 @@ class Observation:
     waiting: bool
     seconds: float
     debugged: bool = False
+    coordinated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,8 @@ def judge(
         return Verdict(stuck)
     times = [usual(rank, kind) or 0.0 for rank in observations for kind in ("F", "B", "W", "BW", "REDUCE", "STEP")]
     limit = max(2 * timeout, _FACTOR * max(times))
-    return Verdict({}, all(seen.waiting and seen.seconds > limit for seen in observations.values()))
+    waiting = all(seen.waiting and seen.seconds > limit for seen in observations.values())
+    return Verdict({}, waiting and not all(seen.coordinated for seen in observations.values()))
 
 
 def _limit(kind: str, usual: float | None, timeout: float, patience: float) -> float:

@@ -137,6 +137,7 @@ class Watch:
                 done or bool(activity.waiting_for),
                 min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
                 beat.debugged,
+                activity.coordinated,
             )
         verdict = judge(
             observations,

@@ -6,12 +6,24 @@ default process
 group: all groups are raw objects under a store prefix of their generation.
 
 Private torch API used here: ``ProcessGroupGloo`` and its ``_Options``. Gloo's own ``abort`` does nothing and a blocked
-``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets that the groups opened. Two things such
-an abort does not end for certain: connecting, which therefore happens in a thread that can be left behind, and a
-collective (measured: one abort in fifty went unnoticed), which is therefore looked at every 0.1 s.
+``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets that the groups opened. Gloo then fails
+what is *pending*, and forgets what is *under way*: a receive whose payload has begun to arrive, and a send that has not
+been written whole, wait on for their timeout (``Pair::signalException`` in its ``transport/tcp/pair.cc`` passes over
+``rx_`` and the unbound buffers of ``tx_``; the death of a peer in the middle of a message does the same). Therefore
+
+- every message is followed by an empty one, and that is what the receiver waits for: without a payload it is pending
+  until it is there, and one connection keeps the order;
+- nobody waits for a send. What was sent is let go of when something that came back says that it has arrived;
+- a collective, which sends and receives inside, is looked at every 0.1 s, and a group with one that does not end is
+  left behind with its thread, which ends at the timeout;
+- connecting happens in a thread that can be left behind, too.
+
+Without a timeout of its own a receive has that of its group's making, and not the one that is set later.
 
 The workers find each other by a :class:`Rendezvous`, in the place of a ``TCPStore``: waiting there can be interrupted,
-and a client of a TCPStore asks the name server for the name of its peer, which took 5 s where there is none.
+and a client of a TCPStore asks the name server for the name of its peer, which took 5 s where there is none. Where it
+is in doubt whether all can reach each other, they find that out before they connect
+(:mod:`~lightning_recycle.runtime.reachability`): Gloo takes longer, and does not say who.
 
 Activations and gradients have a group each. Gloo would keep them apart by tag, but its event loop spins while the
 main thread holds the lock of a connection on which data arrives (measured: half of its processor time).
@@ -25,11 +37,12 @@ tag by its last message in the generation, so with steady shapes every value is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -42,17 +55,21 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp
 
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.reachability import Doorbell, unreachable
 from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS, Layout, Value
 
-__all__ = ["Channel", "CommunicationError", "Communicator", "Incoming"]
+__all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "UnreachableError"]
 
 _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
 _PACKED_BYTES = 4 * 1024 * 1024  # above, copying into one message costs more than a second message
 _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
-_TRANSFER_TAG = (_EXCHANGE_TAG + 1) * (MAX_TENSORS + 1)
-_CHUNK_BYTES = 256 * 1024 * 1024  # of a transfer
+_TAGS = MAX_TENSORS + 3  # of Gloo's for one of ours: the message, its tensors, and the end of either
+_TRANSFER_TAG = (_EXCHANGE_TAG + 1) * _TAGS
+_CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
 _CONNECT_TIMEOUT = timedelta(seconds=5)  # once the addresses are known
 _LOOK = timedelta(seconds=0.1)  # between two looks at whether the generation was aborted
+_LAST_LOOK = timedelta(milliseconds=10)  # at a collective of an aborted generation
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
 
 
 class Rendezvous(Protocol):
@@ -91,8 +108,19 @@ class Channel(Enum):
     GRADIENTS = "gradients"
 
 
+_OTHER = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
+
+
 class CommunicationError(ReCycleError):
     """A message could not be exchanged: a peer is gone, or the generation was aborted."""
+
+
+class UnreachableError(CommunicationError):
+    """This worker cannot reach the workers ``ranks``."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__(f"There is no connection to the workers of rank {', '.join(map(str, ranks))}.")
+        self.ranks = ranks
 
 
 _Key: TypeAlias = tuple[Channel, int, int]
@@ -135,6 +163,7 @@ class Incoming:
     key: _Key
     inbox: _Inbox
     work: Any
+    end: Any
 
 
 class Communicator:
@@ -142,19 +171,24 @@ class Communicator:
 
     Args:
         rank: of this worker in the grid.
-        host: the address that Gloo binds to.
+        host: the address at which other workers reach this one.
         device: where received tensors are put; tensors on other devices than the CPU are staged through it.
         rendezvous: where workers find each other.
         timeout: bound of any single operation, in seconds.
+
+    Attributes:
+        on_progress: called when a part of a reduction or a transfer, which may take long, has arrived.
     """
 
     def __init__(
         self, rank: int, host: str, device: torch.device, rendezvous: Rendezvous, timeout: float = 1800.0
     ) -> None:
         self._rank = rank
+        self._host = host
         self._timeout = timedelta(seconds=timeout)
         self.device = device
         self._rendezvous = rendezvous
+        self.on_progress: Callable[[], None] = lambda: None
         # An event loop each: messages between stages must not wait behind a reduction.
         self._message_device = ProcessGroupGloo.create_device(hostname=host)
         self._stage_device = ProcessGroupGloo.create_device(hostname=host)
@@ -164,13 +198,16 @@ class Communicator:
         self._generation = -1
         self._sockets: dict[int, int] = {}
         self._before: dict[int, int] | None = None
+        self._doorbell: Doorbell | None = None
         self._groups: dict[Channel, Any] = {}
         self._stage: Any = None
         self._ties: dict[int, Any] = {}
         self._tie_ranks: dict[int, dict[int, int]] = {}
         self._group_rank: dict[int, int] = {}
         self._stage_rank: dict[int, int] = {}
-        self._sending: list[tuple[Any, Tensor]] = []
+        # What must stay alive until it has arrived, of this step and of the one before.
+        self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
+        self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._inboxes: dict[_Key, _Inbox] = {}
         self._outboxes: dict[_Key, _Outbox] = {}
 
@@ -182,14 +219,19 @@ class Communicator:
         roster: Sequence[int],
         stage_roster: Sequence[int],
         tie_rosters: Mapping[int, Sequence[int]] | None = None,
+        check_links: bool = False,
     ) -> None:
         """Connects the workers in ``roster`` and, for reductions, those in ``stage_roster`` (ranks of the grid); for
         the sum of tied gradients, those in ``tie_rosters``, by the number of the tie (this worker's ties only).
 
+        With ``check_links``, for all or none, each of ``roster`` first sees whether it can reach the others.
+
         Raises:
+            UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.reachability.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
         self.close()
+        doorbell = self._doorbell = Doorbell(self._host) if check_links else None
         ranks = {rank: i for i, rank in enumerate(sorted(roster))}
         stage_ranks = {rank: i for i, rank in enumerate(sorted(stage_roster))}
         with self._lock:
@@ -212,6 +254,11 @@ class Communicator:
         def connect() -> None:
             try:
                 prefix = f"generation{generation}"
+                if doorbell is not None:
+                    store.set(f"{prefix}/doorbell{self._rank}", doorbell.address)
+                    others = {r: store.get(f"{prefix}/doorbell{r}") for r in roster if r != self._rank}
+                    if (missing := unreachable(others, cancelled)) and not cancelled.is_set():
+                        raise UnreachableError(missing)
                 for channel in Channel:
                     groups[channel] = self._connect(
                         PrefixStore(f"{prefix}/{channel.value}", store), ranks, self._message_device
@@ -231,6 +278,8 @@ class Communicator:
             while not done.wait(_LOOK.total_seconds()):
                 self._check()  # leaves the thread behind, which ends when its connections time out
             for error in errors:
+                if isinstance(error, CommunicationError):
+                    raise error
                 raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         finally:
             with self._lock:
@@ -273,7 +322,10 @@ class Communicator:
             self._cancelled.set()
             self._shutdown_sockets()
             self._sockets = {}
-        self._sending.clear()
+        if self._doorbell is not None:
+            self._doorbell.close()
+            self._doorbell = None
+        self._sent, self._sent_before = {}, {}
         self._inboxes.clear()
         self._outboxes.clear()
         self._groups = {}
@@ -310,35 +362,42 @@ class Communicator:
         elif inbox.layout is not None and inbox.message.nbytes != _capacity(inbox.layout):
             inbox = self._inboxes[key] = _Inbox(_capacity(inbox.layout))
         with self._translated():
-            work = self._groups[channel].recv([inbox.message], self._group_rank[source], tag * (MAX_TENSORS + 1))
-        return Incoming(key, inbox, work)
+            work, end = self._receives(self._groups[channel], [inbox.message], source, tag * _TAGS)
+        return Incoming(key, inbox, work, end)
 
     def receive(self, incoming: Incoming) -> Value:
         """Waits for a posted value. It may share memory with the posted buffer: see :meth:`post_receive`."""
         inbox = incoming.inbox
+        channel, source, tag = incoming.key
         with self._translated():
-            incoming.work.wait()
+            incoming.end.wait(self._timeout)
+            incoming.work.wait(self._timeout)
             inbox.read_header()
             assert inbox.layout is not None
             if inbox.packed:
                 tensors = inbox.views
             else:
-                channel, source, tag = incoming.key
                 tensors = inbox.layout.empty()
-                pending = [
-                    self._groups[channel].recv([t], self._group_rank[source], tag * (MAX_TENSORS + 1) + 1 + part)
-                    for part, t in enumerate(tensors)
-                    if t is not None
-                ]
-                for work in pending:
-                    work.wait()
+                full = [t for t in tensors if t is not None]
+                *works, end = self._receives(self._groups[channel], full, source, tag * _TAGS + 2)
+                end.wait(self._timeout)
+                for work in works:
+                    work.wait(self._timeout)
+        # It was sent after what this worker had sent under that tag the other way had arrived.
+        answered = (_OTHER[channel], source, tag)
+        self._sent.pop(answered, None)
+        self._sent_before.pop(answered, None)
         if self.device.type != "cpu":
             tensors = [None if t is None else t.to(self.device) for t in tensors]
         value: Value = inbox.layout.value(tensors)
         return value
 
     def send(self, channel: Channel, value: Value, destination: int, tag: int) -> None:
-        """Starts to send ``value`` to rank ``destination``; its tensors must not change before :meth:`flush`."""
+        """Starts to send ``value`` to rank ``destination``; its tensors must not change.
+
+        The message that went under (channel, destination, tag) before must have arrived: in a schedule the next one
+        depends on what was computed of it.
+        """
         key = (channel, destination, tag)
         layout = Layout.of(value)
         outbox = self._outboxes.get(key)
@@ -352,20 +411,27 @@ class Communicator:
                 if view is not None and tensor is not None:
                     view.copy_(tensor.detach())
         with self._translated():
-            group, group_rank, base = self._groups[channel], self._group_rank[destination], tag * (MAX_TENSORS + 1)
-            self._sending.append((group.send([outbox.message], group_rank, base), outbox.message))
+            group = self._groups[channel]
+            sent = self._sends(group, [outbox.message], destination, tag * _TAGS)
             if not packed:
-                for part, tensor in enumerate(tensors):
-                    if tensor is not None:
-                        staged = tensor.detach().contiguous().cpu()
-                        self._sending.append((group.send([staged], group_rank, base + 1 + part), staged))
+                staged = [tensor.detach().contiguous().cpu() for tensor in tensors if tensor is not None]
+                sent += self._sends(group, staged, destination, tag * _TAGS + 2)
+        self._sent[key] = sent
+        self._sent_before.pop(key, None)
 
-    def flush(self) -> None:
-        """Waits until everything sent has left."""
-        with self._translated():
-            for work, _ in self._sending:
-                work.wait()
-        self._sending.clear()
+    def end_step(self) -> None:
+        """Lets go of what was sent before the last call: all that take part in a step got it before they went on."""
+        self._sent_before, self._sent = self._sent, {}
+
+    def _sends(self, group: Any, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:
+        """Starts to send ``tensors`` and an empty message as one, under the tags from ``base`` on."""
+        rank = self._group_rank[destination]
+        return [(group.send([t], rank, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
+
+    def _receives(self, group: Any, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
+        """The counterpart of :meth:`_sends`; the last must be waited for first."""
+        rank = self._group_rank[source]
+        return [group.recv([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]
 
     def exchange(self, peer: int, size: int, initiate: bool) -> None:
         """Sends ``size`` bytes to rank ``peer`` and waits until they came back, or is the one that sends them back."""
@@ -375,7 +441,6 @@ class Communicator:
         else:
             value = self.receive(self.post_receive(Channel.ACTIVATIONS, peer, _EXCHANGE_TAG))
             self.send(Channel.GRADIENTS, value, peer, _EXCHANGE_TAG)
-        self.flush()
 
     # ------------------------------------------------------------------ within a stage
 
@@ -384,13 +449,9 @@ class Communicator:
         if self._stage is None:
             self._check()
             return
-        with self._translated():
-            staged = tensor.cpu()
-            options = AllreduceOptions()
-            options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
-            self._wait_for(self._stage.allreduce([staged], options))
-            if staged is not tensor:
-                tensor.copy_(staged)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
+        self._collective(self._stage, tensor, lambda staged: self._stage.allreduce([staged], options))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
@@ -401,42 +462,59 @@ class Communicator:
         self._broadcast(self._ties[tie], self._tie_ranks[tie], tensor, source)
 
     def _broadcast(self, group: Any, ranks: Mapping[int, int], tensor: Tensor, source: int) -> None:
-        with self._translated():
-            staged = tensor.cpu()
-            options = BroadcastOptions()
-            options.rootRank = ranks[source]
-            self._wait_for(group.broadcast([staged], options))
-            if staged is not tensor:
-                tensor.copy_(staged)
+        options = BroadcastOptions()
+        options.rootRank = ranks[source]
+        self._collective(group, tensor, lambda staged: group.broadcast([staged], options))
 
-    def _wait_for(self, work: Any) -> None:
+    def _collective(self, group: Any, tensor: Tensor, start: Callable[[Tensor], Any]) -> None:
+        """Carries out a collective of ``group`` over the contiguous ``tensor``, in parts."""
+        for part in tensor.view(-1).split(_CHUNK_BYTES // tensor.element_size()):
+            with self._translated():
+                staged = part.cpu()
+                self._wait_for(group, start(staged))
+                if staged is not part:
+                    part.copy_(staged)
+            self.on_progress()
+
+    def _wait_for(self, group: Any, work: Any) -> None:
         """Waits for a collective, which may not notice that its sockets are shut down."""
         while True:
+            aborted = self._aborted_generation >= self._generation
             try:
-                work.wait(_LOOK)
+                work.wait(_LAST_LOOK if aborted else _LOOK)
                 return
             except RuntimeError:
                 if work.is_completed():
                     raise
-                self._check()
+                if aborted:
+                    # Its destructor would wait for the thread that is inside the collective.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                    self._check()
 
     # ------------------------------------------------------------------ transfers of state
 
     def send_bytes(self, tensor: Tensor, destination: int) -> None:
         """Sends the bytes of ``tensor`` to rank ``destination``, which knows how many there are; returns when they
-        have left.
+        have arrived.
         """
         for chunk in _chunks(tensor.detach().contiguous().cpu()):
             with self._translated():
-                group = self._groups[Channel.ACTIVATIONS]
-                group.send([chunk], self._group_rank[destination], _TRANSFER_TAG).wait()
+                (arrived,) = self._receives(self._groups[Channel.GRADIENTS], [], destination, _TRANSFER_TAG)
+                sent = self._sends(self._groups[Channel.ACTIVATIONS], [chunk], destination, _TRANSFER_TAG)
+                arrived.wait(self._timeout)
+                del sent  # until here it had to be kept
+            self.on_progress()
 
     def receive_bytes(self, tensor: Tensor, source: int) -> None:
         """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`."""
         for chunk in _chunks(tensor):
             with self._translated():
-                group = self._groups[Channel.ACTIVATIONS]
-                group.recv([chunk], self._group_rank[source], _TRANSFER_TAG).wait()
+                work, end = self._receives(self._groups[Channel.ACTIVATIONS], [chunk], source, _TRANSFER_TAG)
+                end.wait(self._timeout)
+                work.wait(self._timeout)
+                key = (Channel.GRADIENTS, source, _TRANSFER_TAG)
+                self._sent[key] = self._sends(self._groups[Channel.GRADIENTS], [], source, _TRANSFER_TAG)
+            self.on_progress()
 
     # ------------------------------------------------------------------ errors
 

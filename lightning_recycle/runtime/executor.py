@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -41,13 +41,19 @@ from lightning_recycle.resilience.messages import (
     Resume,
 )
 from lightning_recycle.resilience.recovery import WorkerStatus
-from lightning_recycle.runtime.communicator import Channel, CommunicationError, Communicator, Incoming
-from lightning_recycle.runtime.data import StepHandle
+from lightning_recycle.runtime.communicator import (
+    Channel,
+    CommunicationError,
+    Communicator,
+    Incoming,
+    UnreachableError,
+)
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.steps import StepHandle
 from lightning_recycle.runtime.tie_exchange import TieExchange
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
@@ -175,6 +181,7 @@ class Executor:
         self._losses: dict[int, float] = {}
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
+        communicator.on_progress = client.progressed
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
 
@@ -246,8 +253,7 @@ class Executor:
                 self._commit_and_apply()
             for after in self.after_operation:
                 after(step, task.op)
-        with self._waiting("messages to leave"):
-            self._communicator.flush()
+        self._communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
         inputs = target = None
@@ -283,7 +289,7 @@ class Executor:
 
     def _reduce(self, step: int) -> None:
         self._gradients.check(step)
-        with self._waiting("peers"), self._measured(OpKind.REDUCE):
+        with self._client.waiting("peers"), self._measured(OpKind.REDUCE):
             for buffer in self._gradients.of_step(step):
                 self._communicator.all_reduce(buffer)
             self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
@@ -380,15 +386,14 @@ class Executor:
             if task.op.stage == 0 or self._is_last:
                 inputs, target = split(loader.fetch(handle, task.op.microbatch))
             if task.source is not None:
-                with self._waiting(f"rank {task.source}"):
+                with self._client.waiting(f"rank {task.source}"):
                     inputs = self._communicator.receive(incoming[task])
             output = self._stage.evaluate(self.version, task.index, inputs)
             if self._is_last:
                 recorded[task.index] = record(output, target, sizes[task.index])
             if task.destination is not None:
                 self._communicator.send(Channel.ACTIVATIONS, output, task.destination, task.index)
-        with self._waiting("messages to leave"):
-            self._communicator.flush()
+        self._communicator.end_step()
         return recorded
 
     # ------------------------------------------------------------------ a failure
@@ -424,8 +429,10 @@ class Executor:
                     for index, tie in enumerate(self._ties.ties)
                     if self.worker.stage in tie.stages
                 }
-                with self._waiting("connections"):
-                    self._communicator.configure(resume.generation, resume.roster, stage_roster, tie_rosters)
+                with self._client.waiting("connections"):
+                    self._communicator.configure(
+                        resume.generation, resume.roster, stage_roster, tie_rosters, announced.check_links
+                    )
                 self._program = worker_program(resume.schedule, self.worker)
                 self._client.send(Connected(self._client.rank, resume.generation))
                 self.on_generation()
@@ -454,12 +461,12 @@ class Executor:
         if mine:
             with self._busy("taking a snapshot"):
                 snapshot = self.take_snapshot()
-            with self._waiting("the transfer of state"):
+            with self._client.waiting("the transfer of state"):
                 for rank in mine:
                     send_object(self._communicator, snapshot, rank)
         donor = resume.donors.get(self._client.rank)
         if donor is not None:
-            with self._waiting("the transfer of state"):
+            with self._client.waiting("the transfer of state"):
                 snapshot = receive_object(self._communicator, donor)
             with self._busy("taking over the state"):
                 self.restore_snapshot(snapshot)
@@ -473,14 +480,14 @@ class Executor:
         adoptions = [a for a in resume.decision.adoptions if a.stage == self.worker.stage]
         for adoption in adoptions:
             if adoption.step == version and self.version < version:
-                self._apply(resume.commits)
-            with self._waiting("a gradient"):
+                self._apply_late(resume.commits)
+            with self._client.waiting("a gradient"):
                 for buffer in self._gradients.of_step(adoption.step):
                     self._communicator.broadcast(buffer, adoption.donor)
             if self.version == adoption.step and not self._reduced:
                 self._payload, self._reduced = CommitPayload(self._squared_norm(adoption.step)), True
         if adoptions:  # nobody may go on and overwrite what it gave before all others have it
-            with self._waiting("peers"):
+            with self._client.waiting("peers"):
                 self._communicator.all_reduce(torch.zeros(1))
         if self.version < version:
             payloads = resume.commits
@@ -488,7 +495,14 @@ class Executor:
                 # Nobody has applied the step yet. Another failure may leave a stage without it, and there is no shadow:
                 # so all commit it together once all hold it.
                 payloads = self._client.commit(version - 1, self._payload).payloads
-            self._apply(payloads)
+            self._apply_late(payloads)
+
+    def _apply_late(self, payloads: Mapping[int, CommitPayload]) -> None:
+        """As :meth:`_apply`, in the middle of a recovery: it may take as long as in a step."""
+        before = self._client.activity
+        self._client.activity = Activity(self.version, "STEP", "", time.monotonic(), OpKind.STEP.value)
+        self._apply(payloads)
+        self._client.activity = replace(before, since=time.monotonic())
 
     def _serve(self, step: int) -> None:
         """Computes this worker's part of a step that it has applied, with the parameters of then, for who redoes it."""
@@ -503,7 +517,8 @@ class Executor:
         """Tells the coordinator that communication broke and waits until it says what holds now."""
         if not self._client.interrupted:
             log.debug("Worker %s: %s", self.worker, error)
-            self._client.send(Broken(self._client.rank, self._client.generation, str(error)))
+            unreachable = error.ranks if isinstance(error, UnreachableError) else ()
+            self._client.send(Broken(self._client.rank, self._client.generation, str(error), unreachable))
             self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
 
     # ------------------------------------------------------------------ profiling
@@ -515,13 +530,13 @@ class Executor:
         """Measures the link to the next stage of the pipeline: even stages begin, then odd ones."""
         rank, stage = self._client.rank, self.worker.stage
         for parity in (0, 1):
-            self._client.waiting_for("its neighbours")
-            if stage % 2 == parity and not self._is_last:
-                profiler.latency, profiler.bandwidth = measure_link(
-                    lambda size: self._communicator.exchange(rank + 1, size, initiate=True)
-                )
-            elif stage % 2 != parity and stage > 0:
-                measure_link(lambda size: self._communicator.exchange(rank - 1, size, initiate=False))
+            with self._client.waiting("its neighbours"):
+                if stage % 2 == parity and not self._is_last:
+                    profiler.latency, profiler.bandwidth = measure_link(
+                        lambda size: self._communicator.exchange(rank + 1, size, initiate=True)
+                    )
+                elif stage % 2 != parity and stage > 0:
+                    measure_link(lambda size: self._communicator.exchange(rank - 1, size, initiate=False))
 
     def _finish_profile(self, profiler: StageProfiler) -> None:
         measured = profiler.profile(self._timings.seconds)
@@ -537,7 +552,7 @@ class Executor:
             data = self._steps[step]
             with self._busy("reading data"):
                 data.handle.loader.read_ahead(data.handle)
-        with self._waiting(f"rank {task.source}"):
+        with self._client.waiting(f"rank {task.source}"):
             return self._communicator.receive(self._incoming[task])
 
     def _measured(self, kind: OpKind) -> AbstractContextManager[None]:
@@ -558,15 +573,6 @@ class Executor:
             yield
         finally:
             self._client.activity = Activity(before.step, before.operation, "", time.monotonic(), before.kind)
-
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """Says that this worker waits for others within the block."""
-        before = self._client.waiting_for(what)
-        try:
-            yield
-        finally:
-            self._client.activity = before
 
 
 def _channel(op: Op) -> Channel:

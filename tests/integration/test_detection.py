@@ -91,8 +91,11 @@ class LongFirstStep(Regression):
 class LongHook(L.Callback):
     """On one worker only, as on the leader that writes something."""
 
+    def __init__(self, rank: int = 3) -> None:
+        self.rank = rank
+
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 3 and trainer.global_step == 5:
+        if trainer.global_rank == self.rank and trainer.global_step == 5:
             time.sleep(LONG)
 
 
@@ -147,6 +150,28 @@ def test_a_long_pause_outside_the_schedule_is_no_fault(pause: str, tmp_path: Any
     started = time.monotonic()
     assert undisturbed(watched(model, **arguments))
     assert time.monotonic() - started > LONG
+
+
+class LongForward(nn.Tanh):
+    """So long that a heartbeat comes in the middle of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.25)
+        return super().forward(x)
+
+
+class LongLastStage(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return [*super().configure_pipeline()[:-1], LongForward(), nn.Linear(4, 1)]
+
+
+def test_an_operation_that_begins_after_a_long_wait_is_no_fault() -> None:
+    """The last stage waits for the first, for more than ten times as long as its forward takes."""
+    model = LongLastStage().double()
+    callbacks = [HeartbeatCallback(interval=0.05, timeout=TIMEOUT), LongHook(rank=0)]
+    run = fit(model, 2, 2, callbacks=callbacks, max_steps=7, strategy={"num_microbatches": 1})
+    assert difference(model.state_dict(), plain_loop(LongLastStage().double(), dataset(), steps=7)) < TOLERANCE
+    assert undisturbed(run)
 
 
 def test_a_worker_that_is_five_times_slower_is_no_fault() -> None:

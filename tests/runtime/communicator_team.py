@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,11 @@ class Meeting:
         self._directory = Path(directory)
         self._interrupted = -1
         self.generation = -1
+        self.hidden = False
 
     def publish(self, key: str, value: bytes) -> None:
+        if self.hidden and "doorbell" in key:
+            value = b"127.0.0.1 1"
         path = self._directory / key.replace("/", "_")
         path.with_suffix(f".{os.getpid()}").write_bytes(value)
         path.with_suffix(f".{os.getpid()}").rename(path)
@@ -94,6 +98,10 @@ class Member:
         os.kill(self.process.pid, signal.SIGSTOP)
         _await_stopped(self.process.pid)
 
+    def go_on(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         if self.process.pid is not None:
             self.process.kill()  # a stopped process dies of it too
@@ -139,10 +147,10 @@ class Team:
             raise failure
         return results
 
-    def regroup(self, *ranks: int, stages: int = 1) -> None:
+    def regroup(self, *ranks: int, stages: int = 1, check_links: bool = False) -> None:
         """Connects ``ranks`` in a new generation; rank r is in stage r modulo ``stages``."""
         self.generation += 1
-        self.run(configure, self.generation, ranks, stages, ranks=ranks)
+        self.run(configure, self.generation, ranks, stages, check_links, ranks=ranks)
 
     def close(self) -> None:
         for member in self.members:
@@ -192,16 +200,23 @@ def _serve(rank: int, directory: str, connection: Connection) -> None:
 # ---------------------------------------------------------------------- tasks
 
 
-def configure(communicator: Communicator, generation: int, ranks: Sequence[int], stages: int) -> None:
+def configure(
+    communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, check_links: bool = False
+) -> None:
     mine = [rank for rank in ranks if rank % stages == communicator._rank % stages]
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
-    communicator.configure(generation, ranks, mine)
+    communicator.configure(generation, ranks, mine, check_links=check_links)
+
+
+def hide(communicator: Communicator, hidden: bool) -> None:
+    """From now on nobody can reach this member who checks its links, or again everybody."""
+    communicator.meeting.hidden = hidden  # type: ignore[attr-defined]
 
 
 def send(communicator: Communicator, values: Sequence[Any], destination: int, tags: Sequence[int]) -> None:
     for value, tag in zip(values, tags, strict=True):
         communicator.send(FORWARD, value, destination, tag)
-    communicator.flush()
+    communicator.end_step()
 
 
 def send_unusual(communicator: Communicator, kind: str) -> None:
@@ -227,11 +242,14 @@ def ping_pong(communicator: Communicator, sizes: Sequence[int]) -> list[Any]:
     channel, back = (Channel.ACTIVATIONS, Channel.GRADIENTS) if me == 0 else (Channel.GRADIENTS, Channel.ACTIVATIONS)
     for number, size in enumerate(sizes):
         incoming = communicator.post_receive(back, 1 - me, 0)
-        communicator.send(channel, torch.full((size,), float(10 * number + me)), 1 - me, 0)
+        if me == 0:
+            communicator.send(channel, torch.full((size,), float(10 * number + me)), 1 - me, 0)
         value = communicator.receive(incoming)
         assert isinstance(value, torch.Tensor)
+        if me == 1:
+            communicator.send(channel, torch.full((size,), float(10 * number + me)), 1 - me, 0)
         found.append((len(value), set(value.unique().tolist())))
-        communicator.flush()
+        communicator.end_step()
     return found
 
 
@@ -240,7 +258,7 @@ def both_channels(communicator: Communicator) -> tuple[Any, Any]:
     if communicator._rank == 0:
         for number, channel in enumerate(Channel):
             communicator.send(channel, torch.full((3,), float(number)), 1, 7)
-        communicator.flush()
+        communicator.end_step()
         return None, None
     posted = [communicator.post_receive(channel, 0, 7) for channel in Channel]
     second, first = communicator.receive(posted[1]), communicator.receive(posted[0])
@@ -254,16 +272,48 @@ def all_reduce(communicator: Communicator, size: int, dtype: torch.dtype) -> tor
     return tensor
 
 
-def broadcast(communicator: Communicator, source: int) -> torch.Tensor:
-    tensor = torch.full((1000,), float(communicator._rank))
+def all_reduce_zeros(communicator: Communicator, size: int) -> None:
+    communicator.all_reduce(torch.zeros(size))
+
+
+def broadcast(communicator: Communicator, source: int, size: int = 1000) -> torch.Tensor:
+    tensor = torch.full((size,), float(communicator._rank))
     communicator.broadcast(tensor, source)
-    return tensor
+    return tensor[:1000]
 
 
-def flood(communicator: Communicator, destination: int) -> None:
-    """Sends more than any socket buffer holds to somebody who does not listen."""
-    communicator.send(FORWARD, torch.zeros(64 * 2**20, dtype=torch.uint8), destination, 0)
-    communicator.flush()
+def send_many_twice(communicator: Communicator, count: int, size: int, peer: int) -> None:
+    """Sends ``count`` values of ``size`` bytes, and again when each has been answered: their size is known then."""
+    for _ in range(2):
+        answers = [communicator.post_receive(Channel.GRADIENTS, peer, tag) for tag in range(count)]
+        for tag in range(count):
+            communicator.send(FORWARD, torch.zeros(size, dtype=torch.uint8), peer, tag)
+        for answer in answers:
+            communicator.receive(answer)
+        time.sleep(0.2)
+
+
+def receive_many_twice(communicator: Communicator, count: int, peer: int) -> None:
+    """The counterpart of :func:`send_many_twice`."""
+    for _ in range(2):
+        posted = [communicator.post_receive(FORWARD, peer, tag) for tag in range(count)]
+        for tag, incoming in enumerate(posted):
+            communicator.receive(incoming)
+            communicator.send(Channel.GRADIENTS, torch.zeros(1), peer, tag)
+
+
+def give(communicator: Communicator, size: int, destination: int) -> None:
+    communicator.send_bytes(torch.zeros(size, dtype=torch.uint8), destination)
+
+
+def take(communicator: Communicator, size: int, source: int) -> None:
+    communicator.receive_bytes(torch.empty(size, dtype=torch.uint8), source)
+
+
+def bound_connecting(communicator: Communicator, seconds: float) -> None:
+    from lightning_recycle.runtime import communicator as module
+
+    module._CONNECT_TIMEOUT = timedelta(seconds=seconds)
 
 
 def count_descriptors(communicator: Communicator) -> int:

@@ -13,7 +13,8 @@ from communicator_team import Failure, Team
 from torch import Tensor
 
 from lightning_recycle.resilience.client import Interrupted
-from lightning_recycle.runtime.communicator import _PACKED_BYTES, _SMALL_BYTES, CommunicationError
+from lightning_recycle.runtime.communicator import _PACKED_BYTES, _SMALL_BYTES, CommunicationError, UnreachableError
+from lightning_recycle.runtime.reachability import CHECK_SECONDS
 from lightning_recycle.runtime.wire import HEADER_BYTES
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
@@ -202,7 +203,7 @@ BLOCKING: dict[str, tuple[Any, ...]] = {
     "receive": (tasks.receive, 1, [0], [0]),
     "all_reduce": (tasks.all_reduce, 100_000, torch.float32),
     "broadcast": (tasks.broadcast, 1),
-    "flush": (tasks.flood, 1),
+    "transfer": (tasks.give, 100_000, 1),
 }
 
 
@@ -233,6 +234,80 @@ def test_abort_unblocks_although_the_peer_is_stopped(team: Team, operation: str)
     team.regroup(0, 2)
     results = team.run(tasks.all_reduce, 10, torch.float32, ranks=[0, 2])
     assert torch.equal(*results)
+
+
+LARGE = 100_000_000  # bytes; more than the buffers of a connection hold
+MANY = (30, 4_000_000)
+CUT: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {  # what the receiver does, and the sender
+    "values": ((tasks.receive_many_twice, MANY[0]), (tasks.send_many_twice, *MANY)),
+    "transfer": ((tasks.take, LARGE), (tasks.give, LARGE)),
+    "broadcast": ((tasks.broadcast, 1, LARGE // 16), (tasks.broadcast, 1, LARGE // 16)),
+    "all_reduce": ((tasks.all_reduce_zeros, LARGE // 16), (tasks.all_reduce_zeros, LARGE // 16)),
+}
+
+
+def call(task: tuple[Any, ...], peer: int) -> tuple[Any, ...]:
+    return task if task[0] in (tasks.broadcast, tasks.all_reduce_zeros) else (*task, peer)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+@pytest.mark.parametrize("operation", CUT)
+def test_a_message_whose_sender_ends_in_the_middle_of_it_holds_nobody_up(team: Team, operation: str, end: str) -> None:
+    """Gloo forgets a message that is under way when its connection ends: whoever waits for it waits for the timeout."""
+    receiver, sender = team.members[:2]
+    team.regroup(0, 1)
+    receives, sends = CUT[operation]
+    receiver.start(*call(receives, 1))
+    if operation == "values":
+        sender.start(*call(sends, 0))
+        time.sleep(0.4)  # the first round is over, and the receives of the second are posted
+    else:
+        time.sleep(0.1)
+    receiver.stop()
+    if operation != "values":
+        sender.start(*call(sends, 0))
+    time.sleep(0.3)  # the buffers are full, with the end of some message still to be written
+    getattr(sender, end)()
+    receiver.go_on()
+    assert_abort_unblocks(team, 0, team.generation)
+    assert_goes_on(team, 0)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+@pytest.mark.parametrize("operation", CUT)
+def test_a_message_whose_receiver_ends_in_the_middle_of_it_holds_nobody_up(
+    team: Team, operation: str, end: str
+) -> None:
+    receiver, sender = team.members[:2]
+    team.regroup(0, 1)
+    receives, sends = CUT[operation]
+    receiver.start(*call(receives, 1))
+    time.sleep(0.1)
+    receiver.stop()
+    sender.start(*call(sends, 0))
+    time.sleep(0.3)
+    if end == "kill":
+        receiver.kill()
+    assert_abort_unblocks(team, 1, team.generation)
+    assert_goes_on(team, 1)
+
+
+def assert_goes_on(team: Team, rank: int) -> None:
+    """Worker ``rank`` is not held up by what it was in the middle of."""
+    started = time.monotonic()
+    team.regroup(rank, 2)
+    assert torch.equal(*team.run(tasks.all_reduce, 10, torch.float32, ranks=[rank, 2]))
+    assert time.monotonic() - started < ABORT_SECONDS
+
+
+def test_a_message_may_be_waited_for_longer_than_connecting_may_take(four: Team) -> None:
+    four.run(tasks.bound_connecting, 0.5)
+    four.regroup(0, 1)
+    four.members[0].start(tasks.receive, 1, [0], [0])
+    time.sleep(1.0)
+    four.members[1].start(tasks.send, [torch.ones(3)], 0, [0])
+    assert_same(four.collect(four.members[:2])[0], [torch.ones(3)])
+    four.run(tasks.bound_connecting, 5.0)
 
 
 def test_abort_unblocks_connecting_to_a_peer_that_is_missing(four: Team) -> None:
@@ -333,5 +408,62 @@ def test_generations_leave_no_descriptors_behind(four: Team) -> None:
         if number % 2:
             four.members[0].start(*BLOCKING["receive"])
             assert_abort_unblocks(four, 0, four.generation)
+        four.regroup(0, 1, check_links=number % 3 == 0)
     use()
     assert four.run(tasks.count_descriptors, ranks=[0, 1]) == before
+
+
+# ---------------------------------------------------------------------- links that are checked before connecting
+
+
+@pytest.fixture
+def with_2_hidden(four: Team) -> Iterator[Team]:
+    four.run(tasks.hide, True, ranks=[2])
+    yield four
+    four.run(tasks.hide, False, ranks=[2])
+
+
+def test_workers_that_reach_each_other_connect(four: Team) -> None:
+    began = time.monotonic()
+    four.regroup(0, 1, 3, check_links=True)
+    assert time.monotonic() - began < 1.0
+    assert_same(transfer(four, [torch.ones(30_000)]), [torch.ones(30_000)])
+
+
+def test_a_worker_says_whom_it_cannot_reach(with_2_hidden: Team) -> None:
+    with_2_hidden.generation += 1
+    kinds, texts = [], []
+    for rank in (0, 1, 2):
+        with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (0, 1, 2), 1, True)
+    for rank in (0, 1):
+        with pytest.raises(Failure) as caught:
+            with_2_hidden.members[rank].result()
+        kinds.append(caught.value.kind)
+        texts.append(str(caught.value))
+    assert kinds == [UnreachableError.__name__] * 2
+    assert all("rank 2." in text for text in texts)
+    assert_abort_unblocks(with_2_hidden, 2, with_2_hidden.generation)  # it reaches the others, and waits for them
+    with_2_hidden.regroup(0, 1, 3)
+    assert_same(transfer(with_2_hidden, [torch.ones(3)]), [torch.ones(3)])
+
+
+def test_abort_ends_the_check_of_links(with_2_hidden: Team) -> None:
+    with_2_hidden.generation += 1
+    for rank in (0, 2):
+        with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (0, 2), 1, True)
+    for rank in (0, 2):
+        assert_abort_unblocks(with_2_hidden, rank, with_2_hidden.generation)
+
+
+def test_a_stopped_worker_can_be_reached(team: Team) -> None:
+    """It is for its silence to betray it: its links are in order."""
+    team.generation += 1
+    team.members[1].start(tasks.configure, team.generation, (0, 1), 1, True)
+    time.sleep(BLOCKED)
+    team.members[1].stop()
+    team.members[0].start(tasks.configure, team.generation, (0, 1), 1, True)
+    time.sleep(CHECK_SECONDS + 0.3)
+    team.members[0].abort(team.generation)
+    with pytest.raises(Failure) as caught:
+        team.members[0].result(timeout=5)
+    assert caught.value.kind == CommunicationError.__name__
