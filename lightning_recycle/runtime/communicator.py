@@ -2,8 +2,7 @@
 
 Contract: :meth:`Communicator.configure` connects the workers of one generation, :meth:`Communicator.abort` (from any
 thread) makes every blocked or later operation raise :class:`CommunicationError` within milliseconds. There is no
-default process
-group: all groups are raw objects under a store prefix of their generation.
+default process group: all groups are raw objects under a store prefix of their generation.
 
 Private torch API used here: ``ProcessGroupGloo`` and its ``_Options``. Gloo's own ``abort`` does nothing and a blocked
 ``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets that the groups opened. Gloo then fails

@@ -87,6 +87,7 @@ def test_peers_that_lose_each_other_in_the_middle_of_the_network(cluster: Cluste
     assert "it and worker (0, 0) cannot reach each other" in record
 
 
+@pytest.mark.exhaustive
 def test_a_worker_without_a_route_to_the_next_stage(cluster: Cluster) -> None:
     """One way only: worker (1, 0) has no way to worker (1, 1)."""
     cluster.machines[2].ip("route", "add", "blackhole", cluster.machines[3].address)
@@ -95,6 +96,7 @@ def test_a_worker_without_a_route_to_the_next_stage(cluster: Cluster) -> None:
     assert "it and worker (1, 0) cannot reach each other" in record
 
 
+@pytest.mark.exhaustive
 def test_a_link_that_nobody_used_is_missed_when_another_worker_dies(cluster: Cluster) -> None:
     """Worker (0, 0) has nothing for worker (1, 1) until its own peer dies; it is then the last one of its stage."""
     cluster.drop(0, 3)

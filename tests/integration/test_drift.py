@@ -38,7 +38,7 @@ class AwaitChange(L.Callback):
         client = strategy._context.client
         deadline = time.monotonic() + LONGEST_WAIT
         while trainer.global_step == CHANGE and client._newest_pause < (0, 0) and time.monotonic() < deadline:
-            if client.interrupted:
+            if client.interrupted or client.generation > 0:  # somebody died: there is no change for that generation
                 return
             time.sleep(0.002)
         if trainer.global_step == CHANGE and trainer.global_rank == self.dies:

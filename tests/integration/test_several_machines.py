@@ -29,7 +29,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 def test_the_loss_of_a_whole_machine_changes_nothing(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     a, b = machines
-    served = coordinator(a, runs=2)
+    served = coordinator(a, 2, "--start-timeout", "25")  # the second run waits that long for those that are lost
     output = tmp_path / "trained.pt"
     mine = [worker(a, a.address, STEPS, 0.2, output, "validate") for _ in range(2)]
     for _ in range(2):
