@@ -10,9 +10,10 @@ import sys
 import pytest
 
 
-def run(code: str) -> str:
+def run(code: str, *arguments: str) -> str:
     """Runs ``code`` in a new interpreter and returns what it prints."""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -35,29 +36,39 @@ def test_planning_and_control_plane_load_neither_torch_nor_lightning(module: str
 REGISTERED = "from lightning.pytorch.strategies import StrategyRegistry; print('recycle' in StrategyRegistry)"
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
+# Each in a child of one interpreter that has loaded what takes long: torch, and torchmetrics with all that it loads.
+IN_CHILDREN = """
+import os, sys
+import torch, torchmetrics
+for imports in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        exec(imports)
+        from lightning.pytorch.strategies import StrategyRegistry
+        print(imports, "recycle" in StrategyRegistry, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_recycle_is_registered_in_any_order_of_imports_and_lightning_alone_does_not_know_it() -> None:
+    ours = [
         "import lightning_recycle; import lightning",
         "import lightning; import lightning_recycle",
         "import lightning_recycle.planning; import lightning",
-    ],
-)
-def test_recycle_is_registered_in_any_order_of_imports(imports: str) -> None:
-    assert run(f"{imports}; {REGISTERED}") == "True"
-
-
-def test_lightning_alone_does_not_know_the_name() -> None:
-    assert run(f"import lightning; {REGISTERED}") == "False"
+    ]
+    alone = "import lightning"
+    assert run(IN_CHILDREN, *ours, alone).splitlines() == [*(f"{order} True" for order in ours), f"{alone} False"]
 
 
 def test_trainer_accepts_the_name() -> None:
-    code = (
-        "import lightning as L, lightning_recycle\n"
-        "t = L.Trainer(strategy='recycle', accelerator='cpu', devices=2, logger=False, enable_checkpointing=False)\n"
-        "print(type(t.strategy).__name__, t.strategy is not None and t.world_size)"
-    )
-    assert run(code).splitlines()[-1] == "ReCycleStrategy 2"
+    import lightning as L
+
+    import lightning_recycle
+
+    trainer = L.Trainer(strategy="recycle", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    assert type(trainer.strategy) is lightning_recycle.ReCycleStrategy
+    assert trainer.world_size == 2
 
 
 def test_public_names_are_found_and_unknown_ones_are_not() -> None:

@@ -12,6 +12,7 @@ def test_there_is_something_to_gain_and_it_is_not_everything(case):
     assert healthy < best < 0.85 * ignorant
 
 
+@pytest.mark.exhaustive
 def test_a_slow_worker_is_relieved_in_a_real_run():
     case = replace(SLOW, before=5, after=25)
     found = measure(case, slot=0.01, window=4)
@@ -21,6 +22,7 @@ def test_a_slow_worker_is_relieved_in_a_real_run():
     assert case.slots()[2] * 0.01 * 0.9 < found.recovered.median < 0.9 * found.slow.median
 
 
+@pytest.mark.exhaustive
 def test_noise_changes_no_plan_in_a_real_run():
     assert NOISY.noise == 0.2
     found = measure(replace(NOISY, before=0, after=30), slot=0.01, window=6)
