@@ -16,7 +16,7 @@ What the simulator is told, and nothing else:
   read from the real run: how long a process takes to start is up to the machine, not to the policy. (Replacements wait
   for some seconds more, so that there is a phase without them.)
 - what a failure and a rejoin cost beyond the steps: ``DETECTION``, ``REGROUP`` and ``REJOIN``, one number each for all
-  scenarios, from the medians of ``recovery.py`` in RESULTS.md (another model, another run).
+  scenarios, from medians of ``recovery.py`` (another model, another run).
 
 The step that a failure undoes, the empty pipelines after each stop and the step at whose end a rejoin takes place are
 the simulator's own to find. A history begins with the commit of the last warm-up step.
@@ -79,11 +79,11 @@ __all__ = [
 ]
 
 DETECTION = 0.037
-"""Seconds from a SIGKILL until the coordinator declares the worker dead: "Fast to recover" in RESULTS.md."""
+"""Seconds from a SIGKILL until the coordinator declares the worker dead: a median of ``recovery.py``."""
 REGROUP = 0.006 + 0.007
 """Seconds to agree, with the plan, and to connect anew: the same table."""
 REJOIN = 0.172
-"""Seconds that the survivors wait for a replacement to enter: "Every kind of recovery" in RESULTS.md."""
+"""Seconds that the survivors wait for a replacement to enter: a median of ``recovery.py``."""
 OPERATION, MESSAGE, BETWEEN_STEPS = 0.0004, 0.0006, 0.005
 """Seconds between two operations of a worker, what they are more if a message comes in between, and between two steps:
 the trace of one worker of four under "The schedule is what runs" in RESULTS.md (0.4, 1 - 0.4 and 5 ms)."""

@@ -7,7 +7,7 @@ Run by an interpreter of its own, which has torchft and nothing of this project;
 x86-64; torchft-nightly 2026.10.26 with torch 2.13.0+cpu)::
 
     python3 -m venv TORCHFT
-    TORCHFT/bin/pip install numpy /opt/wheels/torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
+    TORCHFT/bin/pip install numpy torch==2.13.0  # the CPU build
     TORCHFT/bin/pip install --no-deps --pre torchft-nightly
     TORCHFT/bin/pip install "opentelemetry-api>=1.39" "opentelemetry-sdk>=1.39" \
         "opentelemetry-exporter-otlp-proto-http>=1.39"
