@@ -499,10 +499,8 @@ class Executor:
 
     def _apply_late(self, payloads: Mapping[int, CommitPayload]) -> None:
         """As :meth:`_apply`, in the middle of a recovery: it may take as long as in a step."""
-        before = self._client.activity
-        self._client.activity = Activity(self.version, "STEP", "", time.monotonic(), OpKind.STEP.value)
-        self._apply(payloads)
-        self._client.activity = replace(before, since=time.monotonic())
+        with self._busy("STEP", OpKind.STEP.value):
+            self._apply(payloads)
 
     def _serve(self, step: int) -> None:
         """Computes this worker's part of a step that it has applied, with the parameters of then, for who redoes it."""
@@ -565,14 +563,14 @@ class Executor:
         return data.handle.loader.num_samples(data.handle, task.op.microbatch)
 
     @contextmanager
-    def _busy(self, what: str) -> Iterator[None]:
-        """Says that this worker does something of which nobody knows how long it takes."""
+    def _busy(self, what: str, kind: str = "") -> Iterator[None]:
+        """Says that this worker does something else within the block; without a ``kind`` nobody knows how long."""
         before = self._client.activity
-        self._client.activity = Activity(before.step, what, "", time.monotonic())
+        self._client.activity = Activity(before.step, what, "", time.monotonic(), kind)
         try:
             yield
         finally:
-            self._client.activity = Activity(before.step, before.operation, "", time.monotonic(), before.kind)
+            self._client.activity = replace(before, since=time.monotonic())
 
 
 def _channel(op: Op) -> Channel:
