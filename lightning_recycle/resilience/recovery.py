@@ -2,7 +2,8 @@
 
 Within step t a worker is RUNNING, then REDUCED (it holds its stage's complete reduced gradient), then APPLIED: its
 parameters are of version t+1, and it is RUNNING in step t+1. With the staggered optimizer stages apply at their own
-time, but step t+1 cannot be REDUCED anywhere before every stage has applied t, so they differ by at most one version.
+time, but step t+1 cannot be REDUCED anywhere before every worker has applied t: its micro-batches flow through all
+workers, and where one has none, its peers wait for it before they begin. So versions differ by at most one.
 
 A stage can reach the highest version among its workers, plus one if a worker of that version is REDUCED. The committed
 version v is the minimum over the stages: step v runs again. A stage that can reach v+1 is *ahead*: its part of step v

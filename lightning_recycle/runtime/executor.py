@@ -27,6 +27,7 @@ from torch import nn
 
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.resilience.client import ControlClient, Interrupted
 from lightning_recycle.resilience.messages import (
     Activity,
@@ -177,6 +178,7 @@ class Executor:
         self._timings = Timings()
         self._joining = False
         self._program: tuple[Task, ...] = ()
+        self._idle_peer = False
         self._incoming: dict[Task, Incoming] = {}
         self._losses: dict[int, float] = {}
         self._outputs: dict[int, bytes] = {}
@@ -203,7 +205,7 @@ class Executor:
             try:
                 schedule = self._client.begin_step(number)
                 if schedule is not None:
-                    self._program = worker_program(schedule, self.worker)
+                    self._follow(schedule)
                 self._run_program(number)
             except Interrupted:
                 self.regroup()
@@ -213,6 +215,11 @@ class Executor:
         self._client.activity = Activity(self.version, "hooks and callbacks", "", time.monotonic())
         assert step.result is not None
         return step.result
+
+    def _follow(self, schedule: Schedule) -> None:
+        self._program = worker_program(schedule, self.worker)
+        peers = (worker for worker in schedule.live_workers if worker.stage == self.worker.stage)
+        self._idle_peer = any(all(op.microbatch is None for op in schedule.program(peer)) for peer in peers)
 
     def _run_program(self, step: int) -> None:
         """Runs the program for ``step``; only for the benefit of other stages if this one is done with it."""
@@ -229,6 +236,11 @@ class Executor:
             for task in program
             if task.source is not None
         }
+        if self._idle_peer:
+            # Nobody needs anything of a worker without micro-batches, so the others could get two steps ahead of it;
+            # if the link to it was cut in the last reduction, nobody could bring it there once its peers are gone.
+            with self._client.waiting("peers"):
+                self._communicator.all_reduce(torch.zeros(1))
         forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
         for task in program:
             if self._client.interrupted:
@@ -433,7 +445,7 @@ class Executor:
                     self._communicator.configure(
                         resume.generation, resume.roster, stage_roster, tie_rosters, announced.check_links
                     )
-                self._program = worker_program(resume.schedule, self.worker)
+                self._follow(resume.schedule)
                 self._client.send(Connected(self._client.rank, resume.generation))
                 self.on_generation()
                 if self._profiler is not None and resume.generation == 0:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from support import descendants
 
 LONGEST_WAIT = 60.0  # seconds for a replacement to come, on whatever machine
 
@@ -104,10 +103,6 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def workers_below(root: int | None = None) -> list[int]:
-    return sorted(pid for pid, command in descendants(root).items() if "forkserver" in command)
-
-
 def happened(run: L.Trainer, kind: str) -> list[Any]:
     """The events of one kind, in order."""
     return [event for event in run.strategy.history if event.kind == kind]
@@ -131,5 +126,4 @@ __all__ = [
     "kill",
     "mark_of",
     "rejoined",
-    "workers_below",
 ]

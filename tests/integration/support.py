@@ -6,9 +6,7 @@ Classes live in a module of their own, so that worker processes can import them.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -141,29 +139,3 @@ def failures(run: L.Trainer) -> list[tuple[int, int]]:
 
 def committed_steps(run: L.Trainer) -> list[int]:
     return [event.step for event in run.strategy.history if event.kind == "step"]
-
-
-def descendants(root: int | None = None) -> dict[int, str]:
-    """Living processes below ``root`` (this process), except multiprocessing's own servers: pid -> command line."""
-    parents: dict[int, int] = {}
-    commands: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        if fields[0] != "Z":
-            parents[int(entry.name)] = int(fields[1])
-            commands[int(entry.name)] = command
-    root = os.getpid() if root is None else root
-    found = {root}
-    while True:
-        more = {pid for pid, parent in parents.items() if parent in found} - found
-        if not more:
-            break
-        found |= more
-    servers = {pid for pid in found if parents.get(pid) == root and "multiprocessing" in commands.get(pid, "")}
-    return {pid: commands[pid] for pid in found - {root} - servers}

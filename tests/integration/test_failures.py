@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -16,7 +13,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Regression, dataset, descendants, difference, failures, fit, plain_loop, trainer
+from process_tree import worker_processes
+from support import Regression, dataset, difference, failures, fit, plain_loop, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -56,20 +54,16 @@ def kill_at_random(seed: int) -> threading.Thread:
 
     def kill() -> None:
         rng = random.Random(seed)
-        while not _workers():
+        while not worker_processes():
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 3.0))
-        victims = _workers()
+        victims = worker_processes()
         if len(victims) == 4:
             os.kill(rng.choice(victims), signal.SIGKILL)
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     return thread
-
-
-def _workers() -> list[int]:
-    return sorted(pid for pid, command in descendants().items() if "forkserver" in command)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -140,10 +134,10 @@ def test_a_worker_that_stops_is_evicted_after_the_timeout() -> None:
     stopped: list[int] = []
 
     def stop() -> None:
-        while len(_workers()) < 4:
+        while len(worker_processes()) < 4:
             time.sleep(0.01)
         time.sleep(2.5)
-        stopped.append(_workers()[1])
+        stopped.append(worker_processes()[1])
         os.kill(stopped[0], signal.SIGSTOP)
 
     thread = threading.Thread(target=stop, daemon=True)
@@ -163,53 +157,11 @@ class Slow(L.Callback):
         time.sleep(0.1)
 
 
-def test_workers_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "supervised.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import sys
-            sys.path.insert(0, {str(Path(__file__).parent)!r})
-            from support import Regression, dataset, fit
-            from test_failures import Slow
-            if __name__ == "__main__":
-                print("go", flush=True)
-                fit(Regression().double(), 2, 2, data=dataset(24 * 1000), max_steps=1000, callbacks=[Slow()])
-            """
-        )
-    )
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while len(workers := _fork_server_children(process.pid)) < 4 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(workers) == 4
-        time.sleep(1.0)
-    finally:
-        process.kill()
-        process.wait(10)
-    deadline = time.monotonic() + 5
-    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in workers if _alive(pid)]
-
-
-def _fork_server_children(root: int) -> list[int]:
-    return sorted(pid for pid, command in descendants(root).items() if "forkserver" in command)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_ctrl_c_ends_the_run_and_its_workers() -> None:
     run = trainer(2, 2, callbacks=[Slow()], max_steps=1000)
 
     def interrupt() -> None:
-        while len(_workers()) < 4:
+        while len(worker_processes()) < 4:
             time.sleep(0.01)
         time.sleep(2.0)
         os.kill(os.getpid(), signal.SIGINT)

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from growth import Meanwhile, workers_below
+from growth import Meanwhile
+from process_tree import is_alive, worker_processes
 from supervised import BALLAST
 from support import GLOBAL_BATCH, Regression, dataset, difference, fit, plain_loop, trainer
 from test_failures import Slow
@@ -49,7 +50,7 @@ def check_end(workers: list[int], directory: Path, seconds: float = 5.0) -> None
     """All ``workers`` end soon, and what bears the name of a checkpoint is one, to its last byte."""
     assert len(workers) == 4
     deadline = time.monotonic() + seconds
-    while (left := [pid for pid in workers if alive(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in workers if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
     files = list(directory.iterdir())
@@ -61,17 +62,10 @@ def check_end(workers: list[int], directory: Path, seconds: float = 5.0) -> None
         assert saved["state_dict"].keys() == Regression().state_dict().keys()
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     with supervised(directory) as process:
-        workers = workers_below(process.pid)
+        workers = worker_processes(process.pid)
         process.kill()
         check_end(workers, directory)
 
@@ -86,7 +80,7 @@ def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) ->
 def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     with supervised(directory) as process:
-        workers = workers_below(process.pid)
+        workers = worker_processes(process.pid)
         process.send_signal(signum)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == (143 if signum == signal.SIGTERM else 1)
@@ -107,7 +101,7 @@ def test_a_stopped_launching_process_goes_on_where_it_was() -> None:
     model = Regression().double()
     data = dataset(GLOBAL_BATCH * 30)
     callbacks = [HeartbeatCallback(interval=0.2, timeout=1.5), Slow()]
-    with Meanwhile(lambda: len(workers_below()) == 4, lambda found: (time.sleep(1.5), stop(found))):
+    with Meanwhile(lambda: len(worker_processes()) == 4, lambda found: (time.sleep(1.5), stop(found))):
         run = fit(model, 2, 2, data=data, max_steps=30, callbacks=callbacks)
     assert {event.kind for event in run.strategy.history} == {"resumed", "regrouped", "step"}
     assert max(event.seconds or 0 for event in run.strategy.history) > 2.5  # it really was stopped
@@ -123,11 +117,11 @@ def test_after_an_interrupted_fit_another_one_works(signum: signal.Signals) -> N
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     temporary = set(Path(tempfile.gettempdir()).glob("lightning_recycle_*"))
     try:
-        with Meanwhile(lambda: len(workers_below()) == 4, interrupt), pytest.raises(SystemExit):
+        with Meanwhile(lambda: len(worker_processes()) == 4, interrupt), pytest.raises(SystemExit):
             trainer(2, 2, callbacks=[Slow()], max_steps=1000).fit(
                 Regression().double(), DataLoader(dataset(GLOBAL_BATCH * 1000), batch_size=12)
             )
-        assert not workers_below()
+        assert not worker_processes()
         assert signal.getsignal(signal.SIGTERM) == handlers[signal.SIGTERM]
     finally:
         for number, handler in handlers.items():

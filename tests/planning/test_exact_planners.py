@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from process_tree import is_alive
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import (
@@ -291,14 +292,7 @@ def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) 
     wait_for(lambda: pid.exists() and pid.read_text() != "")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists() or is_zombie(int(pid.read_text())))
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    wait_for(lambda: not is_alive(int(pid.read_text())))
 
 
 def wait_for(condition, seconds: float = 10.0) -> None:

@@ -9,8 +9,7 @@
 - Who is evicted because some cannot reach each other: the fewest, so that those who are left all can, and every stage
   has somebody who holds it.
 - The run ends with every stage's result, because nobody holds a stage any more, or because all who hold a stage cannot
-  reach somebody whom the others need. One more end is a known gap of the protocol, see docs/architecture.md: a worker
-  without micro-batches misses, because of a cut link, what its peer has, and the peer dies before it is passed on.
+  reach somebody whom the others need.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class Promises:
         self._completed: list[int] = []
         self._answered: set[int] = set()
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
-        self.links_were_cut = False
         self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # that were found, by generation
         self._cannot_be_repaired = False
 
@@ -215,10 +213,6 @@ class Promises:
             if not others:
                 raise Violation(f"worker {record.rank} is let go, and nobody else holds stage {stage}")
 
-    def _is_known_gap(self, outcome: Failed) -> bool:
-        somebody_was_idle = any(variant and variant % 2 == 0 for _, _, (_, variant) in self._expected)
-        return outcome.reason.startswith("No recovery") and self.links_were_cut and somebody_was_idle
-
     def _check_irreparable(self, pairs: Collection[Pair], state: MembershipState) -> None:
         if possible := smallest_repairs(pairs, state):
             raise Violation(f"the pairs {pairs} cannot reach each other, and none of {possible} is evicted")
@@ -245,7 +239,7 @@ class Promises:
         if isinstance(outcome, Failed):
             if state.broken_pairs:
                 self._check_irreparable(state.broken_pairs, state)
-            if self._cannot_be_repaired or self._is_known_gap(outcome):
+            if self._cannot_be_repaired:
                 return
         if not isinstance(outcome, Finished):
             raise Violation(f"the run ended with {outcome}")

@@ -553,7 +553,6 @@ class Run:
         seconds = self._links.random() * 1.5 if self._links.random() < 0.4 else None
         self._say(f"fault: no link between {low} and {high}, {'for ever' if seconds is None else f'for {seconds} s'}")
         self.met["cut"] += 1
-        self.promises.links_were_cut = True
         if seconds is not None:
             self._at(seconds, self._heal_link, (low, high))
         self._at(DEADLOCK, self._judge)

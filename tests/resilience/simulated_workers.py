@@ -113,12 +113,15 @@ def loss_of(step: int, microbatch: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the schedule says to one worker: its micro-batches, and the ranks before, after and beside it."""
+    """What the schedule says to one worker: its micro-batches, the ranks before, after and beside it, and whether there
+    is one beside it that has no micro-batches.
+    """
 
     microbatches: tuple[int, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
     peers: tuple[int, ...]
+    idle_peer: bool
 
 
 @lru_cache(maxsize=16384)
@@ -141,7 +144,8 @@ def plan_for(grid: Grid, schedule: Schedule, rank: int) -> Plan:
     mine = tuple(m for m, holder in enumerate(route(stage)) if holder == rank)
     before = tuple(sorted({route(stage - 1)[m] for m in mine})) if stage else ()
     after = tuple(sorted({route(stage + 1)[m] for m in mine})) if stage < grid.stages - 1 else ()
-    return Plan(mine, before, after, tuple(r for r in roster if r % grid.stages == stage))
+    peers = tuple(r for r in roster if r % grid.stages == stage)
+    return Plan(mine, before, after, peers, not set(peers) <= set(route(stage)))
 
 
 @lru_cache(maxsize=256)
@@ -487,6 +491,9 @@ class SimulatedWorker:
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
         self.network.begins(self, step)
         plan = plan_for(self.grid, self.schedule, self.rank)
+        if plan.idle_peer:
+            self.tell("begins", step)
+            yield from self.exchange("begins", step, plan.peers)
         if plan.before:
             yield from self.exchange("F", step, plan.before)
         self.tell("F", step)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_tree import is_alive
 from slow_planners import Reporting, Sleeping, Unpicklable
 
 from lightning_recycle.planning import Costs, Grid, Problem, Worker, heuristic
@@ -85,13 +86,6 @@ def test_a_planner_that_fails_is_no_answer(asking: Asking) -> None:
     assert asking.answer(planning) == (QUESTION, None)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize("how", ["close", "another question"])
 def test_who_is_not_wanted_any_more_is_stopped(asking: Asking, tmp_path: Path, how: str) -> None:
     report = tmp_path / "report"
@@ -102,13 +96,13 @@ def test_who_is_not_wanted_any_more_is_stopped(asking: Asking, tmp_path: Path, h
         assert time.monotonic() < deadline
         time.sleep(0.01)
     pid = int(report.read_text())
-    assert alive(pid)
+    assert is_alive(pid)
     if how == "close":
         planning.close()
     else:
         planning.ask(QUESTION)
     deadline = time.monotonic() + PATIENCE
-    while alive(pid):
+    while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert planning.take_answers() == []

@@ -11,12 +11,12 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from process_tree import is_alive
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
@@ -384,13 +384,6 @@ WORKER = """
 """
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
 def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
     worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WORKER)], stdout=subprocess.PIPE, text=True)
     readers: list[int] = []
@@ -398,18 +391,18 @@ def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
         assert worker.stdout is not None
         readers = [int(pid) for pid in worker.stdout.readline().split()]
         assert len(readers) == 2
-        assert all(map(_alive, readers))
+        assert all(map(is_alive, readers))
         worker.send_signal(signal.SIGKILL)
         worker.wait(10)
         deadline = time.monotonic() + 2.0  # without the kernel's help the DataLoader's own watchdog takes 5 s
-        while any(map(_alive, readers)) and time.monotonic() < deadline:
+        while any(map(is_alive, readers)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not any(map(_alive, readers))
+        assert not any(map(is_alive, readers))
     finally:
         worker.kill()
         worker.wait(10)
         worker.stdout.close()  # type: ignore[union-attr]
-        for pid in filter(_alive, readers):
+        for pid in filter(is_alive, readers):
             os.kill(pid, signal.SIGKILL)
 
 

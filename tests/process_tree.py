@@ -1,0 +1,44 @@
+"""Other processes, as tests look at them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import psutil
+
+__all__ = ["descendants", "is_alive", "orphans", "worker_processes"]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, and not only what is left of it until its parent has asked for its status."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants(root: int | None = None) -> dict[int, str]:
+    """Living processes below ``root`` (this process), except multiprocessing's own servers: pid -> command line."""
+    top = psutil.Process(root)
+    found = {}
+    for process in top.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended while we looked
+            command = " ".join(process.cmdline())
+            if is_alive(process.pid) and not (process.ppid() == top.pid and "multiprocessing" in command):
+                found[process.pid] = command
+    return found
+
+
+def worker_processes(root: int | None = None) -> list[int]:
+    """The workers below ``root`` (this process)."""
+    return sorted(pid for pid, command in descendants(root).items() if "forkserver" in command)
+
+
+def orphans(variable: str, value: str) -> dict[int, str]:
+    """Living processes with this variable in their environment whose parent is gone: pid -> command line."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended while we looked, or is not ours
+            if process.ppid() == 1 and process.environ().get(variable) == value and is_alive(process.pid):
+                found[process.pid] = " ".join(process.cmdline())
+    return found
