@@ -145,7 +145,7 @@ class Coordinator:
         self._nodes: dict[int, str] = {}
         self._connected: set[int] = set()
         self._may_move = self.options.normalize  # once for each failure: what is measured then differs a little
-        self._graces: dict[int, float] = {}
+        self._graces: dict[int, tuple[float, str]] = {}
         self._unreachable: list[int] = []  # took no message
         self._to_evict: list[Evict] = []
         self._done = threading.Event()
@@ -240,11 +240,12 @@ class Coordinator:
         for rank, cause in verdict.stuck.items():
             self._evict(rank, cause)
         if verdict.deadlocked:
-            self._handle(GraceElapsed(self._state.generation))
-        for generation, deadline in list(self._graces.items()):
+            reason = "a message was lost: all wait for each other, and nobody works."
+            self._handle(GraceElapsed(self._state.generation, reason))
+        for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]
-                self._handle(GraceElapsed(generation))
+                self._handle(GraceElapsed(generation, reason))
         self._fill_vacancies(now)
 
     # ------------------------------------------------------------------ workers come and go
@@ -533,7 +534,7 @@ class Coordinator:
             if isinstance(command, Send):
                 self._send(command)
             elif isinstance(command, StartGrace):
-                self._graces.setdefault(command.generation, time.monotonic() + self.options.grace)
+                self._graces.setdefault(command.generation, (time.monotonic() + self.options.grace, command.reason))
             elif isinstance(command, Evict):
                 self._to_evict.append(command)
             elif isinstance(command, Record):

@@ -97,6 +97,8 @@ class History:
                     len(state.live),
                     self._grid.num_workers,
                 )
+            case "disturbance":
+                log.warning("The workers connect again at step %d: %s", record.step, details["cause"])
             case "step":
                 seconds = now - self._last_step_time if self._last_step_time is not None else None
                 self._last_step_time, self.step_seconds = now, seconds

@@ -262,7 +262,7 @@ def _broken(state: MembershipState, event: Broken) -> _Next:
         return state, ()
     pairs = {(min(event.rank, other), max(event.rank, other)) for other in event.unreachable}
     state = replace(state, broken_pairs=state.broken_pairs | pairs)
-    return state, (StartGrace(event.generation, event.reason),)
+    return state, (StartGrace(event.generation, f"worker {state.grid.worker(event.rank)}: {event.reason}"),)
 
 
 def _grace_elapsed(state: MembershipState, event: GraceElapsed) -> _Next:
@@ -275,10 +275,11 @@ def _grace_elapsed(state: MembershipState, event: GraceElapsed) -> _Next:
         if evicted is not None:
             return state, tuple(Evict(rank, _cut_off_from(state, rank)) for rank in evicted)
     if state.disturbances >= MAX_DISTURBANCES:
-        return end(state, Failed(_why_given_up(state)))
+        return end(state, Failed(_why_given_up(state, event.reason)))
     pairs = tuple((_place(state, a), _place(state, b)) for a, b in sorted(state.broken_pairs))
     state = replace(state, disturbances=state.disturbances + 1)
-    record = Record("disturbance", state.version, None, {"broken_pairs": pairs} if pairs else {})
+    details = {"cause": event.reason, **({"broken_pairs": pairs} if pairs else {})}
+    record = Record("disturbance", state.version, None, details)
     return _with((record,), _begin_generation(state))
 
 
@@ -306,13 +307,15 @@ def _cut_off_from(state: MembershipState, rank: int) -> str:
     return f"it and worker{'s' if len(others) > 1 else ''} {names} cannot reach each other"
 
 
-def _why_given_up(state: MembershipState) -> str:
+def _why_given_up(state: MembershipState, last: str) -> str:
     times, step = MAX_DISTURBANCES + 1, state.version
-    reason = f"Communication between live workers failed {times} times in a row at step {step}. "
+    reason = (
+        f"Communication between live workers failed {times} times in a row at step {step}, at last because: {last} "
+    )
     if state.broken_pairs:
         pairs = ", ".join(f"{state.grid.worker(a)} and {state.grid.worker(b)}" for a, b in sorted(state.broken_pairs))
         reason += f"These cannot reach each other, and the others cannot go on without one of each two: {pairs}. "
-    return reason + "Check the network between the workers; the workers' logs above name the connections."
+    return reason + "Check the network between the workers; the warnings above say what was wrong before."
 
 
 # ---------------------------------------------------------------------- changes at a step boundary

@@ -112,6 +112,7 @@ class GraceElapsed:
     """Communication broke in ``generation`` a while ago; no death explains it yet."""
 
     generation: int
+    reason: str
 
 
 Event: TypeAlias = (

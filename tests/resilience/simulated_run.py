@@ -346,7 +346,7 @@ class Run:
                     if rank in self._connections:
                         self._post(self._connections[rank], message)
             elif isinstance(command, StartGrace):
-                self._at(GRACE, self._handle, GraceElapsed(command.generation))
+                self._at(GRACE, self._handle, GraceElapsed(command.generation, "reset"))
             elif isinstance(command, Evict):
                 self._gone(self._connections[command.rank], command.cause)
             elif isinstance(command, Record):
@@ -533,7 +533,7 @@ class Run:
         if self._disturbances_left and one is not other and one.generation == other.generation >= 0:
             self._disturbances_left -= 1
             if self.random() < 0.3:  # nobody noticed, but everybody waits
-                self._handle(GraceElapsed(self.state.generation))
+                self._handle(GraceElapsed(self.state.generation, "reset"))
                 return
             self._reset(one, other.rank, one.generation)
             self._reset(other, one.rank, one.generation)
@@ -584,7 +584,7 @@ class Run:
             return
         if self.now - self._progressed > DEADLOCK and not self.state.regrouping and self.state.generation >= 0:
             self.met["deadlock"] += 1
-            self._handle(GraceElapsed(self.state.generation))
+            self._handle(GraceElapsed(self.state.generation, "reset"))
         self._at(DEADLOCK / 4, self._judge)
 
 

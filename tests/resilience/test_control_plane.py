@@ -391,7 +391,8 @@ def test_live_workers_whose_connection_broke_regroup_after_the_grace(plane: Cont
     members[0].client.send(Broken(0, 0, "connection reset"))
     plane.until(lambda: all(member.client.interrupted for member in members))
     together(*(member.step for member in members))
-    assert len(plane.events("disturbance")) == 1
+    (disturbance,) = plane.events("disturbance")
+    assert disturbance.details["cause"] == "worker (0, 0): connection reset"
     assert plane.events("failure") == []
     assert all(member.client.roster == (0, 1, 2, 3) for member in members)
 

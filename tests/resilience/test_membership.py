@@ -186,7 +186,7 @@ def test_a_report_counts_the_losses_that_were_told_before_it() -> None:
         report(0, 0),
         Commit(0, 0, 0, None),
         Broken(0, 0, "reset"),
-        GraceElapsed(0),
+        GraceElapsed(0, "reset"),
         report(3, 1),
         Commit(3, 1, 0, None),
         Applied(3, 0, {}),
@@ -228,7 +228,7 @@ def test_messages_that_arrive_a_second_time_change_nothing(again: Event) -> None
     assert transition(state, again) == (state, ())
 
 
-@pytest.mark.parametrize("early", [Commit(0, 1, 0, None), GraceElapsed(1), Broken(0, 1, "reset")], ids=repr)
+@pytest.mark.parametrize("early", [Commit(0, 1, 0, None), GraceElapsed(1, "reset"), Broken(0, 1, "reset")], ids=repr)
 def test_a_regroup_listens_to_reports_only(early: Event) -> None:
     state, _ = feed(running(), Lost(3, "gone"))
     assert transition(state, early) == (state, ())
@@ -236,7 +236,7 @@ def test_a_regroup_listens_to_reports_only(early: Event) -> None:
 
 def test_nothing_happens_after_the_outcome() -> None:
     state, _ = feed(running(), Crash(1, False, "ValueError: x", None, ""))
-    for event in (Lost(0, "x"), *commits((0,), 0, 0), Arrive(0, 0, "b", None), GraceElapsed(0), Joined(1)):
+    for event in (Lost(0, "x"), *commits((0,), 0, 0), Arrive(0, 0, "b", None), GraceElapsed(0, "reset"), Joined(1)):
         assert transition(state, event) == (state, ())
 
 
@@ -424,7 +424,7 @@ def test_an_exception_of_the_infrastructure_is_a_loss() -> None:
 def disturb(state: MembershipState) -> tuple[MembershipState, list[Command]]:
     """A connection breaks between live workers and all of them report again."""
     generation = state.generation
-    state, commands = feed(state, Broken(0, generation, "connection reset"), GraceElapsed(generation))
+    state, commands = feed(state, Broken(0, generation, "connection reset"), GraceElapsed(generation, "reset"))
     if state.outcome is None:
         state, more = feed(state, *reports(state.roster, generation + 1, state.version))
         commands += more
@@ -433,16 +433,16 @@ def disturb(state: MembershipState) -> tuple[MembershipState, list[Command]]:
 
 def test_a_broken_connection_is_given_time_for_a_death_to_explain_it() -> None:
     state = running()
-    assert transition(state, Broken(0, 0, "reset")) == (state, (StartGrace(0, "reset"),))
+    assert transition(state, Broken(0, 0, "reset")) == (state, (StartGrace(0, "worker (0, 0): reset"),))
     state, _ = feed(state, Broken(0, 0, "reset"), Lost(1, "the reason"), *reports((0, 2, 3), 1))
-    assert transition(state, GraceElapsed(0)) == (state, ())
+    assert transition(state, GraceElapsed(0, "reset")) == (state, ())
 
 
 def test_without_a_death_the_same_workers_regroup() -> None:
     state, commands = disturb(running())
-    assert commands[0] == StartGrace(0, "connection reset")
+    assert commands[0] == StartGrace(0, "worker (0, 0): connection reset")
     assert messages(commands, Regroup) == [Regroup(1, ALL, 1, check_links=True)]
-    assert records(commands, "disturbance") == [Record("disturbance", 0)]
+    assert records(commands, "disturbance") == [Record("disturbance", 0, None, {"cause": "reset"})]
     assert (state.regrouping, state.disturbances) == (False, 1)
 
 
@@ -453,7 +453,7 @@ def test_disturbances_in_a_row_are_given_up_with_an_error_that_names_the_step() 
         assert state.outcome is None
     state, _ = disturb(state)
     assert isinstance(state.outcome, Failed)
-    assert "step 0" in state.outcome.reason
+    assert "step 0, at last because: reset" in state.outcome.reason
     assert "reach each other" not in state.outcome.reason
 
 
@@ -484,8 +484,8 @@ def test_one_of_two_that_still_cannot_reach_each_other_is_evicted(who_says_it: l
     state, _ = disturb(running())
     said = [Broken(rank, 1, "no connection", (other,)) for rank, other in who_says_it]
     state, commands = feed(state, *said)
-    assert set(commands) == {StartGrace(1, "no connection")}
-    state, commands = feed(state, GraceElapsed(1))
+    assert commands == [StartGrace(1, f"worker {divmod(rank, 2)}: no connection") for rank, _ in who_says_it]
+    state, commands = feed(state, GraceElapsed(1, "reset"))
     assert commands == [Evict(2, "it and worker (0, 0) cannot reach each other")]
     state, commands = feed(state, Lost(2, "it and worker (0, 0) cannot reach each other"))
     assert messages(commands, Regroup) == [Regroup(2, (0, 1, 3), 1)]
@@ -495,27 +495,27 @@ def test_one_of_two_that_still_cannot_reach_each_other_is_evicted(who_says_it: l
 def test_a_worker_that_reaches_nobody_is_evicted_for_all_of_them() -> None:
     state, _ = disturb(running())
     said = [Broken(rank, 1, "no connection", (1,)) for rank in (0, 2, 3)]
-    _, commands = feed(state, *said, GraceElapsed(1))
+    _, commands = feed(state, *said, GraceElapsed(1, "reset"))
     assert commands[-1:] == [Evict(1, "it and workers (0, 0) and (1, 0) and (1, 1) cannot reach each other")]
 
 
 def test_who_alone_has_what_the_others_need_stays() -> None:
     """Worker 0 has nothing to compute. It missed the end of the reduction of step 0; stage 1 has step 1 behind it."""
     versions = {0: 0, 1: 2, 2: 1, 3: 2}
-    state, _ = feed(running(), all_losses(0), all_losses(1), Broken(0, 0, "reset"), GraceElapsed(0))
+    state, _ = feed(running(), all_losses(0), all_losses(1), Broken(0, 0, "reset"), GraceElapsed(0, "reset"))
     state, commands = feed(state, *(report(rank, 1, version) for rank, version in versions.items()))
     assert messages(commands, Resume)[0].decision == Decision(1, frozenset({1}), (Adoption(0, 0, 2),))
-    _, commands = feed(state, Broken(0, 1, "no connection", (2,)), GraceElapsed(1))
+    _, commands = feed(state, Broken(0, 1, "no connection", (2,)), GraceElapsed(1, "reset"))
     assert commands[-1:] == [Evict(0, "it and worker (1, 0) cannot reach each other")]
 
 
 def test_a_death_explains_what_could_not_be_reached() -> None:
     state, _ = disturb(running())
     state, _ = feed(state, Broken(0, 1, "no connection", (2,)), Lost(2, "its machine is gone"))
-    assert transition(state, GraceElapsed(1)) == (state, ())
+    assert transition(state, GraceElapsed(1, "reset")) == (state, ())
     state, _ = feed(state, *reports((0, 1, 3), 2))
     assert transition(state, Broken(0, 1, "no connection", (2,))) == (state, ())
-    assert transition(state, GraceElapsed(1)) == (state, ())
+    assert transition(state, GraceElapsed(1, "reset")) == (state, ())
 
 
 def test_a_link_that_heals_costs_nobody() -> None:
@@ -528,9 +528,11 @@ def test_a_link_that_heals_costs_nobody() -> None:
 
 def test_what_was_unreachable_is_forgotten_in_the_next_generation() -> None:
     state, _ = disturb(running_without_3())
-    state, commands = feed(state, Broken(1, 2, "no connection", (0, 2)), GraceElapsed(2))
+    state, commands = feed(state, Broken(1, 2, "no connection", (0, 2)), GraceElapsed(2, "reset"))
     pairs = (((0, 0), (0, 1)), ((0, 1), (1, 0)))
-    assert records(commands, "disturbance") == [Record("disturbance", 0, None, {"broken_pairs": pairs})]
+    assert records(commands, "disturbance") == [
+        Record("disturbance", 0, None, {"cause": "reset", "broken_pairs": pairs})
+    ]
     assert state.broken_pairs == frozenset()
 
 
@@ -540,7 +542,7 @@ def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
     for number in range(MAX_DISTURBANCES + 1):
         generation = state.generation
         unreachable = Broken(1, generation, "no connection", (0, 2)) if number else Broken(1, generation, "reset")
-        state, commands = feed(state, unreachable, GraceElapsed(generation))
+        state, commands = feed(state, unreachable, GraceElapsed(generation, "reset"))
         assert not any(isinstance(command, Evict) for command in commands)
         if state.outcome is None:
             state, _ = feed(state, *reports((0, 1, 2), generation + 1))

@@ -154,7 +154,7 @@ class Simulation:
 
     def elapse(self, generation: int) -> None:
         self.graces.remove(generation)
-        self.handle(GraceElapsed(generation))
+        self.handle(GraceElapsed(generation, "reset"))
 
     def victims(self) -> list[Simulated]:
         if not self.crashes_left or not (self.overlapping or self.undisturbed()):

@@ -282,7 +282,7 @@ def wide_without(*lost: int) -> MembershipState:
     """A run on WIDE whose workers ``lost`` are vacant; the others run in generation 1."""
     live = frozenset(range(6)).difference(lost)
     state = MembershipState(WIDE, live, live, generation=0, leader=min(live & {1, 3, 5}))
-    return feed(state, GraceElapsed(0), *wide_reports(sorted(live), 1))[0]
+    return feed(state, GraceElapsed(0, "reset"), *wide_reports(sorted(live), 1))[0]
 
 
 def wide_reports(ranks: Iterable[int], generation: int, version: int = 0) -> list[Report]:
@@ -361,7 +361,7 @@ def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_ne
 
 def test_a_broken_connection_during_a_pause_cancels_it_too() -> None:
     state, _ = feed(running_without_3(), Ready(3), *paused(THREE, 1, 0))
-    state, commands = feed(state, GraceElapsed(1), *reports(THREE, 2))
+    state, commands = feed(state, GraceElapsed(1, "reset"), *reports(THREE, 2))
     assert messages(commands, Regroup) == [Regroup(2, THREE, 1, check_links=True)]
     assert messages(commands, Pause) == [Pause(2)]
 
