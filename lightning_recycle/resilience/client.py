@@ -10,9 +10,11 @@ it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a memb
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import pickle
+import re
 import socket
 import sys
 import threading
@@ -454,16 +456,23 @@ def _unpacked(payloads: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def _is_debugged(main_thread: int | None) -> bool:
-    """Whether another process traces this one (gdb, strace), or its main thread is in Python's debugger."""
+    """Whether another process traces this one (gdb, strace), or its main thread is in Python's debugger.
+
+    The stack comes from ``faulthandler``: ``sys._current_frames()`` can stop a process for ever (seen in Python 3.11.7;
+    CPython's issue 106883). The collector may run inside it, and a finalizer let go of the GIL, while it holds the lock
+    that another thread needs to start a thread.
+    """
     try:
         with open("/proc/self/status") as status:
             if any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in status):
                 return True
     except OSError:
         pass  # no /proc on this system: debuggers of other processes are not seen
-    frame = sys._current_frames().get(main_thread or -1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in ("bdb", "pdb"):
-            return True
-        frame = frame.f_back
-    return False
+    if "bdb" not in sys.modules or not hasattr(os, "memfd_create"):
+        return False
+    with open(os.memfd_create("stacks"), "w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read().decode(errors="replace")
+    stack = re.search(rf"^(?:Current t|T)hread 0x0*{main_thread or 0:x}\b.*\n((?:  .*\n)*)", stacks, re.MULTILINE)
+    return stack is not None and re.search(r'^  File ".*\b[bp]db\.py", line', stack[1], re.MULTILINE) is not None
