@@ -282,24 +282,21 @@ def broadcast(communicator: Communicator, source: int, size: int = 1000) -> torc
     return tensor[:1000]
 
 
-def send_many_twice(communicator: Communicator, count: int, size: int, peer: int) -> None:
-    """Sends ``count`` values of ``size`` bytes, and again when each has been answered: their size is known then."""
-    for _ in range(2):
-        answers = [communicator.post_receive(Channel.GRADIENTS, peer, tag) for tag in range(count)]
-        for tag in range(count):
-            communicator.send(FORWARD, torch.zeros(size, dtype=torch.uint8), peer, tag)
-        for answer in answers:
-            communicator.receive(answer)
-        time.sleep(0.2)
+def send_many(communicator: Communicator, count: int, size: int, peer: int) -> None:
+    """Sends ``count`` values of ``size`` bytes and waits until each has been answered."""
+    answers = [communicator.post_receive(Channel.GRADIENTS, peer, tag) for tag in range(count)]
+    for tag in range(count):
+        communicator.send(FORWARD, torch.zeros(size, dtype=torch.uint8), peer, tag)
+    for answer in answers:
+        communicator.receive(answer)
 
 
-def receive_many_twice(communicator: Communicator, count: int, peer: int) -> None:
-    """The counterpart of :func:`send_many_twice`."""
-    for _ in range(2):
-        posted = [communicator.post_receive(FORWARD, peer, tag) for tag in range(count)]
-        for tag, incoming in enumerate(posted):
-            communicator.receive(incoming)
-            communicator.send(Channel.GRADIENTS, torch.zeros(1), peer, tag)
+def receive_many(communicator: Communicator, count: int, peer: int) -> None:
+    """The counterpart of :func:`send_many`."""
+    posted = [communicator.post_receive(FORWARD, peer, tag) for tag in range(count)]
+    for tag, incoming in enumerate(posted):
+        communicator.receive(incoming)
+        communicator.send(Channel.GRADIENTS, torch.zeros(1), peer, tag)
 
 
 def give(communicator: Communicator, size: int, destination: int) -> None:
