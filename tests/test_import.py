@@ -101,6 +101,7 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
     "lightning_recycle.runtime.data": ["torch.utils.data._utils.worker:WorkerInfo"],
+    "lightning_recycle.runtime.huggingface_streams": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.builtin_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
     "lightning_recycle.processes": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
     "lightning_recycle.launcher": [

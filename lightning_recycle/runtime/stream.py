@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.runtime.batching import drops_last, is_stateful
+from lightning_recycle.runtime.huggingface_streams import is_huggingface
 from lightning_recycle.runtime.program import global_index
 from lightning_recycle.runtime.randomness import seeded_everything
 from lightning_recycle.runtime.steps import StepHandle, StepLoader
@@ -64,7 +65,12 @@ class StreamLoader(StepLoader):
         self._batch_samples = self.global_batch_size // self.batches_per_step
         self._reader = StreamReader(dataloader, self._batch_samples, seed, independent=self.evaluation)
         # Whether a pass depends on those before it.
-        self._goes_on = not self.evaluation and dataloader.num_workers == 0 and is_stateful(self.dataset)
+        self._goes_on = (
+            not self.evaluation
+            and dataloader.num_workers == 0
+            and is_stateful(self.dataset)
+            and not is_huggingface(self.dataset)
+        )
         self._knows_epoch = self.evaluation
         self._pass: int | None = None  # the epoch whose pass is being read
         self._next = 0  # the step of it that is read next
@@ -117,10 +123,12 @@ class StreamLoader(StepLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """A place from which any worker gets to the step that is run next, or to that after it."""
-        if self._place_to_find is not None:
-            return copy.deepcopy(self._place_to_find)
-        self._keep_account()
-        return copy.deepcopy(self._place)
+        if self._place_to_find is None:
+            self._keep_account()
+        place = copy.deepcopy(self._place_to_find or self._place)
+        if is_huggingface(self.dataset):
+            place["dataset_epoch"] = self.dataset.epoch
+        return place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a place over; the next iteration goes there.
@@ -141,6 +149,8 @@ class StreamLoader(StepLoader):
                 f"{self._dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
                 f" Resume with num_workers={parts}" + (" or 0." if parts == 1 else ".")
             )
+        if is_huggingface(self.dataset):  # a worker that joins has not called what sets it
+            self.dataset.set_epoch(state.get("dataset_epoch", 0))
         self._place_to_find = copy.deepcopy(state)
         self._steps.clear()
 

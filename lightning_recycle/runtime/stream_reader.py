@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_recycle.runtime.batching import is_stateful
 from lightning_recycle.runtime.data import WorkerInit
+from lightning_recycle.runtime.huggingface_streams import has_shuffle_buffer, is_huggingface
 from lightning_recycle.runtime.randomness import derive_seed, seeded_everything
 
 __all__ = ["StreamReader"]
@@ -144,7 +145,7 @@ class _Part:
         state = copy.deepcopy(state) or {"read": 0, "ended": False, "dataset": None, "iterator": None}
         with seeded_everything() as reseed:
             reseed(derive_seed(*self._seeds, -1))
-            if state["dataset"] is not None:  # the order that torchdata keeps, too
+            if is_huggingface(dataset) or state["dataset"] is not None:  # the order that torchdata keeps, too
                 dataset.load_state_dict(state["dataset"])
             self._samples: Any = iter(dataset)
             if state["iterator"] is not None:
@@ -179,7 +180,9 @@ class _Part:
 
 def _state_of(thing: Any) -> Any:
     """A copy: what is returned may be the very dict that the next sample changes."""
-    return copy.deepcopy(thing.state_dict()) if is_stateful(thing) else None
+    if not is_stateful(thing) or (is_huggingface(thing) and has_shuffle_buffer(thing)):
+        return None
+    return copy.deepcopy(thing.state_dict())
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from growth import AwaitReplacement, happened
+from huggingface_data import AnotherOrder, collate, shuffled
 from lightning.pytorch.callbacks import ModelCheckpoint
 from stream_data import Stream, WithoutState
 from support import GLOBAL_BATCH, Regression, difference, failures, trainer
@@ -28,7 +29,8 @@ SAMPLES = GLOBAL_BATCH * EPOCH + 7
 def loader(stream: IterableDataset[Any], pipelines: int, num_workers: int = 0) -> DataLoader[Any]:
     kind = StatefulDataLoader if isinstance(stream, WithoutState) else DataLoader
     # On one device a smaller last batch would be trained on, too; a grid leaves it out.
-    return kind(stream, batch_size=GLOBAL_BATCH // pipelines, num_workers=num_workers, drop_last=True)
+    options = {} if isinstance(stream, Stream) else {"collate_fn": collate}
+    return kind(stream, batch_size=GLOBAL_BATCH // pipelines, num_workers=num_workers, drop_last=True, **options)
 
 
 def one_device(data: DataLoader[Any], epochs: int = 2, **options: Any) -> dict[str, Tensor]:
@@ -117,6 +119,36 @@ def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_w
     )
     entered = happened(run, "rejoined")[0]
     assert (entered.worker, entered.step) == ((1, 0), enters_at)
+    assert difference(weights, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("enters_at", [EPOCH, EPOCH + 2], ids=["first step of an epoch", "mid-epoch"])
+def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at: int) -> None:
+    expected = one_device(loader(shuffled(SAMPLES), 1), 3, callbacks=[AnotherOrder()])
+    weights, run = train(
+        shuffled(SAMPLES),
+        [Fault("kill", 1, 0, enters_at - 1), Fault("kill", 0, 0, 2 * EPOCH + 1)],  # then it reads for both pipelines
+        max_epochs=3,
+        strategy={"restart_workers": True, "max_restarts": 1},
+        callbacks=[AnotherOrder(), AwaitReplacement([enters_at])],
+    )
+    entered = happened(run, "rejoined")[0]
+    assert (entered.worker, entered.step) == ((1, 0), enters_at)
+    assert difference(weights, expected) < TOLERANCE
+    assert difference(weights, one_device(loader(shuffled(SAMPLES), 1), 3)) > 1e-4, "the epochs are all alike"
+
+
+@pytest.mark.parametrize(
+    ("step", "callbacks"),
+    # Right after the end of an epoch Lightning, on one device too, leaves the next epoch's start hook out.
+    [pytest.param(EPOCH + 2, [AnotherOrder()], id="mid-epoch"), pytest.param(EPOCH, [], id="end of an epoch")],
+)
+def test_a_run_resumes_behind_a_shuffle_buffer(step: int, callbacks: list[L.Callback], tmp_path: Path) -> None:
+    expected = one_device(loader(shuffled(SAMPLES), 1), 3, callbacks=callbacks)
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    train(shuffled(SAMPLES), callbacks=[saving, *callbacks], enable_checkpointing=True, max_epochs=3)
+    checkpoint = tmp_path / f"step={step}.ckpt"
+    weights, _ = train(shuffled(SAMPLES), grid=(1, 2), ckpt_path=checkpoint, callbacks=callbacks, max_epochs=3)
     assert difference(weights, expected) < TOLERANCE
 
 

@@ -1,0 +1,29 @@
+"""A stream of Hugging Face's ``datasets`` for tests with real processes; workers import it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from datasets import Dataset, IterableDataset
+from support import dataset
+from torch import Tensor
+
+
+def shuffled(num_samples: int) -> IterableDataset:
+    """The samples of ``support.dataset``, of which a buffer of ten is kept and drawn from."""
+    x, y = dataset(num_samples)[:]
+    rows = Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
+    return rows.to_iterable_dataset(num_shards=3).shuffle(seed=2, buffer_size=10)
+
+
+def collate(rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    return tuple(torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in "xy")  # type: ignore[return-value]
+
+
+class AnotherOrder(L.Callback):
+    """In each epoch, as the documentation of ``datasets`` says."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.train_dataloader.dataset.set_epoch(trainer.current_epoch)
