@@ -88,9 +88,11 @@ def check(regroupings: int, tmp_path: Path, pipelines: int = 2) -> None:
     counted = [counts for counts in survivors if len(counts) > 1]
     assert len(counted) == 3  # all but the newest of the processes that died
     for counts in counted:
-        first, last = counts[0], counts[-1]
         assert len(counts) > deaths // 2
-        assert last == first, f"after {len(counts)} generations {last} instead of {first}"
+        *earlier, last = counts
+        # Not each of them: when worker (1, 0) has died and the others are still in their step, Gloo closes connections.
+        most = {kind: max(count[kind] for count in earlier) for kind in last}
+        assert last == most, f"after {len(counts)} generations {last} instead of {most}"
 
 
 def test_five_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> None:
