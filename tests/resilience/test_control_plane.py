@@ -477,8 +477,9 @@ def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane: Con
     results([*running, *run_to(6, [joiner])])
     plane.until(lambda: len(plane.events("step")) == 6)
     assert [event.step for event in plane.events("step")] == list(range(6))
-    assert len(plane.events("failure")) == 1
-    assert plane.events("redone") == []  # nobody had begun the next step
+    (lost,) = plane.events("failure")
+    redone = [event for event in plane.events("redone") if event.generation > lost.generation]
+    assert redone == []  # nobody had begun the step at which it joined; the death may have met them in the first one
     (rejoined,) = plane.events("rejoined")
     (paused,) = plane.events("paused")
     assert (rejoined.worker, rejoined.step) == ((1, 1), 1)
