@@ -484,7 +484,8 @@ class Communicator:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait(_LOOK)  # raises its own error; or it has come to its end right after the look
+                    return
                 if aborted:
                     # Its destructor would wait for the thread that is inside the collective.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

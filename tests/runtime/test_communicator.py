@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import communicator_team as tasks
@@ -13,7 +15,13 @@ from communicator_team import Failure, Team
 from torch import Tensor
 
 from lightning_recycle.resilience.client import Interrupted
-from lightning_recycle.runtime.communicator import _PACKED_BYTES, _SMALL_BYTES, CommunicationError, UnreachableError
+from lightning_recycle.runtime.communicator import (
+    _PACKED_BYTES,
+    _SMALL_BYTES,
+    CommunicationError,
+    Communicator,
+    UnreachableError,
+)
 from lightning_recycle.runtime.reachability import CHECK_SECONDS
 from lightning_recycle.runtime.wire import HEADER_BYTES
 
@@ -345,6 +353,31 @@ def test_every_operation_after_an_abort_fails_at_once(four: Team) -> None:
         with pytest.raises(Failure) as caught:
             four.members[0].result(timeout=ABORT_SECONDS)
         assert caught.value.kind in ENDED
+
+
+class Ends:
+    """A collective that ends between a look at it and the question whether it has ended."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.looks = error, 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.looks += 1
+        if self.looks == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(tmp_path: Path) -> None:
+    communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)))
+    communicator._generation = 0
+    communicator._wait_for(None, Ends())
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        communicator._wait_for(None, Ends("Connection closed"))
 
 
 def test_a_late_abort_of_an_older_generation_does_not_touch_the_current_one(four: Team) -> None:
