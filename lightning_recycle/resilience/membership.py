@@ -309,9 +309,8 @@ def _cut_off_from(state: MembershipState, rank: int) -> str:
 
 def _why_given_up(state: MembershipState, last: str) -> str:
     times, step = MAX_DISTURBANCES + 1, state.version
-    reason = (
-        f"Communication between live workers failed {times} times in a row at step {step}, at last because: {last} "
-    )
+    reason = f"Communication between live workers failed {times} times in a row at step {step}, "
+    reason += f"at last because: {last.rstrip('.')}. "
     if state.broken_pairs:
         pairs = ", ".join(f"{state.grid.worker(a)} and {state.grid.worker(b)}" for a, b in sorted(state.broken_pairs))
         reason += f"These cannot reach each other, and the others cannot go on without one of each two: {pairs}. "
