@@ -1,12 +1,15 @@
 # Everything happens in a virtual environment of this checkout; no target needs another one to be called first.
 PYTHON ?= python3
 VENV ?= .venv
+ROUNDS ?= 20
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/resilience tests/runtime
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive chaos bench docs check clean
+.PHONY: help install demo test test-exhaustive test-repeat chaos bench docs check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -26,6 +29,11 @@ test: $(STAMP) ## run all tests (ARGS are passed on to pytest)
 
 test-exhaustive: $(STAMP) ## every case of the matrices of which `make test` runs a seeded sample
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
+
+test-repeat: $(STAMP) ## the tests with real processes and failures, ROUNDS times in a row, up to the first failure
+	for round in $$(seq $(ROUNDS)); do \
+	  echo "Round $$round of $(ROUNDS)"; $(BIN)/python -m pytest -q $(FAILURE_TESTS) $(ARGS) || exit 1; \
+	done
 
 chaos: $(STAMP) ## 200 random scenarios of failures, checked to the last bit and process (ARGS="--only SEED")
 	$(BIN)/python -m lightning_recycle.chaos --scenarios 200 --seed 1 $(ARGS)

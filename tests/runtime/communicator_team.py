@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from lightning_recycle.processes import process_context
@@ -161,9 +162,8 @@ class Team:
 def _await_stopped(pid: int) -> None:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        with open(f"/proc/{pid}/stat") as file:
-            if file.read().rsplit(")", 1)[1].split()[0] == "T":
-                return
+        if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+            return
     raise TimeoutError(f"process {pid} did not stop")
 
 
