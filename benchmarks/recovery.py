@@ -1,6 +1,6 @@
 """Fast to recover: what a failure costs until the next committed step, and what a change of the roster costs.
 
-    .venv/bin/python benchmarks/recovery.py            # ten runs of each scenario, about twelve minutes
+    .venv/bin/python benchmarks/recovery.py            # ten runs of each scenario, about four minutes
     .venv/bin/python benchmarks/recovery.py --quick    # two runs of each with the smallest model, one or two minutes
     .venv/bin/python benchmarks/recovery.py --torchft TORCHFT/bin/python   # and torchft beside, ten minutes more
 

@@ -57,6 +57,7 @@ class LocalWorker:
                 ) from error
             raise
         self.sentinel: int = self._process.sentinel
+        self._released = False
 
     @property
     def pid(self) -> int | None:
@@ -78,6 +79,15 @@ class LocalWorker:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
+    def release(self) -> None:
+        """Lets the crew close it once it has ended."""
+        self._released = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was released and has ended."""
+        return self._released and self._process.exitcode is not None
+
     def close(self) -> None:
         """Gives its descriptors back; it must have ended, and be asked nothing any more."""
         with contextlib.suppress(ValueError):  # not even killing ended it: it cannot be let go
@@ -96,7 +106,7 @@ class _Pickler(pickle.Pickler):
 
 
 class Crew:
-    """All worker processes that one run ever starts here. Use as a context manager: none survives it.
+    """The worker processes that one run starts here, however many. Use as a context manager: none survives it.
 
     Args:
         target: what a worker runs; takes one argument.
@@ -134,6 +144,10 @@ class Crew:
         """
         worker = LocalWorker(self._context, self._target, argument, name)
         with self._lock:
+            if not self._closed:
+                for over in [other for other in self._workers if other.is_over]:
+                    self._workers.remove(over)
+                    over.close()
             self._workers.append(worker)
             if not self._closed:
                 return worker

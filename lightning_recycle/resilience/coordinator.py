@@ -56,7 +56,7 @@ from lightning_recycle.resilience.messages import (
     Stop,
 )
 from lightning_recycle.resilience.options import CoordinatorOptions, WorkerProcess
-from lightning_recycle.resilience.replanning import RunPlanner
+from lightning_recycle.resilience.replanning import RunPlanner, schedules_kept
 from lightning_recycle.resilience.state import (
     CandidateLost,
     Evict,
@@ -402,6 +402,7 @@ class Coordinator:
             if process.sentinel in self._selector.get_map():
                 self._selector.unregister(process.sentinel)
             process.kill()
+            process.release()
         connection = self._connections.pop(rank, None)
         if connection is not None:
             self._selector.unregister(connection)
@@ -435,6 +436,7 @@ class Coordinator:
         process = self._processes.pop(rank, None)
         if process is not None:
             self._selector.unregister(process.sentinel)
+            process.release()
         self._watch.forget(rank)
 
     # ------------------------------------------------------------------ messages
@@ -583,6 +585,7 @@ class Coordinator:
 
     def _begin_plan(self, schedule: Schedule, first_step: int) -> None:
         self.schedules.append(schedule)
+        del self.schedules[: -schedules_kept(self.grid)]
         self._steps_in_generation = 0
         if self._drift is not None:
             self._drift.begin(schedule, first_step, self._planner.communication)

@@ -7,6 +7,7 @@ Times are in seconds since the epoch, durations in seconds. Each entry is also o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import time
@@ -22,12 +23,15 @@ __all__ = ["History"]
 log = logging.getLogger(__name__)
 _events = logging.getLogger("lightning_recycle.events")
 
+_STEPS_KEPT = 10_000  # at least; a week can have a million
+
 
 class History:
     """Collects the events of one run on ``grid``."""
 
     def __init__(self, grid: Grid) -> None:
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # all, but of "step" only the newest
+        self._steps_kept = 0
         self.counters: dict[str, float] = {
             "failures": 0.0,
             "recovery_seconds": 0.0,
@@ -46,7 +50,7 @@ class History:
     @property
     def has_steps(self) -> bool:
         """Whether a step was committed."""
-        return self._last_step_time is not None and any(event.kind == "step" for event in self.events)
+        return self._steps_kept > 0
 
     def fault_injected(self, message: FaultInjected) -> None:
         """Remembers that a worker is about to fail on purpose: that is when it died."""
@@ -77,9 +81,20 @@ class History:
             dict(details or {}),
         )
         self.events.append(event)
+        if kind == "step":
+            self._count_step()
         _events.log(
             logging.DEBUG if kind == "step" else logging.INFO, "%s", json.dumps(dataclasses.asdict(event), default=str)
         )
+
+    def _count_step(self) -> None:
+        self._steps_kept += 1
+        if self._steps_kept < 2 * _STEPS_KEPT:
+            return
+        steps = (index for index, event in enumerate(self.events) if event.kind == "step")
+        gone = set(itertools.islice(steps, _STEPS_KEPT))
+        self.events[:] = [event for index, event in enumerate(self.events) if index not in gone]
+        self._steps_kept -= _STEPS_KEPT
 
     def record(self, record: Record, state: MembershipState) -> None:
         """Adds what the state machine asks to record, with the durations that belong to it."""

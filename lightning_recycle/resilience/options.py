@@ -22,6 +22,9 @@ class WorkerProcess(Protocol):
 
     def kill(self) -> None: ...
 
+    def release(self) -> None:
+        """Nobody asks about it any more: what it holds in this process may go when it has ended."""
+
 
 @dataclass(frozen=True)
 class CoordinatorOptions:

@@ -31,13 +31,14 @@ from lightning_recycle.planning import (
 )
 from lightning_recycle.planning.library import PlanLibrary
 
-__all__ = ["OperationSeconds", "RunPlanner", "costs_from"]
+__all__ = ["OperationSeconds", "RunPlanner", "costs_from", "schedules_kept"]
 
 log = logging.getLogger(__name__)
 
 OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 """Mean seconds of each kind of operation, by stage and name; empty before the first step."""
 
+_KEPT_OPERATIONS = 2_000_000  # in schedules that are kept; of about 180 bytes each
 _AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, judged by the first plan
 _MOVE_SECONDS = 1.0  # that a move to another stage holds everybody up, about
 _MOVE_HORIZON = 1000  # steps in which it must have paid
@@ -59,6 +60,11 @@ def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
         return tuple(seconds[s].get(name, fused_share * seconds[s].get("BW", 0.0)) for s in range(stages))
 
     return Costs(of("F"), of("B", 0.5), of("W", 0.5), of("REDUCE"), of("STEP"))
+
+
+def schedules_kept(grid: Grid) -> int:
+    """How many schedules of ``grid`` are kept: a run may see any number, and large ones take 100 MB each."""
+    return max(1, _KEPT_OPERATIONS // (3 * grid.global_microbatches * grid.stages))
 
 
 class RunPlanner:
@@ -104,13 +110,26 @@ class RunPlanner:
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
         factors = _of_live(self._factors, failed)
-        return self._ahead.get((failed, factors)) or self._make(failed, seconds, "heuristic", factors)
+        found = self._ahead.get((failed, factors))
+        if found is None:
+            return self._make(failed, seconds, "heuristic", factors)
+        self._keep(failed, factors, found)
+        return found
+
+    def _keep(self, failed: frozenset[Worker], factors: _Factors, schedule: Schedule) -> None:
+        """Keeps a plan for when it is needed; forgets what was needed longest ago, but not the fault-free plan."""
+        with self._changed:
+            self._ahead.pop((failed, factors), None)
+            self._ahead[failed, factors] = schedule
+            forgettable = [key for key in self._ahead if key != (frozenset(), ())]
+            for key in forgettable[: -schedules_kept(self._grid)]:
+                del self._ahead[key]
 
     def adopt(self, schedule: Schedule) -> None:
         """From now on plans are made for the times that ``schedule`` assumes, and it is the plan for its workers."""
         problem = schedule.problem
         self._costs, self._factors, self._library = problem.costs, problem.worker_factors, None
-        self._ahead[schedule.failed, _of_live(self._factors, schedule.failed)] = schedule
+        self._keep(schedule.failed, _of_live(self._factors, schedule.failed), schedule)
 
     def forget(self, workers: Iterable[Worker]) -> None:
         """Other processes are ``workers`` now: nothing is known of their speed."""
@@ -195,7 +214,7 @@ class RunPlanner:
         candidates = [
             failed | {worker} for worker in survivors if any(peer not in failed for peer in self._grid.peers(worker))
         ]
-        affordable = int(_AHEAD_BUDGET / max(self._plan_seconds, 1e-3))
+        affordable = min(int(_AHEAD_BUDGET / max(self._plan_seconds, 1e-3)), schedules_kept(self._grid))
         if len(candidates) > affordable:
             log.info("Planning ahead for %d of %d possible failures.", affordable, len(candidates))
         with self._changed:
@@ -220,7 +239,7 @@ class RunPlanner:
                     break
                 try:
                     factors = _of_live(self._factors, candidate)
-                    self._ahead[candidate, factors] = self._make(candidate, request[1], self._planner, factors)
+                    self._keep(candidate, factors, self._make(candidate, request[1], self._planner, factors))
                 except ReCycleError as error:
                     log.warning("No plan could be made ahead for the failure of %s: %s", sorted(candidate), error)
             else:

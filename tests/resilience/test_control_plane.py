@@ -60,6 +60,7 @@ class FakeProcess:
         self._cause: str | None = None
         self._ended = threading.Event()
         self.killed = threading.Event()
+        self.released = threading.Event()
 
     def describe_exit(self, timeout: float) -> str | None:
         self._ended.wait(timeout)
@@ -74,6 +75,9 @@ class FakeProcess:
             self._cause = cause
             self._ended.set()
             os.close(self._writer)
+
+    def release(self) -> None:
+        self.released.set()
 
     def close(self) -> None:
         self.die("end of the test")
@@ -632,6 +636,7 @@ def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int)
         beat(silent, 3)
     members = strict.members(0, 1, 2)  # they need worker 3's report, or its eviction
     assert strict.processes[3].killed.is_set()
+    assert [process.released.is_set() for process in strict.processes.values()] == [False, False, False, True]
     assert [event.worker for event in strict.events("failure")] == [(1, 1)]
     kinds = [event.kind for event in strict.coordinator.history if event.worker == (1, 1)]
     assert kinds == ["suspected", "evicted", "failure"]

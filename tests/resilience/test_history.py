@@ -165,3 +165,20 @@ def test_a_loss_is_a_warning_that_says_who_why_and_how_many_are_left(
 def test_details_that_json_does_not_know_do_not_stop_the_run(recorder: Recorder) -> None:
     what: Callable[[], None] = lambda: None  # noqa: E731
     assert recorder.at(1003.0, "left", rank=3, what=what).details == {"what": what}
+
+
+def test_of_many_steps_the_newest_are_kept_and_of_everything_else_all(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STEPS_KEPT", 10)
+    for step in range(100):
+        recorder.now += 1.0
+        recorder.history.record(Record("step", step, None, {}), STATE)
+        if step % 30 == 0:
+            recorder.at(recorder.now, "left", step=step, rank=3)
+        assert recorder.history.has_steps
+    steps = [event.step for event in recorder.history.events if event.kind == "step"]
+    assert steps == list(range(100 - len(steps), 100))
+    assert 10 <= len(steps) <= 20
+    assert [event.step for event in recorder.history.events if event.kind == "left"] == [0, 30, 60, 90]
+    assert sorted(event.time for event in recorder.history.events) == [event.time for event in recorder.history.events]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_recycle.planning import Costs, Grid, Schedule, Technique, Worker, heuristic
-from lightning_recycle.resilience.replanning import RunPlanner
+from lightning_recycle.resilience import replanning
+from lightning_recycle.resilience.replanning import RunPlanner, schedules_kept
 
 GRID = Grid(3, 2, 4)
 SLOW = Worker(1, 1)
@@ -66,3 +67,27 @@ def test_what_a_slow_worker_measured_counts_once(planner: RunPlanner) -> None:
     timed = planner.retime(schedule, seconds)
     assert timed.problem.worker_factors == ((slow, 2.0),)
     assert timed.problem.costs == replace(Costs.uniform(2, 2.0, 2.0, 2.0, 0.5, 1.0))
+
+
+def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
+    planner: RunPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = planner.plan(ALL, {})
+    monkeypatch.setattr(replanning, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
+    first, second, third = (
+        heuristic(replace(before.problem, failed=frozenset({worker})))
+        for worker in (Worker(0, 0), Worker(0, 1), Worker(1, 0))
+    )
+    planner.adopt(first)
+    planner.adopt(second)
+    assert planner.plan(first.failed, {}) is first
+    planner.adopt(third)
+    assert planner.plan(first.failed, {}) is first
+    assert planner.plan(second.failed, {}) is not second
+    assert planner.plan(third.failed, {}) is third
+    assert planner.plan(ALL, {}) is before
+
+
+def test_at_least_one_schedule_is_kept_of_any_grid() -> None:
+    assert schedules_kept(Grid(3, 4, 6)) > 1000
+    assert schedules_kept(Grid(64, 64, 1024)) == 1
