@@ -43,6 +43,7 @@ bench: $(STAMP) ## all benchmarks, an hour; wants an idle machine (TORCHFT=its p
 	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/drift.py
+	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/simulated_against_real.py
 	$(BIN)/python benchmarks/planner.py
 
