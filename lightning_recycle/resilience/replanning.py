@@ -110,11 +110,12 @@ class RunPlanner:
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
         factors = _of_live(self._factors, failed)
-        found = self._ahead.get((failed, factors))
-        if found is None:
-            return self._make(failed, seconds, "heuristic", factors)
-        self._keep(failed, factors, found)
-        return found
+        with self._changed:
+            found = self._ahead.pop((failed, factors), None)
+            if found is not None:
+                self._ahead[failed, factors] = found  # the last to be forgotten now
+                return found
+        return self._make(failed, seconds, "heuristic", factors)
 
     def _keep(self, failed: frozenset[Worker], factors: _Factors, schedule: Schedule) -> None:
         """Keeps a plan for when it is needed; forgets what was needed longest ago, but not the fault-free plan."""
