@@ -6,7 +6,7 @@ ROUNDS ?= 20
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/resilience tests/runtime
+FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tests/runtime tests/data tests/session
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-exhaustive test-repeat chaos bench docs check clean
@@ -36,7 +36,7 @@ test-repeat: $(STAMP) ## the tests with real processes and failures, ROUNDS time
 	done
 
 chaos: $(STAMP) ## 200 random scenarios of failures, checked to the last bit and process (ARGS="--only SEED")
-	$(BIN)/python -m lightning_recycle.chaos --scenarios 200 --seed 1 $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m chaos --scenarios 200 --seed 1 $(ARGS)
 
 bench: $(STAMP) ## all benchmarks, an hour; wants an idle machine (TORCHFT=its python: torchft beside ours)
 	$(BIN)/python benchmarks/emulated.py

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, PlanMonitor
+from lightning_recycle.control.history import Event
 from lightning_recycle.planning import Costs, Grid, Problem, Worker, plan, retime
-from lightning_recycle.resilience.messages import Event
 
 __all__ = ["CASES", "Case", "Measurement", "main", "measure"]
 

@@ -55,7 +55,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from turns import Gate, Turn, Turns
 
 from lightning_recycle import ReCycleStrategy
-from lightning_recycle.partition import even_parts
+from lightning_recycle.model.partition import even_parts
 from lightning_recycle.runtime.shadow import Shadow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

@@ -27,7 +27,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_recycle.commands.report import baselines
+from lightning_recycle.commands.plan_tables import baselines
 from lightning_recycle.planning import (
     Costs,
     ExactPlanner,

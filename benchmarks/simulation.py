@@ -46,7 +46,7 @@ from lightning_recycle.simulation import (
     repeat,
     simulate,
 )
-from lightning_recycle.simulation.plans import planned_step
+from lightning_recycle.simulation.planned_steps import planned_step
 from lightning_recycle.traces import load_trace
 
 console = Console(width=120)

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_recycle import ConfigurationError, StageLostError
-from lightning_recycle.resilience.messages import Event
+from lightning_recycle.control.history import Event
 
 from hydra_job import build_trainer, find_metrics
 from report import read_losses

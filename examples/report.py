@@ -17,8 +17,8 @@ from statistics import fmean, median
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from lightning_recycle.control.history import Event
 from lightning_recycle.planning import Schedule
-from lightning_recycle.resilience.messages import Event
 from lightning_recycle.visualize import save_gantt, save_trace
 
 __all__ = [

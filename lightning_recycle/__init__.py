@@ -13,10 +13,11 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from lightning_recycle import _moved
 from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
-    from lightning_recycle.module import LayerSpec, PipelineModule
+    from lightning_recycle.model.module import LayerSpec, PipelineModule
     from lightning_recycle.runtime.deferred import defer_weight_grad
     from lightning_recycle.strategy import ReCycleStrategy
 
@@ -34,8 +35,8 @@ __all__ = [
 ]
 
 _LAZY = {
-    "LayerSpec": "lightning_recycle.module",
-    "PipelineModule": "lightning_recycle.module",
+    "LayerSpec": "lightning_recycle.model.module",
+    "PipelineModule": "lightning_recycle.model.module",
     "ReCycleStrategy": "lightning_recycle.strategy",
     "defer_weight_grad": "lightning_recycle.runtime.deferred",
 }
@@ -91,3 +92,5 @@ if _RegisterOnImport.module_name in sys.modules:
     _register_strategy(sys.modules[_RegisterOnImport.module_name])
 else:
     sys.meta_path.insert(0, _RegisterOnImport())
+
+_moved.install()

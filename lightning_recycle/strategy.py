@@ -1,8 +1,8 @@
 """``Trainer(strategy="recycle")``: what Lightning asks of a strategy, answered by the control plane and the executor.
 
 In the launching process the strategy only configures: its launcher starts the workers and waits. In a worker it owns
-the executor. What it knows of the other workers is in :mod:`~lightning_recycle.collective_strategy`, checkpoints are in
-:mod:`~lightning_recycle.checkpointing_strategy`.
+the executor. What it knows of the other workers is in :mod:`~lightning_recycle.session.collectives`, checkpoints are in
+:mod:`~lightning_recycle.session.checkpoints`.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_recycle.builtin_callbacks import keep_monitors_going, show_whole_run
-from lightning_recycle.checkpointing_strategy import CheckpointingStrategy
-from lightning_recycle.checks import check_batch, check_optimizers, check_parameters
-from lightning_recycle.collective_strategy import WorkerContext
+from lightning_recycle.control.history import Event
+from lightning_recycle.control.protocol.messages import Restored
+from lightning_recycle.data.addressed import MicrobatchLoader
+from lightning_recycle.data.batching import is_stream
+from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.loggers import LogRelay, keep_files
-from lightning_recycle.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
-from lightning_recycle.module import PipelineModule, global_seed
-from lightning_recycle.outputs import OutputRecorder, concatenate
+from lightning_recycle.model.module import PipelineModule, global_seed
+from lightning_recycle.model.tying import ties_between_stages
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.resilience.messages import Event, Restored
-from lightning_recycle.runtime.batching import is_stream
+from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.communicator import Communicator
-from lightning_recycle.runtime.data import MicrobatchLoader
 from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.profiling import StageProfiler
-from lightning_recycle.runtime.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.steps import StepHandle, StepLoader
-from lightning_recycle.runtime.stream import StreamLoader
-from lightning_recycle.runtime.tie_exchange import TieExchange
-from lightning_recycle.runtime.tying import ties_between_stages
-from lightning_recycle.snapshot import WorkerSnapshot, restore_snapshot, take_snapshot
-from lightning_recycle.takeover import show_progress_bar
+from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.session.checkpoints import CheckpointingStrategy
+from lightning_recycle.session.checks import check_batch, check_optimizers, check_parameters
+from lightning_recycle.session.collectives import WorkerContext
+from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_whole_run
+from lightning_recycle.session.loggers import LogRelay, keep_files
+from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
+from lightning_recycle.session.outputs import OutputRecorder, concatenate
+from lightning_recycle.session.snapshot import WorkerSnapshot, restore_snapshot, take_snapshot
+from lightning_recycle.session.takeover import show_progress_bar
 
 __all__ = ["ReCycleStrategy"]
 
@@ -79,7 +80,7 @@ class ReCycleStrategy(CheckpointingStrategy):
             for before they are made, and stored. Use it with a ``profile``: plans are found by their costs.
         partition: which layers a stage gets: equal numbers of them ("count"), of parameters ("parameters"), of seconds
             ("profile", with ``layer_seconds``), or the number of layers of each stage, such as ``[3, 5, 4]``.
-        layer_seconds: of each layer, see :func:`~lightning_recycle.partition.measure_layer_seconds`.
+        layer_seconds: of each layer, see :func:`~lightning_recycle.model.partition.measure_layer_seconds`.
         profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
             ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
         decoupled: split the backward, so that weight gradients fill idle slots.
@@ -101,7 +102,7 @@ class ReCycleStrategy(CheckpointingStrategy):
         seed: of all randomness; by default the one given to ``seed_everything``, else 0.
 
     Attributes:
-        history: after ``fit``, what happened: a list of :class:`~lightning_recycle.resilience.messages.Event`.
+        history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
         schedules: after ``fit``, the schedule of each generation.
 
     Raises:
@@ -183,6 +184,7 @@ class ReCycleStrategy(CheckpointingStrategy):
         """Of the evaluation that is under way."""
         self._loader: StepLoader | None = None
         self._transfers = True
+        self._records_training = False
         self._loss_dtype: torch.dtype | None = None
         self._loaders: list[StepLoader] = []
         self._batches_per_step = 1
@@ -229,7 +231,7 @@ class ReCycleStrategy(CheckpointingStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        from lightning_recycle.launcher import SupervisorLauncher
+        from lightning_recycle.launch.launcher import SupervisorLauncher
 
         self._launcher = SupervisorLauncher(self)
 
@@ -315,7 +317,7 @@ class ReCycleStrategy(CheckpointingStrategy):
             stage,
             parameters,
             GradientBuffers(parameters, self.root_device),
-            self._split,
+            self,
             staggered=self.staggered,
             shadow_on_host=self.shadow == "host",
             profiler=StageProfiler(parameters) if context.profiles else None,
@@ -327,14 +329,7 @@ class ReCycleStrategy(CheckpointingStrategy):
         self._relay = LogRelay(
             trainer, lambda: self.is_global_zero, lambda: executor.version, lambda: context.client.leader_applied
         )
-        self.executor.on_generation = lambda: self._on_generation(trainer)
-        self.executor.on_recovery = lambda step: self._reach("recovery", step)
-        if is_overridden("on_training_output", module, PipelineModule):
-            self.executor.record_output = lambda output, target, samples: self._record(
-                module.on_training_output, output, target, samples
-            )
-        self.executor.take_snapshot = lambda: take_snapshot(trainer, context.client.next_collective)
-        self.executor.restore_snapshot = lambda snapshot: self._take_over(trainer, snapshot)
+        self._records_training = is_overridden("on_training_output", module, PipelineModule)
         if fitting:
             PipelineFitLoop.install(trainer)
         if context.client.joining:
@@ -355,10 +350,28 @@ class ReCycleStrategy(CheckpointingStrategy):
             self.executor.version = self._restored_steps
             client.send(Restored(self.global_rank, self._restored_steps))
 
-    def _take_over(self, trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+    # ------------------------------------------------------------------ what the executor asks
+
+    def take_snapshot(self) -> WorkerSnapshot:
         assert self._context is not None
-        restore_snapshot(trainer, snapshot)
+        assert self.lightning_module is not None
+        return take_snapshot(self.lightning_module.trainer, self._context.client.next_collective)
+
+    def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
+        assert self._context is not None
+        assert self.lightning_module is not None
+        restore_snapshot(self.lightning_module.trainer, snapshot)
         self._context.client.next_collective = snapshot.next_collective
+
+    def on_recovery(self, step: int) -> None:
+        self._reach("recovery", step)
+
+    def record_output(self, output: Any, target: Any, samples: int) -> bytes | None:
+        module = self.lightning_module
+        assert isinstance(module, PipelineModule)
+        if not self._records_training:
+            return None
+        return self._record(module.on_training_output, output, target, samples)
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision_plugin.train_step_context() or nullcontext()
@@ -403,7 +416,7 @@ class ReCycleStrategy(CheckpointingStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return batch if isinstance(batch, StepHandle) else super().batch_to_device(batch, device, dataloader_idx)
 
-    def _split(self, data: Any) -> tuple[Any, Any]:
+    def split(self, data: Any) -> tuple[Any, Any]:
         """A micro-batch -> (input, target)."""
         module = self.lightning_module
         assert isinstance(module, PipelineModule)
@@ -498,7 +511,7 @@ class ReCycleStrategy(CheckpointingStrategy):
         with module.logging_allowed(False):
             records = self.executor.evaluate(
                 handle,
-                split or self._split,
+                split or self.split,
                 lambda output, target, samples: self._record(hook, output, target, samples),
             )
         with self._forward_context():
@@ -519,12 +532,14 @@ class ReCycleStrategy(CheckpointingStrategy):
         if grads and scale < 1.0:
             torch._foreach_mul_(grads, scale)
 
-    def _on_generation(self, trainer: pl.Trainer) -> None:
+    def on_generation(self) -> None:
         """A new generation is complete: this worker may have become the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._follow_leader()
         if self.is_global_zero and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
             show_progress_bar(trainer, self.dataloader_idx)
             keep_monitors_going(trainer)
             assert self._relay is not None

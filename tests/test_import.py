@@ -23,9 +23,9 @@ def run(code: str, *arguments: str) -> str:
     [
         "lightning_recycle.planning",
         "lightning_recycle.errors",
-        "lightning_recycle.resilience.membership",
-        "lightning_recycle.resilience.coordinator",
-        "lightning_recycle.resilience.client",
+        "lightning_recycle.control.protocol.membership",
+        "lightning_recycle.control.coordinator",
+        "lightning_recycle.control.client",
     ],
 )
 def test_planning_and_control_plane_load_neither_torch_nor_lightning(module: str) -> None:
@@ -86,7 +86,7 @@ PRIVATE = {
         "torch.distributed:ProcessGroupGloo._Options",
         "torch.distributed:ProcessGroupGloo.create_device",
     ],
-    "lightning_recycle.loops": [
+    "lightning_recycle.session.loops": [
         "lightning.pytorch.loops.fit_loop:_FitLoop",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop",
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
@@ -100,25 +100,25 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
-    "lightning_recycle.runtime.data": ["torch.utils.data._utils.worker:WorkerInfo"],
-    "lightning_recycle.runtime.huggingface_streams": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
-    "lightning_recycle.builtin_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
-    "lightning_recycle.processes": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
-    "lightning_recycle.launcher": [
+    "lightning_recycle.data.addressed": ["torch.utils.data._utils.worker:WorkerInfo"],
+    "lightning_recycle.data.huggingface_streams": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
+    "lightning_recycle.session.lightning_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
+    "lightning_recycle.launch.processes": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
+    "lightning_recycle.launch.launcher": [
         "lightning.pytorch.strategies.launchers.launcher:_Launcher",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.is_interactive_compatible",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
     ],
-    "lightning_recycle.worker": [
+    "lightning_recycle.launch.worker_process": [
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
         "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
     ],
-    "lightning_recycle.results": ["lightning.pytorch.trainer:call._call_callbacks_load_state_dict"],
-    "lightning_recycle.snapshot": [
+    "lightning_recycle.launch.results": ["lightning.pytorch.trainer:call._call_callbacks_load_state_dict"],
+    "lightning_recycle.session.snapshot": [
         "lightning.pytorch.loops.loop:_Loop._load_from_state_dict",
         "lightning.pytorch.loops.fit_loop:RestartStage.RESTARTED_MID_EPOCH",
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",

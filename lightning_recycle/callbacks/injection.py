@@ -15,10 +15,10 @@ from typing_extensions import override
 from lightning_recycle.callbacks import failing
 from lightning_recycle.callbacks.availability import Agenda, TimedFault, random_faults, trace_faults
 from lightning_recycle.callbacks.faults import KINDS, Fault
+from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op
-from lightning_recycle.resilience.messages import FaultInjected
 from lightning_recycle.traces import load_trace
 
 __all__ = ["FaultInjectionCallback"]

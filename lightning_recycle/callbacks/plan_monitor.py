@@ -6,8 +6,8 @@ import math
 
 import lightning.pytorch as pl
 
+from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.resilience.drift import DriftOptions
 
 __all__ = ["PlanMonitor"]
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_recycle.commands.application import run_command
-from lightning_recycle.commands.report import Row, comparison, row, single
+from lightning_recycle.commands.plan_tables import Row, comparison, row, single
 from lightning_recycle.commands.settings import problem_from, problems_ahead
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import PlanLibrary, Planner, PlanResult, save_plan, solve

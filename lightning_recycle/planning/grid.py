@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Grid", "Microbatch", "Worker"]
+__all__ = ["Grid", "Microbatch", "Worker", "global_index"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -105,3 +105,8 @@ class Grid:
     def all_microbatches(self) -> Iterator[Microbatch]:
         """The D * M micro-batches of one iteration, by pipeline, then index."""
         return (Microbatch(d, m) for d in range(self.pipelines) for m in range(self.microbatches))
+
+
+def global_index(grid: Grid, microbatch: Microbatch) -> int:
+    """The micro-batch's index in the global batch, the same on every grid with equal D * M."""
+    return microbatch.index * grid.pipelines + microbatch.pipeline

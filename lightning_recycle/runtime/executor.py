@@ -20,16 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.ops import Op, OpKind
-from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.resilience.client import ControlClient, Interrupted
-from lightning_recycle.resilience.messages import (
+from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.protocol.messages import (
     Activity,
     Applied,
     Broken,
@@ -41,7 +38,11 @@ from lightning_recycle.resilience.messages import (
     Report,
     Resume,
 )
-from lightning_recycle.resilience.recovery import WorkerStatus
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.communicator import (
     Channel,
     CommunicationError,
@@ -54,12 +55,11 @@ from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.steps import StepHandle
-from lightning_recycle.runtime.tie_exchange import TieExchange
+from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
 
-__all__ = ["CommitPayload", "Executor", "RecordOutput", "StepResult"]
+__all__ = ["CommitPayload", "Executor", "Host", "RecordOutput", "StepResult"]
 
 RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 """(output, target, number of samples) of a micro-batch -> what is to reach all workers."""
@@ -92,6 +92,30 @@ class StepResult:
     outputs: Mapping[int, bytes] = field(default_factory=dict)
 
 
+class Host(Protocol):
+    """What the executor asks of the process that it runs in."""
+
+    def split(self, data: Any) -> tuple[Any, Any]:
+        """A collated micro-batch -> (input, target), on the device."""
+
+    def record_output(self, output: Any, target: Any, samples: int) -> bytes | None:
+        """Called on the last stage with the output of each micro-batch in training; what it returns reaches all
+        workers with the step.
+        """
+
+    def on_generation(self) -> None:
+        """The workers of a generation are connected."""
+
+    def on_recovery(self, step: int) -> None:
+        """In the middle of a regroup: ``step`` is to be run."""
+
+    def take_snapshot(self) -> Any:
+        """All that a worker that joins this stage must have, at a step boundary."""
+
+    def restore_snapshot(self, snapshot: Any) -> None:
+        """Takes that over."""
+
+
 @dataclass
 class _Step:
     """A step as Lightning asked for it: where its data is and how it is applied."""
@@ -112,7 +136,7 @@ class Executor:
         stage: the layers.
         parameters: theirs.
         gradients: theirs.
-        split: turns a collated micro-batch into (input, target) on the device.
+        host: answers what is not the executor's business.
         needs_norm: whether the norm of all gradients is wanted with each step.
         staggered: whether a stage may step before the others hold their gradients.
         shadow_on_host: whether the parameters of the version before are kept in the host's memory.
@@ -125,12 +149,6 @@ class Executor:
         after_operation: called with (step, operation) after each.
         stretch_operation: called with the seconds that an F, B, W or BW has computed; the time that it takes itself
             counts as computing. For fault injection.
-        on_generation: called when the workers of a generation are connected.
-        on_recovery: called in the middle of a regroup, with the step that is to be run.
-        record_output: called on the last stage with (output, target, number of samples) of each micro-batch in
-            training; what it returns reaches all workers with the step.
-        take_snapshot: returns all that a worker that joins this stage must have, at a step boundary.
-        restore_snapshot: takes that over.
     """
 
     def __init__(
@@ -142,7 +160,7 @@ class Executor:
         stage: Stage,
         parameters: Sequence[nn.Parameter],
         gradients: GradientBuffers,
-        split: Callable[[Any], tuple[Any, Any]],
+        host: Host,
         needs_norm: bool = False,
         staggered: bool = True,
         shadow_on_host: bool = False,
@@ -155,16 +173,11 @@ class Executor:
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.after_operation: list[Callable[[int, Op], None]] = []
         self.stretch_operation: Callable[[float], None] | None = None
-        self.on_generation: Callable[[], None] = lambda: None
-        self.on_recovery: Callable[[int], None] = lambda step: None
-        self.record_output: RecordOutput | None = None
-        self.take_snapshot: Callable[[], Any] = lambda: None
-        self.restore_snapshot: Callable[[Any], None] = lambda snapshot: None
         self._client = client
         self._communicator = communicator
         self._stage = stage
         self._gradients = gradients
-        self._split = split
+        self._host = host
         self._needs_norm = needs_norm
         self._profiler = profiler
         self._ties = ties or TieExchange()
@@ -273,7 +286,7 @@ class Executor:
             assert task.op.microbatch is not None
             data = self._steps[step]
             with self._busy("reading data"):
-                inputs, target = self._split(data.handle.loader.fetch(data.handle, task.op.microbatch))
+                inputs, target = self._host.split(data.handle.loader.fetch(data.handle, task.op.microbatch))
         if task.source is not None:
             inputs = self._receive(step, task)
         with self._profiled(step), self._measured(OpKind.FORWARD):
@@ -281,8 +294,9 @@ class Executor:
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = float(loss)
-                if self.record_output is not None:
-                    self._outputs[task.index] = self.record_output(output, target, self._samples(step, task))
+                recorded = self._host.record_output(output, target, self._samples(step, task))
+                if recorded is not None:
+                    self._outputs[task.index] = recorded
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
@@ -432,7 +446,7 @@ class Executor:
             try:
                 resume = self._client.report(report)
                 if resume.generation > 0:
-                    self.on_recovery(resume.decision.version)
+                    self._host.on_recovery(resume.decision.version)
                 stage_roster = [r for r in resume.roster if self.grid.worker(r).stage == self.worker.stage]
                 stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
                 self._leads = {stage: min(r for r in stages if stages[r] == stage) for stage in set(stages.values())}
@@ -447,7 +461,7 @@ class Executor:
                     )
                 self._follow(resume.schedule)
                 self._client.send(Connected(self._client.rank, resume.generation))
-                self.on_generation()
+                self._host.on_generation()
                 if self._profiler is not None and resume.generation == 0:
                     self._measure_links(self._profiler)
                 self._exchange_state(resume)
@@ -472,7 +486,7 @@ class Executor:
         mine = [rank for rank, donor in sorted(resume.donors.items()) if donor == self._client.rank]
         if mine:
             with self._busy("taking a snapshot"):
-                snapshot = self.take_snapshot()
+                snapshot = self._host.take_snapshot()
             with self._client.waiting("the transfer of state"):
                 for rank in mine:
                     send_object(self._communicator, snapshot, rank)
@@ -481,7 +495,7 @@ class Executor:
             with self._client.waiting("the transfer of state"):
                 snapshot = receive_object(self._communicator, donor)
             with self._busy("taking over the state"):
-                self.restore_snapshot(snapshot)
+                self._host.restore_snapshot(snapshot)
             self.version = resume.decision.version
             self._joining = False
             self._client.send(Entered(self._client.rank, resume.generation))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.grid import Worker, global_index
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["Task", "fuse_backwards", "global_index", "worker_program"]
+__all__ = ["Task", "fuse_backwards", "worker_program"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,6 @@ class Task:
     source: int | None = None
     destination: int | None = None
     decoupled: bool = False
-
-
-def global_index(grid: Grid, microbatch: Microbatch) -> int:
-    """The micro-batch's index in the global batch, the same on every grid with equal D * M."""
-    return microbatch.index * grid.pipelines + microbatch.pipeline
 
 
 def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.randomness import derive_seed, layer_randomness
 from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
-from lightning_recycle.runtime.randomness import derive_seed, layer_randomness
 
 __all__ = ["Stage"]
 

@@ -24,7 +24,6 @@ from lightning_recycle.simulation.failures import (
     Weibull,
 )
 from lightning_recycle.simulation.measured import MeasuredModel
-from lightning_recycle.simulation.model import TrainingModel
 from lightning_recycle.simulation.policies import (
     Bamboo,
     DropReplica,
@@ -37,8 +36,9 @@ from lightning_recycle.simulation.policies import (
     Spares,
     Varuna,
 )
-from lightning_recycle.simulation.result import Accounting, Cause, Event, Interval, SimulationResult, State
+from lightning_recycle.simulation.run_result import Accounting, Cause, Event, Interval, SimulationResult, State
 from lightning_recycle.simulation.sweep import Repetitions, repeat
+from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.transformer import GPUS, Gpu, Transformer
 from lightning_recycle.simulation.units import as_seconds
 

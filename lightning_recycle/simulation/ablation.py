@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
-from lightning_recycle.simulation.model import one_f_one_b_seconds
-from lightning_recycle.simulation.plans import DEFAULT_EFFORT, planned_seconds
+from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, planned_seconds
+from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 __all__ = ["Ablation", "ablation"]
 

@@ -17,7 +17,7 @@ What the papers do not say, and what follows from it here:
 from __future__ import annotations
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.model import TrainingModel
+from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.transformer import Transformer
 
 __all__ = ["available_models", "get_model"]

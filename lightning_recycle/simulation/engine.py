@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.failures.base import Change, FailureSource
+from lightning_recycle.simulation.failures.source import Change, FailureSource
 from lightning_recycle.simulation.ledger import Span, account, samples_of
-from lightning_recycle.simulation.model import TrainingModel
-from lightning_recycle.simulation.policies.base import (
+from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
     Happening,
@@ -28,7 +27,8 @@ from lightning_recycle.simulation.policies.base import (
     Policy,
     Reaction,
 )
-from lightning_recycle.simulation.result import Event, Interval, SimulationResult, State
+from lightning_recycle.simulation.run_result import Event, Interval, SimulationResult, State
+from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 
 __all__ = ["simulate"]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.simulation.policies.base import Configuration
-from lightning_recycle.simulation.result import Accounting, State
+from lightning_recycle.simulation.policies.policy import Configuration
+from lightning_recycle.simulation.run_result import Accounting, State
 from lightning_recycle.simulation.units import as_ticks
 
 __all__ = ["Span", "account", "samples_of"]

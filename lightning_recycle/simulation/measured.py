@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs
-from lightning_recycle.simulation.model import TrainingModel
+from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["MeasuredModel"]
 

@@ -15,8 +15,8 @@ from simulated_against_real import (
     simulated,
 )
 
+from lightning_recycle.control.history import Event
 from lightning_recycle.planning import Grid, Worker
-from lightning_recycle.resilience.messages import Event
 
 EXAMPLE = Scenario("running example", Grid(3, 4, 6), ((Worker(1, 2), 5),), slot=1.0)
 ABSENCE = Absence(rank=6, steps=5, into_step=9.0, seconds=100.0)  # rank 6 is worker (1, 2)

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import PlanMonitor
-from lightning_recycle.resilience.drift import DriftOptions
+from lightning_recycle.control.plans.drift import DriftOptions
 
 
 def test_its_options_are_the_coordinators() -> None:

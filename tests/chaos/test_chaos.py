@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_recycle.chaos.__main__ import main
-from lightning_recycle.chaos.diary import Entry, audit
-from lightning_recycle.chaos.run import run_scenario
-from lightning_recycle.chaos.scenario import STEPS, draw
+from chaos.__main__ import main
+from chaos.diary import Entry, audit
+from chaos.run import run_scenario
+from chaos.scenario import STEPS, draw
 
 SEEDS = (20004, 20010, 20017, 20021, 20025, 20013)
 
@@ -111,7 +111,7 @@ def test_the_audit_sees_a_step_that_was_left_out_or_applied_twice() -> None:
 
 
 def test_a_scenario_that_is_not_exact_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_recycle.chaos import run
+    from chaos import run
 
     wrong = {name: value + 1e-9 for name, value in run.reference(False, False).items()}
     monkeypatch.setattr(run, "reference", lambda dropout, clips: wrong)

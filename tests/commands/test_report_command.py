@@ -15,7 +15,7 @@ from lightning_recycle.visualize.report import load_results, render_report
 from lightning_recycle.visualize.report.names import duration_text, number
 from lightning_recycle.visualize.report.paper import paper_slots, paper_throughput
 from lightning_recycle.visualize.report.scales import linear, logarithmic
-from lightning_recycle.visualize.report.sections.traces import averaged
+from lightning_recycle.visualize.report.sections.trace_results import averaged
 
 SECTIONS = ["intervals", "causes", "traces", "fractions", "ablation", "planner", "spares", "restart", "layers"]
 SECTIONS += ["others", "runs"]

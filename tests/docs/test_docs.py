@@ -21,10 +21,10 @@ import lightning_recycle
 from lightning_recycle import PipelineModule, callbacks
 from lightning_recycle.callbacks import HeartbeatCallback
 from lightning_recycle.callbacks.faults import KINDS, POINTS
+from lightning_recycle.control import standalone
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
+from lightning_recycle.control.history import History
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.resilience import standalone
-from lightning_recycle.resilience.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
-from lightning_recycle.resilience.history import History
 
 PACKAGE = ROOT / "lightning_recycle"
 SCRIPTS = set(re.findall(r"^(recycle-[a-z]+) = ", (ROOT / "pyproject.toml").read_text(), re.M))
@@ -242,7 +242,7 @@ def test_the_faults_of_the_examples_are_those_of_the_configuration() -> None:
 
 
 def test_the_events_are_those_of_the_code() -> None:
-    code = "\n".join(path.read_text() for path in (PACKAGE / "resilience").glob("*.py"))
+    code = "\n".join(path.read_text() for path in (PACKAGE / "control").rglob("*.py"))
     recorded = set(re.findall(r"(?:\bRecord|\bself\.add|_history\.add)\(\s*\"(\w+)\"", code))
     recorded |= {"left", "moved"} & set(re.findall(r"\"(\w+)\"", code))
     assert {name for row in table_under("faults.md", "event") for name in names_in(row[0])} == recorded

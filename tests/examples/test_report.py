@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lightning_recycle.control.history import Event
 from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Worker, heuristic
-from lightning_recycle.resilience.messages import Event
 
 from report import (
     Failure,

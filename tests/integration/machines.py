@@ -82,7 +82,7 @@ def namespaces(*machines: Machine) -> Iterator[None]:
 
 
 def coordinator(machine: Machine, runs: int, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lightning_recycle.resilience.standalone", "--listen", f"{machine.address}:{PORT}"]
+    command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", f"{machine.address}:{PORT}"]
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--start-timeout", "40"]
     process = machine.start(*command, *grid, "--runs", str(runs), *options)
     assert process.stdout is not None

@@ -18,7 +18,7 @@ from machines import Machine, await_line, coordinator, join, namespaces, worker
 from outside_worker import Slow
 from support import GLOBAL_BATCH, dataset, difference, plain_loop
 
-from lightning_recycle.resilience.client import EXIT_LOST_COORDINATOR
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
 STEPS = 40
 TIMEOUT = 4.0  # seconds; it is noticed after twice that that everybody waits

@@ -20,7 +20,7 @@ from support import GLOBAL_BATCH, Regression, committed_steps, dataset, differen
 
 from lightning_recycle import ConfigurationError, worker
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
-from lightning_recycle.resilience.listener import Listener
+from lightning_recycle.control.listener import Listener
 
 HERE = Path(__file__).parent
 LENGTH = 16

@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_recycle import UnsupportedFeatureError
-from lightning_recycle.launcher import SupervisorLauncher
+from lightning_recycle.launch.launcher import SupervisorLauncher
 
 
 class Finetuning(BaseFinetuning):

@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 import torch
 
-from lightning_recycle.processes import process_context
-from lightning_recycle.resilience.client import Interrupted
+from lightning_recycle.control.client import Interrupted
+from lightning_recycle.launch.processes import process_context
 from lightning_recycle.runtime.communicator import Channel, Communicator
 
 HOST = "127.0.0.1"

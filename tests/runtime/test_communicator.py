@@ -14,7 +14,7 @@ import torch
 from communicator_team import Failure, Team
 from torch import Tensor
 
-from lightning_recycle.resilience.client import Interrupted
+from lightning_recycle.control.client import Interrupted
 from lightning_recycle.runtime.communicator import (
     _PACKED_BYTES,
     _SMALL_BYTES,

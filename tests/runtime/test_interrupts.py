@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_recycle.control import client as client_module
+from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.protocol.messages import Regroup
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.resilience import client as client_module
-from lightning_recycle.resilience.connection import MessageConnection
-from lightning_recycle.resilience.messages import Regroup
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.gradients import GradientBuffers
 

@@ -201,7 +201,7 @@ def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on(
 
 
 def test_where_nothing_runs_all_live_gpus_are_idle() -> None:
-    from lightning_recycle.simulation.policies.base import stopped
+    from lightning_recycle.simulation.policies.policy import stopped
 
     result = run({(36.0, "down"): Reaction(stopped("too few"), lost=Loss.STEP)}, [Outage(36.0, (5,))])
     assert timeline(result)[-1] == (36, 100, "stopped", "too few")

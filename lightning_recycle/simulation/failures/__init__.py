@@ -1,12 +1,12 @@
 """Failure sources: seeded streams of node failures and repairs, one module each."""
 
-from lightning_recycle.simulation.failures.base import Change, FailureSource, Outage
 from lightning_recycle.simulation.failures.correlated import Correlated
 from lightning_recycle.simulation.failures.fractions import FailedFraction
 from lightning_recycle.simulation.failures.poisson import Poisson
 from lightning_recycle.simulation.failures.rates import LLAMA3_PER_GPU_DAY, RSC1_PER_GPU_DAY, FailureRate
 from lightning_recycle.simulation.failures.regular import Regular
-from lightning_recycle.simulation.failures.trace import Scripted, TraceReplay
+from lightning_recycle.simulation.failures.replayed import Scripted, TraceReplay
+from lightning_recycle.simulation.failures.source import Change, FailureSource, Outage
 from lightning_recycle.simulation.failures.weibull import Weibull
 
 __all__ = [

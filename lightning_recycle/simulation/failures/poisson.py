@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.failures.base import Change, Outage, changes_of
+from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
 
 __all__ = ["Poisson"]

@@ -1,7 +1,11 @@
 """Policies: what to do about failures, one module each."""
 
 from lightning_recycle.simulation.policies.bamboo import Bamboo
-from lightning_recycle.simulation.policies.base import (
+from lightning_recycle.simulation.policies.drop_replica import DropReplica
+from lightning_recycle.simulation.policies.elastic_layers import ElasticLayers
+from lightning_recycle.simulation.policies.fault_free import FaultFree
+from lightning_recycle.simulation.policies.oobleck import Oobleck
+from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
     Happening,
@@ -10,10 +14,6 @@ from lightning_recycle.simulation.policies.base import (
     Policy,
     Reaction,
 )
-from lightning_recycle.simulation.policies.drop_replica import DropReplica
-from lightning_recycle.simulation.policies.elastic_layers import ElasticLayers
-from lightning_recycle.simulation.policies.fault_free import FaultFree
-from lightning_recycle.simulation.policies.oobleck import Oobleck
 from lightning_recycle.simulation.policies.recycle import Recycle
 from lightning_recycle.simulation.policies.restart import Restart
 from lightning_recycle.simulation.policies.spares import Spares

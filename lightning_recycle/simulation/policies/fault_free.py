@@ -7,8 +7,8 @@ from typing import Literal
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique
-from lightning_recycle.simulation.plans import planned_seconds
-from lightning_recycle.simulation.policies.base import Configuration, Context, Happening, Reaction
+from lightning_recycle.simulation.planned_steps import planned_seconds
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Reaction
 from lightning_recycle.simulation.policies.workers import whole_pipelines
 
 __all__ = ["FaultFree"]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 
-from lightning_recycle.simulation.model import TrainingModel, one_f_one_b_seconds
+from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 
 __all__ = ["cut", "iteration_estimate", "least_nodes", "share_batch", "stage_ranges", "step_seconds"]
 

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from lightning_recycle.planning import Grid, Worker, moves, normalized_failures, roles
-from lightning_recycle.simulation.model import one_f_one_b_seconds
-from lightning_recycle.simulation.policies.base import Configuration, Context, Pause, stopped
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Pause, stopped
+from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 __all__ = ["Placement", "Teams", "assemble_teams", "fresh", "live_workers", "pauses", "place", "whole_pipelines"]
 

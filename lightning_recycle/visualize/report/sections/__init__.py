@@ -1,14 +1,14 @@
 """The sections of the page, in their order."""
 
-from lightning_recycle.visualize.report.sections.ablation import ablation_section
-from lightning_recycle.visualize.report.sections.base import Section
 from lightning_recycle.visualize.report.sections.causes import causes_section
 from lightning_recycle.visualize.report.sections.crossovers import layers_section, restart_section, spares_section
-from lightning_recycle.visualize.report.sections.fractions import fractions_section
+from lightning_recycle.visualize.report.sections.failed_fractions import fractions_section
 from lightning_recycle.visualize.report.sections.intervals import intervals_section
 from lightning_recycle.visualize.report.sections.others import others_section, runs_section
-from lightning_recycle.visualize.report.sections.planner import planner_section
-from lightning_recycle.visualize.report.sections.traces import traces_section
+from lightning_recycle.visualize.report.sections.planning_times import planner_section
+from lightning_recycle.visualize.report.sections.section import Section
+from lightning_recycle.visualize.report.sections.techniques import ablation_section
+from lightning_recycle.visualize.report.sections.trace_results import traces_section
 
 __all__ = ["SECTIONS", "Section"]
 

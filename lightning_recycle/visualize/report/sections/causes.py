@@ -7,7 +7,7 @@ from lightning_recycle.visualize.report.grouping import Variants, by, models_of
 from lightning_recycle.visualize.report.markup import Cell, Markup, join, num, table
 from lightning_recycle.visualize.report.names import failures_text, model_text
 from lightning_recycle.visualize.report.records import Record, Results
-from lightning_recycle.visualize.report.sections.base import Section, charts, note
+from lightning_recycle.visualize.report.sections.section import Section, charts, note
 
 __all__ = ["causes_section"]
 

@@ -10,7 +10,7 @@ from lightning_recycle.visualize.report.markup import Cell, Markup, join, num, t
 from lightning_recycle.visualize.report.names import duration_text, failures_text, model_text
 from lightning_recycle.visualize.report.records import Record, Results
 from lightning_recycle.visualize.report.scales import linear, logarithmic
-from lightning_recycle.visualize.report.sections.base import Section, charts, note, summary, with_points
+from lightning_recycle.visualize.report.sections.section import Section, charts, note, summary, with_points
 
 __all__ = ["layers_section", "restart_section", "spares_section"]
 

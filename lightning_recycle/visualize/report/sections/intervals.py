@@ -11,7 +11,7 @@ from lightning_recycle.visualize.report.names import duration_text, model_text
 from lightning_recycle.visualize.report.paper import SOURCE, paper_throughput
 from lightning_recycle.visualize.report.records import Record, Results
 from lightning_recycle.visualize.report.scales import linear, logarithmic
-from lightning_recycle.visualize.report.sections.base import (
+from lightning_recycle.visualize.report.sections.section import (
     REFERENCE,
     Section,
     charts,

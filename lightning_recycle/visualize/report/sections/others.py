@@ -6,7 +6,7 @@ from lightning_recycle.visualize.report.grouping import models_of, protocol_text
 from lightning_recycle.visualize.report.markup import Cell, Markup, join, num, table
 from lightning_recycle.visualize.report.names import duration_text, failures_text, model_text, policy_text
 from lightning_recycle.visualize.report.records import Record, Results
-from lightning_recycle.visualize.report.sections.base import Section, note
+from lightning_recycle.visualize.report.sections.section import Section, note
 
 __all__ = ["others_section", "runs_section"]
 

@@ -1,0 +1,193 @@
+"""The record of a run: what happened, when, and for how long; as a list, as log lines and as counters.
+
+Times are in seconds since the epoch, durations in seconds. Each entry is also one line of JSON in the log
+``lightning_recycle.events`` (level INFO, steps DEBUG).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_recycle.control.protocol.messages import FaultInjected
+from lightning_recycle.control.protocol.state import MembershipState, Record
+from lightning_recycle.planning.grid import Grid
+
+__all__ = ["Event", "History"]
+
+log = logging.getLogger(__name__)
+_events = logging.getLogger("lightning_recycle.events")
+
+_STEPS_KEPT = 10_000  # at least; a week can have a million
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of ``strategy.history``.
+
+    Args:
+        kind: what happened. "resumed": all workers agreed on where to go on (first generation included).
+            "regrouped": all are connected. "step": a step was committed; ``seconds`` since the one before.
+            "suspected": a worker is silent, makes no progress, or is not within reach of another one. "evicted": it was
+            ended for that. "failure": a worker is out; ``seconds`` from its death, as far as known, to the
+            declaration. "redone": a step runs again. "recovered": the first commit after a failure. "disturbance":
+            connections broke though nobody died.
+            "paused": all wait at a step boundary. "rejoined": a replacement has its
+            state; ``seconds`` that the others waited for it. "left": a worker was told to end and left at a step
+            boundary. "moved": a worker left its stage for another one. "restarting": a replacement is being started.
+            "replanned": from ``step`` on all run another plan, because the operations take other times than the one
+            before assumed. "saved": a checkpoint is complete.
+            "stage_lost": nobody holds a stage any more.
+            Where a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
+        time: seconds since the epoch.
+        generation: at that time.
+        step: the optimizer step concerned.
+        worker: (pipeline, stage), where one is concerned.
+        details: further facts by name.
+    """
+
+    kind: str
+    time: float
+    generation: int
+    step: int
+    worker: tuple[int, int] | None = None
+    seconds: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class History:
+    """Collects the events of one run on ``grid``."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.events: list[Event] = []  # all, but of "step" only the newest
+        self._steps_kept = 0
+        self.counters: dict[str, float] = {
+            "failures": 0.0,
+            "recovery_seconds": 0.0,
+            "redone_steps": 0.0,
+            "rejoined_workers": 0.0,
+        }
+        self._grid = grid
+        self._injected: dict[int, FaultInjected] = {}
+        self._failure_time: float | None = None
+        self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
+        self.step_seconds: float | None = None
+        """Of the newest step, since the one before."""
+        self._last_step_time: float | None = None
+        self._paused_time: float | None = None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was committed."""
+        return self._steps_kept > 0
+
+    def fault_injected(self, message: FaultInjected) -> None:
+        """Remembers that a worker is about to fail on purpose: that is when it died."""
+        self._injected[message.rank] = message
+
+    def add(
+        self,
+        kind: str,
+        state: MembershipState,
+        rank: int | None = None,
+        details: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Adds an event as it is."""
+        worker = None
+        if rank is not None:
+            position = self._grid.worker(rank)
+            worker = (position.pipeline, position.stage)
+        event = Event(
+            kind,
+            time.time(),
+            state.generation,
+            state.version if step is None else step,
+            worker,
+            seconds,
+            dict(details or {}),
+        )
+        self.events.append(event)
+        if kind == "step":
+            self._count_step()
+        _events.log(
+            logging.DEBUG if kind == "step" else logging.INFO, "%s", json.dumps(dataclasses.asdict(event), default=str)
+        )
+
+    def _count_step(self) -> None:
+        self._steps_kept += 1
+        if self._steps_kept < 2 * _STEPS_KEPT:
+            return
+        steps = (index for index, event in enumerate(self.events) if event.kind == "step")
+        gone = set(itertools.islice(steps, _STEPS_KEPT))
+        self.events[:] = [event for index, event in enumerate(self.events) if index not in gone]
+        self._steps_kept -= _STEPS_KEPT
+
+    def record(self, record: Record, state: MembershipState) -> None:
+        """Adds what the state machine asks to record, with the durations that belong to it."""
+        now = time.time()
+        details = dict(record.details)
+        seconds: float | None = None
+        match record.kind:
+            case "failure":
+                seconds = self._fail(record, details, now)
+                log.warning(
+                    "Worker %s was lost at step %d: %s. Live workers: %d of %d.",
+                    self._grid.worker(record.rank or 0),
+                    record.step,
+                    details["cause"],
+                    len(state.live),
+                    self._grid.num_workers,
+                )
+            case "disturbance":
+                log.warning("The workers connect again at step %d: %s", record.step, details["cause"])
+            case "step":
+                seconds = now - self._last_step_time if self._last_step_time is not None else None
+                self._last_step_time, self.step_seconds = now, seconds
+            case "replanned":
+                self.counters["replans"] = self.counters.get("replans", 0.0) + 1
+            case "resumed":
+                if details.get("redone"):
+                    self.counters["redone_steps"] += 1
+                    self.add("redone", state, step=record.step, details={"ahead": details["ahead"]})
+                if self._failure_time is not None:
+                    seconds = now - self._failure_time
+                    self._recovering = True
+                elif self._last_step_time is None or self._paused_time is None:
+                    self._last_step_time = now
+            case "paused":
+                self._paused_time = now
+            case "rejoined":
+                self.counters["rejoined_workers"] += 1
+                seconds = now - self._paused_time if self._paused_time is not None else None
+        self.add(record.kind, state, record.rank, details, step=record.step, seconds=seconds)
+        if record.kind == "step" and self._recovering and self._failure_time is not None:
+            self._recovering = False
+            recovered = now - self._failure_time
+            self.counters["recovery_seconds"] += recovered
+            self.add("recovered", state, step=record.step, seconds=recovered)
+            self._failure_time = None
+
+    def connected(self, state: MembershipState) -> None:
+        """All workers of the generation are connected."""
+        seconds = time.time() - self._failure_time if self._failure_time is not None else None
+        self.add("regrouped", state, details={"roster": state.roster}, seconds=seconds)
+
+    def _fail(self, record: Record, details: dict[str, Any], now: float) -> float:
+        self.counters["failures"] += 1
+        injected = self._injected.pop(record.rank, None) if record.rank is not None else None
+        died = injected.time if injected is not None else now
+        details["kind"] = injected.kind if injected is not None else "unknown"
+        if injected is not None:
+            details["operation"] = injected.operation
+        if self._failure_time is None:
+            self._failure_time = died
+        return now - died

@@ -1,0 +1,54 @@
+"""What the coordinator can be told, and what it must know of a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.protocol.progress import PATIENCE
+
+__all__ = ["CoordinatorOptions", "WorkerProcess"]
+
+
+class WorkerProcess(Protocol):
+    """What the coordinator must know of a local worker process."""
+
+    @property
+    def sentinel(self) -> int: ...
+
+    def describe_exit(self, timeout: float) -> str | None:
+        """Returns how the process ended, or None if it is still alive after ``timeout`` seconds."""
+
+    def kill(self) -> None: ...
+
+    def release(self) -> None:
+        """Nobody asks about it any more: what it holds in this process may go when it has ended."""
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """Bounds of the control plane, in seconds, and how the training grows back.
+
+    Args:
+        heartbeat_timeout: silence after which a worker is declared dead; also the least time that any operation may
+            take before the worker counts as stuck.
+        start_timeout: for all workers to join, and for a replacement to be ready.
+        report_timeout: for all survivors to stop and report; longer than any single operation.
+        grace: between a broken connection and the regrouping of workers that are all alive.
+        patience: for operations whose usual duration is not known.
+        restart_workers: whether replacements of lost workers are started.
+        max_restarts: of the whole run.
+        normalize: whether a healthy worker moves to another stage where that is worth it.
+        drift: when to change the plan because operations take other times than it assumes; None for never.
+    """
+
+    heartbeat_timeout: float = 5.0
+    start_timeout: float = 300.0
+    report_timeout: float = PATIENCE
+    grace: float = 0.5
+    patience: float = PATIENCE
+    restart_workers: bool = False
+    max_restarts: int = 10
+    normalize: bool = False
+    drift: DriftOptions | None = None

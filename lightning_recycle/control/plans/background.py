@@ -1,0 +1,96 @@
+"""Looking for a better plan while the training goes on: in a process of the lowest priority, one at a time.
+
+Nothing here holds up the coordinator: it asks, and is woken when the answer is there. The process gets the processor
+time that nobody else wants (``nice`` 19); when the run ends, or another question is asked, it is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightning_recycle.control.plans.drift import Proposal, Question, propose
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.planning.child_process import Report, run_in_child
+
+__all__ = ["BackgroundPlanning"]
+
+log = logging.getLogger(__name__)
+
+_LOWEST_PRIORITY = 19
+_END_SECONDS = 2.0  # for a process that is not wanted any more to be gone
+
+
+class BackgroundPlanning:
+    """Answers questions about plans.
+
+    Args:
+        planner: name of a planner, or a planner; one that cannot be sent to another process is replaced by the
+            heuristic.
+        wake: called from another thread when an answer is there.
+    """
+
+    def __init__(self, planner: Any, wake: Callable[[], None]) -> None:
+        self._planner = planner
+        self._wake = wake
+        self._answers: queue.SimpleQueue[tuple[Question, Proposal | None]] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, question: Question) -> None:
+        """Begins to look for an answer; gives up on an earlier question."""
+        self._cancelled.set()
+        self._cancelled = threading.Event()
+        arguments = (question, self._cancelled)
+        self._thread = threading.Thread(target=self._answer, args=arguments, name="recycle-background", daemon=True)
+        self._thread.start()
+
+    def take_answers(self) -> list[tuple[Question, Proposal | None]]:
+        """What has been found since this was last called, None where there is no answer."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._answers.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Gives up; no process is left."""
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+
+    def _answer(self, question: Question, cancelled: threading.Event) -> None:
+        started = time.monotonic()
+        received: list[Any] = []
+        for planner in (self._planner, "heuristic"):
+            task = (question, planner)
+            end = run_in_child(f"{__name__}:_child", task, lambda _, value: received.append(value), cancelled=cancelled)
+            if received or cancelled.is_set() or planner == "heuristic":
+                break
+            log.info("The planner %r cannot work in the background (%s); the heuristic does.", planner, end.failure)
+        if cancelled.is_set():
+            return
+        proposal = received[0] if received else None
+        if isinstance(proposal, Proposal):
+            proposal = replace(proposal, seconds=time.monotonic() - started)
+        else:
+            log.warning("No plan was found for the times that the operations take now: %s", proposal or end.failure)
+            proposal = None
+        self._answers.put((question, proposal))
+        self._wake()
+
+
+def _child(task: tuple[Question, Any], report: Report) -> None:
+    with contextlib.suppress(OSError):  # then it competes with the others, no more
+        os.nice(_LOWEST_PRIORITY)
+    try:
+        report("proposal", propose(*task))
+    except ReCycleError as error:
+        report("error", str(error))

@@ -1,0 +1,1 @@
+"""What coordinator and workers say to each other and what follows from it: pure functions over frozen values."""

@@ -1,0 +1,150 @@
+"""What the workers agree on while the roster stays: losses, commits, applied steps, control collectives. Pure.
+
+The losses of a step are collected by micro-batch, whoever computed them and however often. A step counts as committed
+once every live worker has applied it. Where stages must agree before they step (see Commit), they are answered once
+every live worker is REDUCED. Control collectives are numbered by the workers' own program order, outlive generations,
+and complete when every live worker has arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_recycle.control.protocol.messages import (
+    Answer,
+    Applied,
+    Arrive,
+    Commit,
+    Committed,
+    Losses,
+    StepLoss,
+)
+from lightning_recycle.control.protocol.state import (
+    RESULT,
+    Command,
+    Failed,
+    Finished,
+    MembershipState,
+    Outcome,
+    Record,
+    Send,
+)
+
+__all__ = ["add_applied", "add_arrival", "add_commit", "add_losses", "count_steps", "end", "forget_retracted", "settle"]
+
+
+def end(state: MembershipState, outcome: Outcome) -> tuple[MembershipState, tuple[Command, ...]]:
+    """The run is over."""
+    return replace(state, outcome=outcome), (outcome,)
+
+
+def settle(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
+    """After a worker is gone: completes what waited for nobody else."""
+    state, commands = count_steps(state)
+    for number in sorted(state.collectives):
+        state, answer = _answer_if_complete(state, number)
+        commands += answer
+    return state, commands
+
+
+def forget_retracted(state: MembershipState) -> MembershipState:
+    """When a generation begins: drops the parts of collectives that count in one generation only."""
+    kept = {
+        number: {rank: arrive for rank, arrive in arrived.items() if arrive.generation is None}
+        for number, arrived in state.collectives.items()
+    }
+    return replace(state, collectives={number: arrived for number, arrived in kept.items() if arrived})
+
+
+def add_losses(state: MembershipState, event: Losses) -> tuple[MembershipState, tuple[Command, ...]]:
+    """Losses of micro-batches; the mean goes to all once those of the whole step are there."""
+    if event.step < state.summed:
+        return state, ()  # a redone step, computed again
+    known = {**event.losses, **state.losses.get(event.step, {})}
+    outputs = {**event.outputs, **state.outputs.get(event.step, {})}
+    state = replace(state, losses={**state.losses, event.step: known}, outputs={**state.outputs, event.step: outputs})
+    if len(known) < state.grid.global_microbatches:
+        return state, ()
+    loss = sum(known[index] for index in sorted(known)) / len(known)
+    state = replace(
+        state,
+        losses={step: value for step, value in state.losses.items() if step > event.step},
+        outputs={step: value for step, value in state.outputs.items() if step > event.step},
+        summed=event.step + 1,
+    )
+    return state, (Send(state.roster, StepLoss(event.step, loss, outputs=outputs)),)
+
+
+def add_applied(state: MembershipState, event: Applied) -> tuple[MembershipState, tuple[Command, ...]]:
+    """A worker has applied a step."""
+    if event.step <= state.applied.get(event.rank, -1):
+        return state, ()
+    return count_steps(replace(state, applied={**state.applied, event.rank: event.step}))
+
+
+def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
+    """Counts the steps that every live worker has applied."""
+    version = min(state.applied.get(rank, -1) for rank in state.live) + 1
+    if version <= state.version:
+        return state, ()
+    records = tuple(Record("step", step) for step in range(state.version, version))
+    return replace(state, version=version, disturbances=0), records
+
+
+def add_commit(state: MembershipState, event: Commit) -> tuple[MembershipState, tuple[Command, ...]]:
+    """A worker is REDUCED and asks whether all others are."""
+    if event.generation != state.generation or state.regrouping or event.step <= state.committed:
+        return state, ()
+    state = replace(state, commits={**state.commits, event.rank: event})
+    if state.commits.keys() != state.live:
+        return state, ()
+    steps = {commit.step for commit in state.commits.values()}
+    if len(steps) > 1:
+        return end(state, Failed(f"The workers asked to commit different steps: {sorted(steps)}."))
+    payloads: dict[int, Any] = {}
+    for rank, commit in sorted(state.commits.items()):
+        payloads.setdefault(state.stage_of(rank), commit.payload)
+    state = replace(state, commits={}, committed=event.step, answered=(event.step, payloads))
+    return state, (Send(state.roster, Committed(state.generation, event.step, payloads)),)
+
+
+def add_arrival(state: MembershipState, event: Arrive) -> tuple[MembershipState, tuple[Command, ...]]:
+    """A worker has arrived at a control collective."""
+    if event.number < state.next_collective:
+        return state, ()
+    if event.generation is not None and (event.generation != state.generation or state.regrouping):
+        return state, ()
+    arrived = {**state.collectives.get(event.number, {}), event.rank: event}
+    others = {arrive.name for arrive in arrived.values()}
+    if len(others) > 1:
+        return end(
+            state,
+            Failed(
+                f"The workers disagree about what to do next: control collective {event.number} is called"
+                f" {' and '.join(sorted(map(repr, others)))}. Hooks and callbacks must take the same decisions on all"
+                " workers; decide on values that are the same everywhere, such as trainer.callback_metrics."
+            ),
+        )
+    state = replace(state, collectives={**state.collectives, event.number: arrived})
+    return _answer_if_complete(state, event.number)
+
+
+def _answer_if_complete(state: MembershipState, number: int) -> tuple[MembershipState, tuple[Command, ...]]:
+    """Answers a collective with the payloads of the live workers once all of them have arrived."""
+    arrived = state.collectives[number]
+    if not state.live <= arrived.keys():
+        return state, ()
+    payloads = {rank: arrived[rank].payload for rank in state.roster}
+    collectives = {other: value for other, value in state.collectives.items() if other != number}
+    state = replace(state, collectives=collectives, next_collective=number + 1)
+    if next(iter(arrived.values())).name != RESULT:
+        return state, (Send(state.roster, Answer(number, payloads, state.leader)),)
+    # The payloads stay here: the results are big, and only the supervisor wants them. The workers learn who delivered.
+    delivered = {rank: payload is not None for rank, payload in payloads.items()}
+    answer = Send(state.roster, Answer(number, delivered, state.leader))
+    stages = {state.stage_of(rank) for rank, yes in delivered.items() if yes}
+    if len(stages) < state.grid.stages:
+        return state, (answer,)  # a stage's speaker died on the way: the workers ask again with the new one
+    state, stop = end(state, Finished({rank: p for rank, p in payloads.items() if p is not None}))
+    return state, (answer, *stop)

@@ -1,0 +1,403 @@
+"""The membership state machine: who is in, which generation it is, where all go on. Pure.
+
+:func:`transition` takes a state and an event and returns the next state and the commands to carry out. It has no clock,
+no socket and no process; the coordinator is the shell that feeds it and obeys.
+
+A *generation* begins when all workers have joined and whenever the roster changes: all live workers are told to stop
+(Regroup), report what they hold (Report), and go on together from one committed version (Resume).
+
+A loss changes the roster at once, in the middle of a step. Everything else waits for a *step boundary*, so that nothing
+is redone: workers that are ready to join, workers that want to leave, moves to another stage. The live workers are
+asked where they are (Pause, Paused) and begin no further step; then they are told at which step to stop (Boundary); a
+new generation begins when all are there (AtBoundary). Who joins gets the state of its stage from a peer in that
+generation; until then it holds nothing and does not count as a replica.
+
+If communication breaks and no death explains it (Broken, GraceElapsed), the same workers connect again. Each of them
+first checks whom it can reach. If some cannot reach each other (:mod:`~lightning_recycle.control.protocol.links`), the
+fewest workers are evicted without whom all others can: as if they had died.
+
+Another plan for the same workers (PlanReady) begins at a step boundary, too, but nobody stops there: the Boundary has
+the plan with it, and each worker goes over to it when it comes to that step. If a generation begins before, the plan of
+that generation holds, which is the shell's business (Resume).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning_recycle.control.protocol import agreements, links
+from lightning_recycle.control.protocol import state as _state
+from lightning_recycle.control.protocol.agreements import end
+from lightning_recycle.control.protocol.messages import (
+    Applied,
+    Arrive,
+    AtBoundary,
+    Boundary,
+    Broken,
+    Commit,
+    Crash,
+    Entered,
+    Leave,
+    Losses,
+    Pause,
+    Paused,
+    Ready,
+    Regroup,
+    Report,
+    Restored,
+    Resume,
+)
+from lightning_recycle.control.protocol.recovery import decide
+from lightning_recycle.control.protocol.state import (
+    CandidateLost,
+    Command,
+    Crashed,
+    Evict,
+    Failed,
+    GraceElapsed,
+    Joined,
+    Lost,
+    MembershipEvent,
+    MembershipState,
+    MovePlanned,
+    PauseState,
+    PlanReady,
+    Record,
+    Send,
+    StageLost,
+    StartGrace,
+)
+from lightning_recycle.errors import ReCycleError
+
+__all__ = ["MAX_DISTURBANCES", "transition"]
+
+MAX_DISTURBANCES = 3
+"""Regroups in a row without a loss and without a committed step, after which the run is given up."""
+
+_Next = tuple[MembershipState, tuple[Command, ...]]
+
+
+def transition(state: MembershipState, event: MembershipEvent) -> _Next:
+    """Returns the state after ``event`` and what to do. Events of a past generation or a lost worker change nothing."""
+    if state.outcome is not None:
+        return state, ()
+    state, commands = _handle(state, event)
+    if state.outcome is None:
+        state, pause = _pause_if_wanted(state)
+        commands += pause
+    return state, commands
+
+
+def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
+    match event:
+        case GraceElapsed():
+            return _grace_elapsed(state, event)
+        case Ready():
+            return (state, ()) if event.rank in state.live else (replace(state, ready=state.ready | {event.rank}), ())
+        case CandidateLost():
+            moves = {rank: mover for rank, mover in state.moves.items() if rank != event.rank}
+            return replace(state, ready=state.ready - {event.rank}, moves=moves), ()
+        case MovePlanned():
+            return replace(state, moves={**state.moves, event.rank: event.mover}), ()
+        case PlanReady():
+            fits = event.roster == state.roster and state.generation >= 0 and not state.regrouping
+            return (replace(state, plan=event) if fits else state), ()
+    if event.rank not in state.live:
+        return state, ()
+    match event:
+        case Joined():
+            return _begin_if_complete(replace(state, joined=state.joined | {event.rank}))
+        case Lost():
+            return _lose(state, event)
+        case Crash(fault=True):
+            return _lose(state, Lost(event.rank, event.summary))
+        case Crash():
+            return end(state, Crashed(event))
+        case Broken():
+            return _broken(state, event)
+        case Report():
+            return _report(state, event)
+        case Leave():
+            return replace(state, leaving=state.leaving | {event.rank}), ()
+        case Paused():
+            return _paused(state, event)
+        case AtBoundary():
+            return _at_boundary(state, event)
+        case Entered():
+            return _entered(state, event)
+        case Restored():
+            if state.applied or event.version <= state.version:
+                return state, ()
+            return replace(state, version=event.version, summed=event.version), ()
+        case Losses():
+            return agreements.add_losses(state, event)
+        case Applied():
+            return agreements.add_applied(state, event)
+        case Commit():
+            return agreements.add_commit(state, event)
+        case Arrive():
+            return agreements.add_arrival(state, event)
+
+
+# ---------------------------------------------------------------------- generations
+
+
+def _begin_if_complete(state: MembershipState) -> _Next:
+    """Begins the first generation as soon as every live worker has joined."""
+    if state.generation >= 0 or state.joined < state.live:
+        return state, ()
+    return _begin_generation(state)
+
+
+def _begin_generation(state: MembershipState) -> _Next:
+    state = _with_leader(agreements.forget_retracted(state))
+    state = replace(
+        state,
+        generation=state.generation + 1,
+        regrouping=True,
+        reports={},
+        commits={},
+        committed=-1,
+        pause=None,
+        pauses=0,
+        plan=None,
+        broken_pairs=frozenset(),
+    )
+    regroup = Regroup(state.generation, state.roster, state.leader, check_links=state.disturbances > 0)
+    return state, (Send(state.roster, regroup),)
+
+
+def _with_leader(state: MembershipState) -> MembershipState:
+    """``state`` with a leader that is live: the one that it has, as long as possible."""
+    if state.leader in state.live and state.leader not in state.joining:
+        return state
+    last = state.holders(state.grid.stages - 1) or state.live
+    leader = _state.stage_leads(state.grid, last).get(state.grid.stages - 1, min(state.live))
+    return replace(state, leader=leader)
+
+
+def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
+    """``state`` without the workers ``ranks``."""
+    return replace(
+        state,
+        live=state.live.difference(ranks),
+        joined=state.joined.difference(ranks),
+        joining=state.joining.difference(ranks),
+        leaving=state.leaving.difference(ranks),
+        moves={rank: mover for rank, mover in state.moves.items() if mover not in ranks},
+    )
+
+
+def _lose(state: MembershipState, event: Lost) -> _Next:
+    state = replace(_remove(state, {event.rank}), causes={**state.causes, event.rank: event.cause}, disturbances=0)
+    commands: tuple[Command, ...] = (Record("failure", state.version, event.rank, {"cause": event.cause}),)
+    stage = state.stage_of(event.rank)
+    if all(state.stage_of(rank) != stage for rank in state.live):
+        return _with(commands, _lose_stage(state, stage))
+    state, settled = agreements.settle(_with_leader(agreements.forget_retracted(state)))
+    commands += settled
+    if state.outcome is not None:  # the loss has just completed the results
+        return state, commands
+    return _with(commands, _begin_generation(state) if state.generation >= 0 else _begin_if_complete(state))
+
+
+def _lose_stage(state: MembershipState, stage: int) -> _Next:
+    causes = {rank: cause for rank, cause in state.causes.items() if state.stage_of(rank) == stage}
+    return _with((Record("stage_lost", state.version, None, {"stage": stage}),), end(state, StageLost(stage, causes)))
+
+
+def _with(before: tuple[Command, ...], then: _Next) -> _Next:
+    return then[0], before + then[1]
+
+
+def _report(state: MembershipState, event: Report) -> _Next:
+    if event.generation != state.generation or not state.regrouping:
+        return state, ()
+    state = replace(state, reports={**state.reports, event.rank: event})
+    if state.reports.keys() != state.live:
+        return state, ()
+    joining = frozenset(rank for rank, report in state.reports.items() if report.status.version < 0)
+    state = replace(state, joining=joining)
+    for stage in range(state.grid.stages):
+        if not state.holders(stage):
+            return _lose_stage(state, stage)
+    statuses = {rank: report.status for rank, report in state.reports.items() if rank not in joining}
+    try:
+        decision = decide(statuses, state.summed)
+    except ReCycleError as error:
+        return end(state, Failed(str(error)))
+    donors: dict[int, int] = {}
+    for rank in joining:
+        holders = state.holders(state.stage_of(rank))
+        if any(statuses[holder].version != decision.version for holder in holders):
+            return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
+        donors[rank] = min(holders)
+    commits: dict[int, Any] = {}
+    for _, report in sorted(state.reports.items()):
+        if report.status.version == decision.version - 1 and report.status.reduced:
+            commits.setdefault(report.status.stage, report.commit)
+    if state.answered[0] == decision.version - 1:
+        commits.update(state.answered[1])
+    answered = (decision.version - 1, commits) if commits else state.answered
+    state = replace(state, regrouping=False, answered=answered)  # who applies it need not bring it again
+    details = {
+        "roster": state.roster,
+        "ahead": tuple(sorted(decision.ahead)),
+        "redone": any(report.begun >= decision.version for report in state.reports.values()),
+    }
+    return state, (
+        Send(state.roster, Resume(state.generation, state.roster, decision, None, commits, donors)),
+        Record("resumed", decision.version, None, details),
+    )
+
+
+# ---------------------------------------------------------------------- broken connections without a death
+
+
+def _broken(state: MembershipState, event: Broken) -> _Next:
+    if event.generation != state.generation or state.regrouping:
+        return state, ()
+    pairs = {(min(event.rank, other), max(event.rank, other)) for other in event.unreachable}
+    state = replace(state, broken_pairs=state.broken_pairs | pairs)
+    return state, (StartGrace(event.generation, f"worker {state.grid.worker(event.rank)}: {event.reason}"),)
+
+
+def _grace_elapsed(state: MembershipState, event: GraceElapsed) -> _Next:
+    """A connection broke between two that are both alive: connects the same workers again, or the fewest without."""
+    if event.generation != state.generation or state.regrouping:
+        return state, ()
+    if state.broken_pairs:  # they were told to check their links: connecting them again was tried
+        holders = [state.holders(stage) for stage in range(state.grid.stages)]
+        evicted = links.choose_evictions(state.broken_pairs, holders, state.leader, partial(_can_recover, state))
+        if evicted is not None:
+            return state, tuple(Evict(rank, _cut_off_from(state, rank)) for rank in evicted)
+    if state.disturbances >= MAX_DISTURBANCES:
+        return end(state, Failed(_why_given_up(state, event.reason)))
+    pairs = tuple((_place(state, a), _place(state, b)) for a, b in sorted(state.broken_pairs))
+    state = replace(state, disturbances=state.disturbances + 1)
+    details = {"cause": event.reason, **({"broken_pairs": pairs} if pairs else {})}
+    record = Record("disturbance", state.version, None, details)
+    return _with((record,), _begin_generation(state))
+
+
+def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
+    """Whether the others could go on from what they reported: nobody has gone on since, for lack of a connection."""
+    statuses = {
+        r: report.status for r, report in state.reports.items() if r not in evicted and report.status.version >= 0
+    }
+    try:
+        decide(statuses, state.summed)
+    except ReCycleError:
+        return False
+    return True
+
+
+def _place(state: MembershipState, rank: int) -> tuple[int, int]:
+    worker = state.grid.worker(rank)
+    return worker.pipeline, worker.stage
+
+
+def _cut_off_from(state: MembershipState, rank: int) -> str:
+    """Why ``rank`` is evicted, in words."""
+    others = sorted({other for pair in state.broken_pairs if rank in pair for other in pair} - {rank})
+    names = " and ".join(str(state.grid.worker(other)) for other in others)
+    return f"it and worker{'s' if len(others) > 1 else ''} {names} cannot reach each other"
+
+
+def _why_given_up(state: MembershipState, last: str) -> str:
+    times, step = MAX_DISTURBANCES + 1, state.version
+    reason = f"Communication between live workers failed {times} times in a row at step {step}, "
+    reason += f"at last because: {last.rstrip('.')}. "
+    if state.broken_pairs:
+        pairs = ", ".join(f"{state.grid.worker(a)} and {state.grid.worker(b)}" for a, b in sorted(state.broken_pairs))
+        reason += f"These cannot reach each other, and the others cannot go on without one of each two: {pairs}. "
+    return reason + "Check the network between the workers; the warnings above say what was wrong before."
+
+
+# ---------------------------------------------------------------------- changes at a step boundary
+
+
+def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
+    """Who enters and who leaves at the next step boundary. No stage is left without a worker that has its state."""
+    enter = state.ready - state.live
+    wanted = state.leaving | {mover for rank, mover in state.moves.items() if rank in enter}
+    leave: set[int] = set()
+    for rank in sorted(wanted & state.live):
+        if state.holders(state.stage_of(rank)) - leave - {rank}:
+            leave.add(rank)
+    # Who moves must be able to leave; else its device would hold two workers.
+    enter = frozenset(rank for rank in enter if state.moves.get(rank, -1) in leave or rank not in state.moves)
+    return enter, frozenset(leave)
+
+
+def _pause_if_wanted(state: MembershipState) -> _Next:
+    if state.generation < 0 or state.regrouping or state.pause is not None or state.joining:
+        return state, ()
+    if not any(_wanted(state)) and state.plan is None:
+        return state, ()
+    pause = PauseState(state.pauses)
+    return replace(state, pause=pause), (Send(state.roster, Pause(state.generation, pause.number)),)
+
+
+def _paused(state: MembershipState, event: Paused) -> _Next:
+    pause = state.pause
+    if pause is None or (event.generation, event.number) != (state.generation, pause.number):
+        return state, ()
+    if pause.boundary is not None:
+        return state, ()
+    pause = replace(pause, begun={**pause.begun, event.rank: event.step})
+    state = replace(state, pause=pause)
+    if pause.begun.keys() != state.live:
+        return state, ()
+    boundary = max(pause.begun.values()) + 1
+    if state.plan is not None and not any(_wanted(state)):
+        return _change_plan(state, state.plan, boundary)
+    state = replace(state, pause=replace(pause, boundary=boundary))
+    return state, (Send(state.roster, Boundary(state.generation, boundary, None, pause.number)),)
+
+
+def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> _Next:
+    """From ``boundary`` on all run ``plan``; for that nobody has to stop."""
+    message = Boundary(state.generation, boundary, plan.schedule, state.pauses)
+    state = replace(state, pause=None, pauses=state.pauses + 1, plan=None)
+    return state, (Send(state.roster, message), Record("replanned", boundary, None, plan.details))
+
+
+def _at_boundary(state: MembershipState, event: AtBoundary) -> _Next:
+    pause = state.pause
+    if pause is None or event.generation != state.generation or event.step != pause.boundary:
+        return state, ()
+    pause = replace(pause, arrived=pause.arrived | {event.rank})
+    state = replace(state, pause=pause)
+    if pause.arrived != state.live:
+        return state, ()
+    enter, leave = _wanted(state)
+    commands: list[Command] = [Record("paused", event.step)]
+    moved = {mover: rank for rank, mover in state.moves.items() if rank in enter}
+    for rank in sorted(leave):
+        if rank in moved:
+            target = state.grid.worker(moved[rank])
+            details = {"to": (target.pipeline, target.stage)}
+            commands.append(Record("moved", event.step, rank, details))
+        else:
+            commands.append(Record("left", event.step, rank))
+    state = _remove(state, leave)
+    state = replace(
+        state,
+        live=state.live | enter,
+        joined=state.joined | enter,
+        joining=enter,
+        ready=state.ready - enter,
+        applied={**state.applied, **dict.fromkeys(enter, event.step - 1)},
+        moves={rank: mover for rank, mover in state.moves.items() if rank not in enter},
+    )
+    return _with(tuple(commands), _begin_generation(state))
+
+
+def _entered(state: MembershipState, event: Entered) -> _Next:
+    if event.rank not in state.joining:
+        return state, ()
+    return replace(state, joining=state.joining - {event.rank}), (Record("rejoined", state.version, event.rank),)

@@ -1,0 +1,428 @@
+"""What workers and coordinator say to each other: frozen values, pickled onto one connection per worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
+from lightning_recycle.planning.profile import StageProfile
+
+__all__ = [
+    "Activity",
+    "Answer",
+    "Applied",
+    "Arrive",
+    "Assign",
+    "AtBoundary",
+    "Boundary",
+    "Broken",
+    "Commit",
+    "Committed",
+    "Confirm",
+    "Confirmed",
+    "Connected",
+    "Crash",
+    "Entered",
+    "FaultInjected",
+    "Heartbeat",
+    "Hello",
+    "Leave",
+    "Losses",
+    "Pause",
+    "Paused",
+    "Profiled",
+    "Publish",
+    "Ready",
+    "Regroup",
+    "Report",
+    "Restored",
+    "Resume",
+    "Saved",
+    "StepLoss",
+    "Stop",
+]
+
+
+# ---------------------------------------------------------------------- worker -> coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message on a connection.
+
+    Args:
+        rank: the position that the worker was started for; None for one started by hand, which is given a position.
+        pid: of its process.
+        joining: whether the training may have begun without it: it enters at a step boundary.
+        node: name of its machine; workers of one machine are put into the same pipelines.
+    """
+
+    rank: int | None
+    pid: int
+    joining: bool = False
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a worker's main thread is doing.
+
+    Args:
+        step: optimizer step.
+        operation: for people.
+        waiting_for: what of other processes it waits for, for people; empty while it does something itself.
+        since: the worker's monotonic clock, in seconds.
+        kind: the operation's kind if its usual duration is known ("F", "B", ...), else empty.
+        coordinated: whether what it waits for comes from the coordinator, and not from another worker.
+    """
+
+    step: int
+    operation: str
+    waiting_for: str
+    since: float
+    kind: str = ""
+    coordinated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A sign of life, with what the main thread does.
+
+    Args:
+        rank: of the worker.
+        generation: that it has entered.
+        activity: of its main thread.
+        seconds: since when.
+        debugged: whether somebody looks at the process with a debugger, and may have stopped its main thread.
+    """
+
+    rank: int
+    generation: int
+    activity: Activity
+    seconds: float = 0.0
+    debugged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker that joins later is set up; it waits to be let in."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The worker was told to end (SIGTERM) and leaves at the next step boundary."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Answer to :class:`Pause`: the newest step that the worker has begun. It begins no other until it is told where
+    to stop.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AtBoundary:
+    """The worker has applied everything before ``step`` and waits at its beginning, as :class:`Boundary` asked."""
+
+    rank: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A worker that joined in ``generation`` has the state of its stage."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Before its first step: the worker goes on from a checkpoint of ``version`` steps, as all others do."""
+
+    rank: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint of ``step`` steps is complete at ``path``."""
+
+    rank: int
+    path: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Asks whether the worker is still a member; only a member gets the answer."""
+
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A survivor stopped for ``generation`` and says what it holds.
+
+    ``commit`` is what it would bring to the commit of its step if it is REDUCED and commits are asked for; ``begun``
+    the newest step that it has begun.
+    """
+
+    rank: int
+    generation: int
+    status: WorkerStatus
+    commit: Any = None
+    begun: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Communication failed in ``generation`` though no failure was announced.
+
+    ``unreachable``: ranks that the worker tried to reach in vain, if it was told to check its links (:class:`Regroup`).
+    """
+
+    rank: int
+    generation: int
+    reason: str
+    unreachable: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Losses of micro-batches of ``step``, by their global index; sent before any gradient of the last of them.
+
+    ``outputs``: what hooks did with the outputs, by the same index, where there are such hooks; passed on as it is.
+    """
+
+    rank: int
+    step: int
+    losses: Mapping[int, float]
+    outputs: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The worker has applied ``step``.
+
+    Args:
+        rank: of the worker.
+        step: the step.
+        operation_seconds: its mean time by kind of operation, without waiting, smoothed over steps.
+        step_seconds: the mean times in this step alone, of the kinds that it had.
+    """
+
+    rank: int
+    step: int
+    operation_seconds: Mapping[str, float]
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What a worker measured of its stage in ``steps`` steps, and of the link to the next stage (0: there is none)."""
+
+    rank: int
+    stage: StageProfile
+    latency: float
+    bandwidth: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The worker is REDUCED in ``step`` and waits for all others to be; ``payload`` reaches everybody with the answer.
+
+    Only where a stage must know something of the others before it steps, or the optimizer is not staggered.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """The worker's part of control collective ``number``; ``name`` is what all must agree on.
+
+    With a ``generation`` the part counts in that generation only, and is made anew in the next.
+    """
+
+    rank: int
+    number: int
+    name: str
+    payload: Any
+    generation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """The worker ends with an exception.
+
+    ``fault`` tells an infrastructure failure, which peers survive, from the user's own exception, which ends the run.
+    """
+
+    rank: int
+    fault: bool
+    summary: str
+    exception: bytes | None
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The worker's communicator of ``generation`` is complete."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """What a worker wants all others of ``generation`` to know, so that they can connect; passed on as it is."""
+
+    rank: int
+    generation: int
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FaultInjected:
+    """An injected fault is about to happen in this worker; ``time`` in seconds since the epoch."""
+
+    rank: int
+    kind: str
+    operation: str
+    time: float
+
+
+# ---------------------------------------------------------------------- coordinator -> worker
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """To a worker started by hand: the position that it takes.
+
+    ``joining``: whether the training has begun. ``setup`` is what the launching process has for it.
+    """
+
+    rank: int
+    incarnation: int
+    joining: bool
+    setup: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The roster or the plan is to change at a step boundary: say where you are, and begin no further step until you
+    are told. ``number``: of the pauses in the generation, from 0.
+    """
+
+    generation: int
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """All are to stop at the beginning of ``step``: nobody has begun it, and nothing is redone.
+
+    With a ``schedule`` nobody stops: from that step on all run it, until the next generation.
+    """
+
+    generation: int
+    step: int
+    schedule: Any = None
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The worker is a member."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Stop what you do and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
+
+    ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before you connect, see whom
+    you can reach.
+    """
+
+    generation: int
+    roster: tuple[int, ...]
+    leader: int = -1
+    check_links: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """All survivors reported; connect, do your action, and go on with the plan."""
+
+    generation: int
+    roster: tuple[int, ...]
+    decision: Decision
+    schedule: Any
+    commits: Mapping[int, Any]
+    """What the stages brought to the commit of step ``decision.version - 1``, by stage, as far as known."""
+    donors: Mapping[int, int] = field(default_factory=dict)
+    """For each rank that joins, the peer that gives it its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Everybody is REDUCED in ``step``: apply it. ``payloads``: one of each stage, by stage."""
+
+    generation: int
+    step: int
+    payloads: Mapping[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches.
+
+    ``counters``: of the run so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``: of all
+    micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
+    """
+
+    step: int
+    loss: float
+    counters: Mapping[str, float] = field(default_factory=dict)
+    leader_applied: int = -1
+    outputs: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Control collective ``number`` is complete: the payloads of the live workers by rank, the same for all.
+
+    ``leader``: who speaks for the run at that moment.
+    """
+
+    number: int
+    payloads: Mapping[int, Any]
+    leader: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run is over; leave."""
+
+    reason: str

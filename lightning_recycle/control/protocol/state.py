@@ -1,0 +1,330 @@
+"""What the coordinator knows of a run, what can happen to it, and what it can be told to do. Frozen values, no logic.
+
+:mod:`~lightning_recycle.control.protocol.membership` and :mod:`~lightning_recycle.control.protocol.agreements` are the
+functions over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from lightning_recycle.control.protocol.links import Pair
+from lightning_recycle.control.protocol.messages import (
+    Applied,
+    Arrive,
+    AtBoundary,
+    Broken,
+    Commit,
+    Crash,
+    Entered,
+    Leave,
+    Losses,
+    Paused,
+    Ready,
+    Report,
+    Restored,
+)
+from lightning_recycle.planning.grid import Grid
+
+__all__ = [
+    "RESULT",
+    "CandidateLost",
+    "Command",
+    "Crashed",
+    "Evict",
+    "Failed",
+    "Finished",
+    "GraceElapsed",
+    "Joined",
+    "Lost",
+    "MembershipEvent",
+    "MembershipState",
+    "MovePlanned",
+    "Outcome",
+    "PauseState",
+    "PlanReady",
+    "Record",
+    "Send",
+    "StageLost",
+    "StartGrace",
+    "initial_state",
+    "leader",
+    "stage_leads",
+]
+
+RESULT = "result"
+"""Name of the collective that brings the results of the run; the coordinator keeps its payloads."""
+
+
+# ---------------------------------------------------------------------- events (besides the workers' messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Worker ``rank`` said hello before the training began."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Worker ``rank`` is dead for certain, or declared so."""
+
+    rank: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateLost:
+    """The process that was to join as ``rank`` is gone before it was let in."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlanned:
+    """When the worker that joins as ``rank`` enters, worker ``mover`` leaves: it is the same device."""
+
+    rank: int
+    mover: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReady:
+    """A better plan for the workers ``roster`` exists.
+
+    Args:
+        roster: ranks; the plan is of no use to others.
+        schedule: the plan.
+        details: why it is better, for the record.
+    """
+
+    roster: tuple[int, ...]
+    schedule: Any
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GraceElapsed:
+    """Communication broke in ``generation`` a while ago; no death explains it yet."""
+
+    generation: int
+    reason: str
+
+
+MembershipEvent: TypeAlias = (
+    Joined
+    | Lost
+    | CandidateLost
+    | MovePlanned
+    | PlanReady
+    | GraceElapsed
+    | Report
+    | Broken
+    | Losses
+    | Applied
+    | Commit
+    | Arrive
+    | Crash
+    | Ready
+    | Leave
+    | Paused
+    | AtBoundary
+    | Entered
+    | Restored
+)
+
+
+# ---------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``message`` to ``ranks``."""
+
+    ranks: tuple[int, ...]
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StartGrace:
+    """Come back with :class:`GraceElapsed` after a while, in case a death explains the broken connection."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """End worker ``rank`` for good and come back with :class:`Lost`."""
+
+    rank: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An entry for the history; the shell adds the time."""
+
+    kind: str
+    step: int
+    rank: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every stage delivered its result: payloads by rank."""
+
+    results: Mapping[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLost:
+    """All replicas of ``stage`` are dead, for these causes by rank."""
+
+    stage: int
+    causes: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A worker raised the user's own exception: every worker would meet it."""
+
+    crash: Crash
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The run cannot go on."""
+
+    reason: str
+
+
+Outcome: TypeAlias = Finished | StageLost | Crashed | Failed
+Command: TypeAlias = Send | StartGrace | Evict | Record | Outcome
+
+
+# ---------------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True)
+class PauseState:
+    """The live workers are being stopped at a step boundary.
+
+    Args:
+        number: of the pauses in the generation.
+        begun: the newest step that each worker has begun, by rank, as far as known.
+        boundary: the step at whose beginning they stop, once all have answered.
+        arrived: who waits there.
+    """
+
+    number: int = 0
+    begun: Mapping[int, int] = field(default_factory=dict)
+    boundary: int | None = None
+    arrived: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class MembershipState:
+    """Everything the coordinator knows about the run.
+
+    Args:
+        grid: the positions.
+        live: ranks not lost.
+        joined: ranks that said hello.
+        generation: -1 before the first.
+        leader: the rank that speaks for the run; it does not change while that worker lives.
+        regrouping: whether the generation still waits for reports.
+        reports: of the current generation, by rank.
+        joining: live ranks that do not have the state of their stage yet.
+        ready: ranks of workers that wait to be let in.
+        leaving: live ranks that want to leave.
+        moves: for ranks that are to join, the live rank that leaves for them.
+        pause: the change at a step boundary that is under way.
+        pauses: how many there were in the generation before that.
+        plan: what all are to run from a step boundary on.
+        commits: of the current generation and the current step, by rank.
+        committed: the newest step whose commit was answered in the current generation; -1 if there is none.
+        answered: step and payloads, by stage, of the newest commit that was answered.
+        applied: the newest step that each worker has applied, by rank; -1 before the first.
+        losses: of the steps that are not complete: step -> global micro-batch -> loss.
+        outputs: of the same steps: step -> global micro-batch -> what hooks did with its output.
+        summed: steps whose loss is known.
+        collectives: open control collectives: number -> rank -> contribution.
+        next_collective: those of lower numbers are answered.
+        causes: why workers were lost, by rank.
+        version: steps that every live worker has applied.
+        disturbances: regroups in a row without a loss or a commit.
+        broken_pairs: live workers of which one said, in the current generation, that it cannot reach the other.
+        outcome: how the run ended, once it has.
+    """
+
+    grid: Grid
+    live: frozenset[int]
+    joined: frozenset[int] = frozenset()
+    generation: int = -1
+    leader: int = -1
+    regrouping: bool = False
+    reports: Mapping[int, Report] = field(default_factory=dict)
+    joining: frozenset[int] = frozenset()
+    ready: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
+    moves: Mapping[int, int] = field(default_factory=dict)
+    pause: PauseState | None = None
+    pauses: int = 0
+    plan: PlanReady | None = None
+    commits: Mapping[int, Commit] = field(default_factory=dict)
+    committed: int = -1
+    answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
+    applied: Mapping[int, int] = field(default_factory=dict)
+    losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
+    summed: int = 0
+    collectives: Mapping[int, Mapping[int, Arrive]] = field(default_factory=dict)
+    next_collective: int = 0
+    causes: Mapping[int, str] = field(default_factory=dict)
+    version: int = 0
+    disturbances: int = 0
+    broken_pairs: frozenset[Pair] = frozenset()
+    outcome: Outcome | None = None
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        return tuple(sorted(self.live))
+
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """Ranks that nobody holds and nobody is ready for."""
+        return tuple(r for r in range(self.grid.num_workers) if r not in self.live and r not in self.ready)
+
+    def stage_of(self, rank: int) -> int:
+        return self.grid.worker(rank).stage
+
+    def holders(self, stage: int) -> frozenset[int]:
+        """The live ranks that have the state of ``stage``."""
+        return frozenset(rank for rank in self.live - self.joining if self.stage_of(rank) == stage)
+
+
+def initial_state(grid: Grid) -> MembershipState:
+    """The state before anybody has joined."""
+    live = frozenset(range(grid.num_workers))
+    return MembershipState(grid=grid, live=live, leader=leader(grid, live))
+
+
+def leader(grid: Grid, roster: Iterable[int]) -> int:
+    """The rank that speaks for the run at its start and after the leader's death: the live last-stage worker of the
+    lowest pipeline (it owns loss and metrics).
+    """
+    return stage_leads(grid, roster)[grid.stages - 1]
+
+
+def stage_leads(grid: Grid, roster: Iterable[int]) -> dict[int, int]:
+    """For each stage with a live worker, the rank that speaks for it: the one of the lowest pipeline."""
+    leads: dict[int, int] = {}
+    for rank in sorted(roster):
+        leads.setdefault(grid.worker(rank).stage, rank)
+    return leads

@@ -1,0 +1,147 @@
+"""``recycle-coordinator``: the coordinator alone, for workers that somebody else starts (SLURM, Kubernetes, torchrun).
+
+    RECYCLE_KEY=... recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --microbatches 4
+
+Every worker runs the training script with ``RECYCLE_COORDINATOR=10.0.0.1:29400`` and the same ``RECYCLE_KEY``. The
+first D * S of them form the grid, further ones wait as spares; one that is started later takes the place of one that is
+lost. A training script may run several entry points one after the other: each is a run of its own, and the coordinator
+serves runs until it is told to end (SIGINT or SIGTERM), or as many as ``--runs`` says. Needs neither torch nor
+Lightning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_recycle.control.coordinator import Coordinator
+from lightning_recycle.control.options import CoordinatorOptions
+from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.protocol.state import Crashed, Finished, StageLost
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.planner import get_planner
+from lightning_recycle.planning.problem import Technique
+
+__all__ = ["address_from", "key_from_environment", "main"]
+
+log = logging.getLogger(__name__)
+
+
+def address_from(text: str, name: str) -> tuple[str, int]:
+    """(host, port) of ``host:port``.
+
+    Raises:
+        ConfigurationError: if it is something else; ``name`` is what the user gave it as.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(f"{name}={text!r}: give host:port, for example {name}=10.0.0.1:29400.")
+    return host, int(port)
+
+
+def key_from_environment() -> bytes:
+    """What the workers of a run know and others do not.
+
+    Raises:
+        ConfigurationError: if ``RECYCLE_KEY`` is not set.
+    """
+    key = os.environ.get("RECYCLE_KEY", "")
+    if not key:
+        raise ConfigurationError(
+            "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
+            ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)".'
+        )
+    return key.encode()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status: 0 if every run finished."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        grid = Grid(options.pipelines, options.stages, options.microbatches)
+        address = address_from(options.listen, "--listen")
+        key = key_from_environment()
+        get_planner(options.planner)
+    except ConfigurationError as error:
+        print(f"recycle-coordinator: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    status = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        runs = 0
+        while options.runs is None or runs < options.runs:
+            runs += 1
+            outcome = _serve(grid, address, key, options)
+            if isinstance(outcome, Finished):
+                log.info("The run finished.")
+                continue
+            status = 1
+            if isinstance(outcome, StageLost):
+                log.error("All replicas of stage %d are lost: %s", outcome.stage, dict(outcome.causes))
+            elif isinstance(outcome, Crashed):
+                crash = outcome.crash
+                log.error("Worker %s ended the run: %s\n%s", grid.worker(crash.rank), crash.summary, crash.traceback)
+            else:
+                log.error("The run ended: %s", outcome)
+    return status
+
+
+def _serve(grid: Grid, address: tuple[str, int], key: bytes, options: argparse.Namespace) -> Any:
+    """Serves one run to its end."""
+    planner = RunPlanner(grid, options.planner, Technique(decoupled=options.decoupled, staggered=options.staggered))
+    planner.prepare()
+    coordinator = Coordinator(
+        grid,
+        planner,
+        CoordinatorOptions(
+            heartbeat_timeout=options.timeout,
+            start_timeout=options.start_timeout,
+            drift=DriftOptions() if options.monitor_plan else None,
+        ),
+        host=address[0],
+        port=address[1],
+        authkey=key,
+        setup=grid,
+    )
+    log.info("Waiting for %d workers at %s:%d.", grid.num_workers, *coordinator.address)
+    print(f"listening on {coordinator.address[0]}:{coordinator.address[1]}", flush=True)
+    try:
+        coordinator.start({})
+        return coordinator.wait()
+    finally:
+        coordinator.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("recycle-coordinator", description="The coordinator alone, for workers elsewhere.")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the workers find it")
+    parser.add_argument("--pipelines", type=int, required=True, metavar="D", help="data-parallel size")
+    parser.add_argument("--stages", type=int, required=True, metavar="S", help="pipeline-parallel size")
+    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="per pipeline and step")
+    parser.add_argument("--planner", default="heuristic", help="name of the planner")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="silence until a worker is lost")
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="from the first worker to the last; the run then begins without those that are missing",
+    )
+    parser.add_argument("--runs", type=int, default=None, help="end after so many; by default never")
+    parser.add_argument("--no-decoupled", dest="decoupled", action="store_false", help="fused backward")
+    parser.add_argument("--no-staggered", dest="staggered", action="store_false", help="all stages step together")
+    parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""How empty positions are filled: spares that wait, replacements that are started, and how often that is tried."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
+
+__all__ = ["Vacancies"]
+
+log = logging.getLogger(__name__)
+
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a replacement's failure to start and the next try
+
+
+class Vacancies:
+    """Starts replacements, in threads of their own, and keeps the spares.
+
+    Args:
+        options: how many.
+        start_worker: starts the process for a rank, given its incarnation and the rank whose device it runs on.
+        wake: called when :meth:`take_started` has something.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        start_worker: Callable[[int, int, int], WorkerProcess] | None,
+        wake: Callable[[], None],
+    ) -> None:
+        self.spares: list[tuple[MessageConnection, str]] = []  # and the machine that it is on
+        self._options = options
+        self._start_worker = start_worker
+        self._wake = wake
+        self._started: queue.SimpleQueue[tuple[int, WorkerProcess | None]] = queue.SimpleQueue()
+        self._starting: set[int] = set()
+        self._restarts = 0
+        self._incarnations: dict[int, int] = {}
+        self._failures: dict[int, int] = {}
+        self._not_before: dict[int, float] = {}
+
+    def next_incarnation(self, rank: int) -> int:
+        self._incarnations[rank] = self._incarnations.get(rank, 0) + 1
+        return self._incarnations[rank]
+
+    def is_starting(self, rank: int) -> bool:
+        return rank in self._starting
+
+    def may_start(self, rank: int, now: float) -> bool:
+        if self._start_worker is None or self._restarts >= self._options.max_restarts:
+            return False
+        return now >= self._not_before.get(rank, now)
+
+    def start(self, rank: int, on: int | None = None) -> None:
+        """Starts a process for ``rank``, on the device of rank ``on``, by default its own."""
+        assert self._start_worker is not None
+        self._restarts += 1
+        self._starting.add(rank)
+        incarnation = self.next_incarnation(rank)
+        start_worker = self._start_worker
+
+        def run() -> None:
+            process: WorkerProcess | None = None
+            try:
+                process = start_worker(rank, incarnation, rank if on is None else on)
+            except Exception as error:
+                log.warning("A replacement for rank %d could not be started: %s", rank, error)
+            self._started.put((rank, process))
+            self._wake()
+
+        log.info("Starting a replacement for rank %d%s.", rank, "" if on is None else f" on the device of rank {on}")
+        threading.Thread(target=run, name="recycle-start-worker", daemon=True).start()
+
+    def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:
+        """What was started since: (rank, process), None for one that could not be."""
+        while not self._started.empty():
+            rank, process = self._started.get()
+            self._starting.discard(rank)
+            yield rank, process
+
+    def succeeded(self, rank: int) -> None:
+        """The replacement is ready."""
+        self._failures.pop(rank, None)
+
+    def failed(self, rank: int, now: float) -> None:
+        """The replacement ended before it was let in: the next one waits longer."""
+        failures = self._failures[rank] = self._failures.get(rank, 0) + 1
+        self._not_before[rank] = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (failures - 1))
+        if self._restarts >= self._options.max_restarts:
+            log.warning("No more replacements: max_restarts=%d are used up.", self._options.max_restarts)
+
+    def close(self) -> None:
+        """Ends what was started and never taken."""
+        deadline = time.monotonic() + 5.0
+        while self._starting and time.monotonic() < deadline:
+            for _, process in self.take_started():
+                if process is not None:
+                    process.kill()
+            time.sleep(0.01)
+        for connection, _ in self.spares:
+            connection.close()

@@ -1,0 +1,175 @@
+"""Who is silent, late or stuck: the coordinator's clocks over what it heard of the workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from lightning_recycle.control.options import CoordinatorOptions
+from lightning_recycle.control.protocol.messages import Heartbeat
+from lightning_recycle.control.protocol.progress import Observation, Verdict, judge
+from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.planning.grid import Grid
+
+__all__ = ["Watch"]
+
+
+_LEAST_START_TIMEOUT = 10.0  # seconds of silence
+_LEAST_DEAF_SECONDS = 5.0
+
+
+class Watch:
+    """Remembers when workers were heard and what they did. All times are of one monotonic clock, in seconds."""
+
+    def __init__(self, grid: Grid, options: CoordinatorOptions) -> None:
+        self._grid = grid
+        self._options = options
+        self._heard: dict[int, float] = {}
+        self._beats: dict[int, tuple[Heartbeat, float]] = {}
+        self._acted: dict[int, float] = {}
+        self._have_applied: set[int] = set()  # ever; a process's first step may take long whatever others took
+        self._have_reported: set[int] = set()  # ever; before its first report a worker sets up, which may take long
+        self._deadline: float | None = None
+        self._regroup_began = 0.0
+        self._candidates: dict[int, float] = {}
+
+    # ------------------------------------------------------------------ what is heard
+
+    def heard(self, rank: int, now: float) -> None:
+        self._heard[rank] = now
+
+    def beat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        self._heard[rank] = now
+        self._beats[rank] = (heartbeat, now)
+
+    def acted(self, rank: int, now: float) -> None:
+        """The worker's main thread said something: whatever an earlier heartbeat told of it is over."""
+        self._acted[rank] = now
+
+    def applied(self, rank: int) -> None:
+        self._have_applied.add(rank)
+
+    def reported(self, rank: int) -> None:
+        self._have_reported.add(rank)
+
+    def expect(self, rank: int, now: float) -> None:
+        """A replacement for ``rank`` sets up from now on."""
+        self._candidates.setdefault(rank, now + self._options.start_timeout)
+
+    def ready(self, rank: int) -> None:
+        """The replacement is set up."""
+        self._candidates.pop(rank, None)
+        self._have_reported.add(rank)
+
+    def forget(self, rank: int) -> None:
+        """The process at ``rank`` is gone; another one may come."""
+        self._candidates.pop(rank, None)
+        self._heard.pop(rank, None)
+        self._beats.pop(rank, None)
+        self._acted.pop(rank, None)
+        self._have_applied.discard(rank)
+        self._have_reported.discard(rank)
+
+    def forgive(self, now: float) -> None:
+        """Nobody could be heard until now."""
+        self._heard = dict.fromkeys(self._heard, now)
+        self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
+
+    # ------------------------------------------------------------------ what there is a bound for
+
+    def begin_start(self, now: float) -> None:
+        """The first worker is expected, or there."""
+        if self._deadline is None:
+            self._deadline = now + self._options.start_timeout
+
+    def begin_regroup(self, now: float) -> None:
+        self._deadline = now + self._options.report_timeout
+        self._regroup_began = now
+
+    def end_regroup(self) -> None:
+        self._deadline = None
+
+    # ------------------------------------------------------------------ judgements: why, by rank
+
+    def silent(self, now: float, connected: Iterable[int]) -> dict[int, str]:
+        found = {}
+        for rank in connected:
+            timeout = self._options.heartbeat_timeout
+            if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
+                timeout = max(timeout, _LEAST_START_TIMEOUT)
+            if now - self._heard.get(rank, now) > timeout:
+                found[rank] = f"it was silent for more than {timeout:g} s"
+        return found
+
+    def late_candidates(self, now: float) -> dict[int, str]:
+        """Which replacements are not ready although there was time."""
+        cause = f"it was not ready within {self._options.start_timeout:g} s"
+        return {rank: cause for rank, deadline in self._candidates.items() if now > deadline}
+
+    def late(self, now: float, state: MembershipState) -> dict[int, str]:
+        """Who has not joined, or not stopped for a regroup, although there was time."""
+        if self._deadline is None or now <= self._deadline:
+            return {}
+        self._deadline = None
+        if state.generation < 0:
+            cause = f"it did not start within {self._options.start_timeout:g} s"
+            return dict.fromkeys(sorted(state.live - state.joined), cause)
+        if not state.regrouping:
+            return {}
+        cause = f"it did not stop for a regroup within {self._options.report_timeout:g} s"
+        return dict.fromkeys(sorted(self._have_reported & state.live - state.reports.keys()), cause)
+
+    def judge(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> Verdict:
+        """Who makes no progress; ``seconds``: usual ones, by stage and kind of operation."""
+        if state.generation < 0:
+            return Verdict({})
+        observations: dict[int, Observation] = {}
+        for rank in state.live:
+            if rank not in self._beats:
+                return Verdict({})
+            beat, received = self._beats[rank]
+            activity = beat.activity
+            done = state.regrouping and rank in state.reports
+            # What it did in an earlier generation says nothing about this one, but for how long it has been there.
+            observations[rank] = Observation(
+                activity.operation,
+                activity.kind,
+                done or bool(activity.waiting_for),
+                min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
+                beat.debugged,
+                activity.coordinated,
+            )
+        verdict = judge(
+            observations,
+            lambda rank, kind: self._usual(rank, kind, seconds),
+            self._options.heartbeat_timeout,
+            self._options.patience,
+        )
+        if state.regrouping:
+            return Verdict({**verdict.stuck, **self._deaf(now, state)})
+        # What was waited for in an earlier generation says nothing about this one.
+        current = all(self._beats[rank][0].generation == state.generation for rank in state.live)
+        return verdict if current else Verdict(verdict.stuck)
+
+    def _deaf(self, now: float, state: MembershipState) -> dict[int, str]:
+        """Who goes on waiting as if no generation had been announced: every wait ends with that, in milliseconds."""
+        limit = max(self._options.heartbeat_timeout, _LEAST_DEAF_SECONDS)
+        found = {}
+        for rank in self._have_reported & state.live - state.reports.keys():
+            beat, received = self._beats[rank]
+            passed = received - self._regroup_began
+            if beat.activity.waiting_for and passed > limit and beat.seconds > passed and not beat.debugged:
+                found[rank] = (
+                    f"it has been waiting for {beat.activity.waiting_for} since before the others were told to regroup,"
+                    f" more than {limit:g} s ago"
+                )
+        return found
+
+    def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
+        """The usual seconds of an operation; one that is new to the plan (a backward that was fused before, or is
+        fused now) takes at most twice as long as the longest.
+        """
+        known = seconds.get(self._grid.worker(rank).stage, {})
+        if rank not in self._have_applied or not known:
+            return None
+        return known.get(kind, 2 * max(known.values()))

@@ -1,0 +1,293 @@
+"""Micro-batch data by address: any worker can fetch micro-batch (epoch, step, d, m) of the first or last stage.
+
+Step t of an epoch covers a contiguous block of the sampler's order, which every worker knows. Own micro-batches are
+prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched directly.
+
+Private torch API used here, and nowhere else: the ``dataset`` of a ``WorkerInfo`` is written to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
+
+from lightning_recycle.data.batching import batching_of, drops_last
+from lightning_recycle.data.steps import AddressedSample, StepHandle, StepLoader
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.randomness import derive_seed, seeded_everything
+
+__all__ = ["MicrobatchLoader", "WorkerInit", "die_with_parent"]
+
+
+class _Addressed(Dataset[Any]):
+    """The user's dataset, with randomness that depends on the sample and the epoch only."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def read(self, addresses: Sequence[tuple[int, int]], reseed: Callable[[int], None]) -> list[AddressedSample]:
+        """The samples at (epoch, index) ``addresses``, with these."""
+        samples = []
+        for epoch, index in addresses:
+            reseed(derive_seed(self.seed, epoch, index))
+            samples.append(((epoch, index), self.dataset[index]))
+        return samples
+
+    def __getitems__(self, addresses: Sequence[tuple[int, int]]) -> list[AddressedSample]:
+        """As :meth:`read`, in a DataLoader process."""
+        with seeded_everything() as reseed:
+            return self.read(addresses, reseed)
+
+    def __getitem__(self, address: tuple[int, int]) -> AddressedSample:
+        return self.__getitems__([address])[0]
+
+
+class WorkerInit:
+    """Ends a DataLoader process with its parent, which may die by SIGKILL; then calls the user's ``worker_init_fn``.
+
+    Args:
+        user: that function.
+        dataset: the user's, which ``get_worker_info()`` is to show in the place of what this package puts around it.
+    """
+
+    def __init__(self, user: Callable[[int], None] | None, dataset: Any) -> None:
+        self.user, self.dataset = user, dataset
+        self.owner = os.getpid()  # with a fork server the parent is that server, which would outlive the owner
+
+    def __call__(self, worker_id: int) -> None:
+        if os.getppid() == self.owner:
+            die_with_parent()
+        threading.Thread(target=self._end_with_owner, name="recycle-owner-watch", daemon=True).start()
+        # Write-protected; but users share a dataset out among the processes by what they find here.
+        object.__setattr__(get_worker_info(), "dataset", self.dataset)
+        if self.user is not None:
+            self.user(worker_id)
+
+    def _end_with_owner(self) -> None:
+        while True:
+            try:
+                os.kill(self.owner, 0)
+            except ProcessLookupError:
+                os._exit(0)
+            time.sleep(0.5)
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when the one that started it dies (Linux; elsewhere does nothing)."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return  # no prctl on this system: the process ends when its pipes close
+
+
+class MicrobatchLoader(StepLoader):
+    """The steps of an epoch of a dataset whose samples have indices.
+
+    Args:
+        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.StepLoader`.
+        pipeline: of this worker; its micro-batches are prefetched.
+        prefetch: whether this worker's stage needs data at all.
+
+    Raises:
+        UnsupportedFeatureError: for batches that are not consecutive samples of a sampler.
+        ConfigurationError: if the batch of a training cannot be split into M micro-batches, or there is not even one.
+    """
+
+    def __init__(
+        self, dataloader: Any, grid: Grid, pipeline: int, seed: int, prefetch: bool = True, **options: Any
+    ) -> None:
+        super().__init__(dataloader, grid, seed, **options)
+        self._user_sampler = batching_of(dataloader)[1]
+        # Lightning wraps the batch sampler for prediction; its callbacks read there which samples a batch had.
+        self.batch_sampler = getattr(dataloader, "batch_sampler", None)
+        self._pipeline = pipeline
+        self._prefetch = prefetch
+        self._addressed = _Addressed(self.dataset, seed)
+        self._orders: dict[int, Sequence[int]] = {}
+        self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
+        self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
+        self._prefetched_to: tuple[int, int, Microbatch] | None = None
+        num_samples = self._num_samples = len(self._user_sampler)
+        self._num_steps = num_samples // self.global_batch_size
+        if self.evaluation and not drops_last(dataloader):
+            self._num_steps = -(-num_samples // self.global_batch_size)
+        elif self._num_steps == 0 and not self.evaluation:
+            raise ConfigurationError(
+                f"The training data has {num_samples} samples, fewer than one global batch of {grid.pipelines}"
+                " pipelines x"
+                f" batch_size={self.batch_size}. Use a smaller batch_size or fewer pipelines."
+            )
+
+    @property
+    def unused_samples(self) -> int:
+        return max(0, self._num_samples - self._num_steps * self.global_batch_size)
+
+    # ------------------------------------------------------------------ what Lightning sees
+
+    def __len__(self) -> int:
+        """Steps per epoch."""
+        return int(self._num_steps)
+
+    def __iter__(self) -> Iterator[StepHandle]:
+        self._prefetcher = self._prefetched_to = None
+        if hasattr(self.batch_sampler, "_batch_sampler"):
+            self.batch_sampler.seen_batch_indices = []  # type: ignore[union-attr]
+        # The epoch is read at the first step: Lightning creates the iterator before it sets the epoch.
+        return (self._handle(index) for index in range(self.first_step, self._num_steps))
+
+    def _handle(self, index: int) -> StepHandle:
+        seen = getattr(self.batch_sampler, "seen_batch_indices", None)
+        if seen is not None:
+            first = index * self.global_batch_size
+            order = self._order(self._epoch)
+            seen.append([int(i) for i in order[first : first + self.global_batch_size]])
+        return StepHandle(self, self._epoch, index)
+
+    # ------------------------------------------------------------------ what the executor sees
+
+    def begin_step(self, handle: StepHandle) -> None:
+        """Forgets what was read for earlier steps and reads this worker's own micro-batches of this one."""
+        current = (handle.epoch, handle.index)
+        self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
+        self._read_own(handle)
+
+    def read_ahead(self, handle: StepHandle) -> None:
+        """Reads this worker's own micro-batches of the step after ``handle``."""
+        if handle.index + 1 < self._num_steps:
+            self._read_own(StepHandle(self, handle.epoch, handle.index + 1))
+
+    def _read_own(self, handle: StepHandle) -> None:
+        if self._prefetch and self._dataloader.num_workers == 0:
+            own = (Microbatch(self._pipeline, m) for m in range(self.grid.microbatches))
+            keys = [(handle.epoch, handle.index, microbatch) for microbatch in own]
+            if any(key not in self._fetched and self._positions(*key[1:]) for key in keys):
+                self._read(keys)
+
+    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        """Returns the collated micro-batch; asking again, as a redone step does, gives the same.
+
+        What is returned is the caller's, and layers may change it in place: a second time it is read again.
+        """
+        key = (handle.epoch, handle.index, microbatch)
+        if key not in self._fetched:
+            own = self._prefetch and microbatch.pipeline == self._pipeline and self._dataloader.num_workers > 0
+            if not own or not self._take_prefetched(key):
+                self._read([key])
+        return self._prepared(self._fetched.pop(key), handle, global_index(self.grid, microbatch))
+
+    def read_batch(self, handle: StepHandle) -> Any:
+        """The whole global batch of ``handle``, collated as one."""
+        first = handle.index * self.global_batch_size
+        order = self._order(handle.epoch)
+        addresses = [(handle.epoch, int(order[first + i])) for i in range(self.samples_in(handle))]
+        with seeded_everything() as reseed:
+            data = self._collate.collect(self._addressed.read(addresses, reseed), reseed)
+        return self._prepared(data, handle, -1)
+
+    def samples_in(self, handle: StepHandle) -> int:
+        return self._size(handle.index)
+
+    def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
+        """The samples of a micro-batch, as (epoch, dataset index)."""
+        order = self._order(epoch)
+        return [(epoch, int(order[position])) for position in self._positions(step, microbatch)]
+
+    def _positions(self, step: int, microbatch: Microbatch) -> range:
+        """The places of a micro-batch's samples in the sampler's order."""
+        share, first = self._share(microbatch, self._size(step)), step * self.global_batch_size
+        return range(first + share.start, first + share.stop, share.step)
+
+    def _size(self, step: int) -> int:
+        first = step * self.global_batch_size
+        return min(first + self.global_batch_size, self._num_samples) - first
+
+    def close(self) -> None:
+        self._prefetcher = None
+        self._fetched.clear()
+
+    # ------------------------------------------------------------------ inside
+
+    def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
+        """Reads micro-batches in this process; together, because saving the generators' state costs most of it."""
+        with seeded_everything() as reseed:
+            for key in keys:
+                if key not in self._fetched and self._positions(*key[1:]):
+                    samples = self._addressed.read(self.addresses(*key), reseed)
+                    self._fetched[key] = self._collate.collect(samples, reseed)
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        """The sampler's order in ``epoch``, the same on every worker and for every grid."""
+        if epoch not in self._orders:
+            sampler = self._user_sampler
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            with seeded_everything() as reseed:
+                reseed(derive_seed(self._seed, epoch))
+                if isinstance(sampler, SequentialSampler):
+                    order: Sequence[int] = range(len(sampler))
+                elif (
+                    type(sampler) is RandomSampler
+                    and not sampler.replacement
+                    and sampler.num_samples == len(self.dataset)
+                ):
+                    order = torch.randperm(len(self.dataset)).tolist()
+                else:
+                    order = list(sampler)
+            self._orders = {epoch: order}
+        return self._orders[epoch]
+
+    def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
+        """Moves what is prefetched up to ``key`` into the cache; False if ``key`` lies behind what was."""
+        epoch, step, _ = key
+        if self._prefetched_to is None or self._prefetched_to[0] < epoch:
+            self._start_prefetching(epoch, step)
+        assert self._prefetcher is not None
+        if self._prefetched_to is not None and key <= self._prefetched_to:
+            return False
+        for found, data in self._prefetcher:
+            self._fetched[found] = data
+            self._prefetched_to = found
+            if found == key:
+                return True
+        return False
+
+    def _start_prefetching(self, epoch: int, first_step: int) -> None:
+        own = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
+        steps = range(first_step, self._num_steps)
+        keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(step, mb)]
+        user = self._dataloader
+        loader = DataLoader(
+            self._addressed,
+            batch_sampler=_Batches(self, keys),
+            num_workers=user.num_workers,
+            collate_fn=self._collate,
+            timeout=user.timeout,
+            worker_init_fn=WorkerInit(user.worker_init_fn, self.dataset),
+            multiprocessing_context=user.multiprocessing_context,
+            prefetch_factor=user.prefetch_factor,
+        )
+        self._prefetched_to = None
+        self._prefetcher = zip(keys, loader, strict=False)
+
+
+class _Batches:
+    """A batch sampler over the micro-batches ``keys``."""
+
+    def __init__(self, loader: MicrobatchLoader, keys: list[tuple[int, int, Microbatch]]) -> None:
+        self._loader, self._keys = loader, keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return (self._loader.addresses(*key) for key in self._keys)

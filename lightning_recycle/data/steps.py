@@ -1,0 +1,205 @@
+"""The steps of an epoch: what Lightning's loops see of them, and what every source of their data can do.
+
+A step takes a *global batch*: ``batch_size`` samples of each pipeline, times the batches that one step accumulates.
+Pipeline d gets the samples d, d+D, d+2D, ... of it, as with a DistributedSampler, and micro-batch m of that pipeline
+every M-th of those. So the composition of the global micro-batch g = m * D + d depends on D * M only: with the same
+number of micro-batches every grid computes the same sums and draws the same dropout.
+
+:class:`~lightning_recycle.data.addressed.MicrobatchLoader` is the source for data with addresses,
+:class:`~lightning_recycle.data.streams.StreamLoader` for streams.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from lightning_recycle.data.batching import batching_of, check_dataloader
+from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.randomness import derive_seed, seeded_everything
+
+__all__ = ["AddressedSample", "Collate", "StepHandle", "StepLoader"]
+
+
+AddressedSample: TypeAlias = tuple[tuple[int, int], Any]
+"""((epoch, index), sample)."""
+
+
+class StepHandle:
+    """What Lightning's loops and hooks see as the batch of one step: an address, not the data.
+
+    Callbacks that look into the batch, by index, key or iteration, find the whole global batch: it is read, in this
+    process, the first time that somebody looks.
+
+    Args:
+        loader: where its data comes from.
+        epoch: of the loader.
+        index: of the step within the epoch.
+    """
+
+    def __init__(self, loader: StepLoader, epoch: int, index: int) -> None:
+        self.loader, self.epoch, self.index = loader, epoch, index
+        self._data: tuple[Any] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Of the global batch."""
+        return self.loader.samples_in(self)
+
+    def read(self) -> Any:
+        """The whole global batch as the user's collate function makes it, on the device."""
+        if self._data is None:
+            self._data = (self.loader.read_batch(self),)
+        return self._data[0]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.read()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read())
+
+    def __len__(self) -> int:
+        return len(self.read())
+
+    def __repr__(self) -> str:
+        return f"StepHandle(epoch={self.epoch}, index={self.index})"
+
+
+class Collate:
+    """The user's collate function, with randomness that depends on the samples and the epoch only."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.collate, self.seed = collate, seed
+
+    def collect(self, addressed: list[AddressedSample], reseed: Callable[[int], None]) -> Any:
+        epoch = addressed[0][0][0]
+        reseed(derive_seed(self.seed, epoch, *(index for (_, index), _ in addressed)))
+        return self.collate([sample for _, sample in addressed])
+
+    def __call__(self, addressed: list[AddressedSample]) -> Any:
+        with seeded_everything() as reseed:
+            return self.collect(addressed, reseed)
+
+
+class StepLoader(ABC):
+    """The steps of an epoch, and the data of their micro-batches.
+
+    Iterating yields a :class:`StepHandle` per step; Lightning counts with those. :meth:`fetch` gets the data.
+
+    Args:
+        dataloader: the user's; its ``batch_size`` is per pipeline.
+        grid: D, S and M.
+        seed: of the run.
+        batch_pipelines: number of pipelines that ``batch_size`` was chosen for, if not the grid's: the global batch
+            stays what it was when a training goes on with fewer pipelines.
+        evaluation: keep a trailing incomplete global batch, and make micro-batches of consecutive samples, as even as
+            they can be; some may be empty.
+        batches_per_step: how many batches of the DataLoader each pipeline takes for one step (gradient accumulation).
+
+    Attributes:
+        first_step: of the next iteration; not 0 when training goes on in the middle of an epoch.
+        end_step: the step before which the loop ends the epoch at the latest.
+        prepare: called with a collated batch and a seed that belongs to it, before anybody sees it: moves it to the
+            device.
+        dataloader_idx: among several loaders of an evaluation.
+
+    Raises:
+        UnsupportedFeatureError, ConfigurationError: as :func:`~lightning_recycle.data.batching.check_dataloader`.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        grid: Grid,
+        seed: int,
+        batch_pipelines: int | None = None,
+        evaluation: bool = False,
+        batches_per_step: int = 1,
+    ) -> None:
+        pipelines = batch_pipelines or grid.pipelines
+        check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines // batches_per_step)
+        batch_size = batching_of(dataloader)[0]
+        assert batch_size is not None
+        self.grid = grid
+        self.evaluation = evaluation
+        self.dataset = dataloader.dataset
+        self.batch_size = batch_size
+        self.batches_per_step = batches_per_step
+        self.global_batch_size = batch_size * pipelines * batches_per_step
+        self.first_step = 0
+        self.end_step: float = math.inf
+        self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
+        self.prepare: Callable[[Any, int], Any] | None = None
+        self.dataloader_idx = 0
+        self._dataloader = dataloader
+        self._seed = seed
+        self._epoch = 0
+        self._collate = Collate(dataloader.collate_fn, seed)
+
+    # ------------------------------------------------------------------ what Lightning sees
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def enter_epoch(self, first_step: int, end_step: float) -> None:
+        """The training loop is about to iterate over the steps from ``first_step`` to the one before ``end_step``."""
+        self.first_step, self.end_step = first_step, end_step
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[StepHandle]:
+        """The steps of an epoch, from :attr:`first_step` on."""
+
+    @property
+    def unused_samples(self) -> int:
+        """How many samples of an epoch no step has, as far as that can be known before."""
+        return 0
+
+    # ------------------------------------------------------------------ what the executor sees
+
+    @abstractmethod
+    def begin_step(self, handle: StepHandle) -> None:
+        """The step of ``handle`` is run now; the one before it may still be asked for."""
+
+    @abstractmethod
+    def read_ahead(self, handle: StepHandle) -> None:
+        """Reads what is known to be wanted for the step after ``handle``; called when there is time."""
+
+    @abstractmethod
+    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        """Returns the collated micro-batch; asking again, as a redone step does, gives the same.
+
+        What is returned is the caller's, and layers may change it in place.
+        """
+
+    @abstractmethod
+    def read_batch(self, handle: StepHandle) -> Any:
+        """The whole global batch of ``handle``, collated as one."""
+
+    @abstractmethod
+    def samples_in(self, handle: StepHandle) -> int:
+        """Number of samples of a global batch; in an evaluation it may be smaller than :attr:`global_batch_size`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends reading processes. The newest step can still be fetched: others may have to redo it."""
+
+    def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
+        """How many samples a micro-batch has; in evaluation that may be none."""
+        return len(self._share(microbatch, self.samples_in(handle)))
+
+    # ------------------------------------------------------------------ inside
+
+    def _share(self, microbatch: Microbatch, size: int) -> range:
+        """The places of a micro-batch's samples within a global batch of ``size``."""
+        index, count = global_index(self.grid, microbatch), self.grid.global_microbatches
+        if self.evaluation:
+            return range(size * index // count, size * (index + 1) // count)
+        return range(index, size, count)
+
+    def _prepared(self, data: Any, handle: StepHandle, index: int) -> Any:
+        """``data`` for the caller; ``index``: of the global micro-batch, -1 for the whole batch."""
+        if self.prepare is None:
+            return data
+        return self.prepare(data, derive_seed(self._seed, handle.epoch, handle.index, index))

@@ -1,0 +1,189 @@
+"""Reading a stream batch by batch: from its start, or from the state that it was in before some batch.
+
+A pass over the stream is what ``iter(dataset)`` gives. This process reads it, or DataLoader processes do, each its
+part, in turns as with a ``DataLoader``. Randomness in the stream depends on (seed, epoch, part, number of the sample)
+only.
+
+The state of a part is that of the user's dataset and iterator, as far as they can tell it. What cannot is read again
+from the start and left out up to where it was. The state of a reader holds nothing but what the user's ``state_dict``
+methods return, numbers, lists and dicts, so that a checkpoint can hold it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_recycle.data.addressed import WorkerInit
+from lightning_recycle.data.batching import is_stateful
+from lightning_recycle.data.huggingface_streams import has_shuffle_buffer, is_huggingface
+from lightning_recycle.randomness import derive_seed, seeded_everything
+
+__all__ = ["StreamReader"]
+
+_Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
+"""(part, samples, state of the part after them)."""
+
+
+class StreamReader:
+    """The batches of one pass after another.
+
+    Args:
+        dataloader: the user's.
+        batch_size: samples of a batch.
+        seed: of the run.
+        independent: every pass begins with the dataset as it was given. Else, if this process reads itself, it begins
+            with the dataset as the pass before left it. (In DataLoader processes all passes are independent.)
+
+    Attributes:
+        ended: whether the pass has come to its end.
+    """
+
+    def __init__(self, dataloader: DataLoader[Any], batch_size: int, seed: int, independent: bool = False) -> None:
+        self.ended = False
+        self._dataloader = dataloader
+        self._batch_size = batch_size
+        self._seed = seed
+        self._copies = independent and dataloader.num_workers == 0
+        self._batches: Iterator[_Batch] = iter(())
+        # Parts are read in turns. Whoever starts again starts with the first part, so at the beginning of a round.
+        self._parts: list[dict[str, Any] | None] = []  # states after what was read
+        self._round: list[dict[str, Any] | None] = []  # states at the beginning of the present round
+        self._last = -1  # the part that was read last in this round
+        self._taken = 0  # batches of this round
+
+    def begin(self, epoch: int, state: dict[str, Any] | None = None) -> None:
+        """Begins the pass of ``epoch``, or goes on with it from a state."""
+        self.close()
+        self.ended = False
+        self._parts = list(state["parts"]) if state else [None] * max(1, self._dataloader.num_workers)
+        self._round, self._last, self._taken = list(self._parts), -1, 0
+        self._batches = self._start(epoch)
+        for _ in range(state["skip"] if state else 0):
+            self.read()
+
+    def read(self) -> list[Any] | None:
+        """The samples of the next batch; fewer, or none, where a part ends; None at the end of the pass."""
+        batch = next(self._batches, None)
+        if batch is None:
+            self.ended = True
+            return None
+        part, samples, state = batch
+        if part <= self._last:
+            self._round, self._taken = list(self._parts), 0
+        self._parts[part] = state
+        self._last, self._taken = part, self._taken + 1
+        if part == len(self._parts) - 1:
+            self._round, self._last, self._taken = list(self._parts), -1, 0
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        """From which :meth:`begin` goes on with the batch that is to be read next."""
+        return {"parts": list(self._round), "skip": self._taken}
+
+    def close(self) -> None:
+        """Ends the reading processes."""
+        self._batches = iter(())
+
+    def _start(self, epoch: int) -> Iterator[_Batch]:
+        user = self._dataloader
+        dataset = copy.deepcopy(user.dataset) if self._copies else user.dataset
+        parts = _Parts(dataset, self._batch_size, self._seed, epoch, list(self._parts))
+        if user.num_workers == 0:
+            return iter(parts)
+        loader = DataLoader(
+            parts,
+            batch_size=None,  # what is yielded is a batch already
+            collate_fn=_as_it_is,
+            num_workers=user.num_workers,
+            timeout=user.timeout,
+            worker_init_fn=WorkerInit(user.worker_init_fn, dataset),
+            multiprocessing_context=user.multiprocessing_context,
+            prefetch_factor=user.prefetch_factor,
+        )
+        with seeded_everything() as reseed:
+            reseed(derive_seed(self._seed, epoch))  # the processes' own seeds come from these generators
+            return iter(loader)
+
+
+class _Parts(IterableDataset[_Batch]):
+    """Reads, in each process that iterates over it, the part of that process."""
+
+    def __init__(
+        self, dataset: Any, batch_size: int, seed: int, epoch: int, states: list[dict[str, Any] | None]
+    ) -> None:
+        self.dataset, self.batch_size, self.seed, self.epoch, self.states = dataset, batch_size, seed, epoch, states
+
+    def __iter__(self) -> Iterator[_Batch]:
+        info = get_worker_info()
+        number = info.id if info is not None else 0
+        part = _Part(self.dataset, self.seed, self.epoch, number, self.states[number])
+        while not part.ended:
+            samples = part.take(self.batch_size)
+            yield number, samples, part.state()
+
+
+class _Part:
+    """One process's part of a pass.
+
+    Args:
+        dataset: the user's.
+        seed: of the run.
+        epoch: of the pass.
+        number: of the part.
+        state: to go on from.
+    """
+
+    def __init__(self, dataset: Any, seed: int, epoch: int, number: int, state: dict[str, Any] | None) -> None:
+        self.ended = False
+        self._dataset = dataset
+        self._seeds = seed, epoch, number
+        self._read = 0
+        state = copy.deepcopy(state) or {"read": 0, "ended": False, "dataset": None, "iterator": None}
+        with seeded_everything() as reseed:
+            reseed(derive_seed(*self._seeds, -1))
+            if is_huggingface(dataset) or state["dataset"] is not None:  # the order that torchdata keeps, too
+                dataset.load_state_dict(state["dataset"])
+            self._samples: Any = iter(dataset)
+            if state["iterator"] is not None:
+                self._samples.load_state_dict(state["iterator"])
+        self.ended = state["ended"]
+        if state["dataset"] is not None or state["iterator"] is not None:
+            self._read = state["read"]
+        while self._read < state["read"] and not self.ended:
+            self.take(min(state["read"] - self._read, 1000))
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` samples; fewer at the end."""
+        samples: list[Any] = []
+        with seeded_everything() as reseed:
+            while len(samples) < count and not self.ended:
+                reseed(derive_seed(*self._seeds, self._read))
+                try:
+                    samples.append(next(self._samples))
+                    self._read += 1
+                except StopIteration:
+                    self.ended = True
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "read": self._read,
+            "ended": self.ended,
+            "dataset": _state_of(self._dataset) if self._samples is not self._dataset else None,
+            "iterator": _state_of(self._samples),
+        }
+
+
+def _state_of(thing: Any) -> Any:
+    """A copy: what is returned may be the very dict that the next sample changes."""
+    if not is_stateful(thing) or (is_huggingface(thing) and has_shuffle_buffer(thing)):
+        return None
+    return copy.deepcopy(thing.state_dict())
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,279 @@
+"""Micro-batch data of a stream: an IterableDataset without indices that can be set back.
+
+Every worker reads the whole stream, those of middle stages too: they must know when it ends. One batch of the reader is
+what a run on one device would read with ``batch_size`` times the number of pipelines, so the order of the samples is
+that of such a run, also where several DataLoader processes read in turns; the grid has no part in it.
+
+A step that is redone, and the reader's own look ahead, need the samples of three steps at most, which are kept. The
+reader therefore only goes forward, and a dataset sees what it sees on one device: one pass per epoch, each sample once.
+A worker that joins, or a run that resumes, sets its dataset back to where the newest step began at which the state
+could be told, and relives what has happened since.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from lightning_recycle.data.batching import drops_last, is_stateful
+from lightning_recycle.data.huggingface_streams import is_huggingface
+from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.stream_reader import StreamReader
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.randomness import seeded_everything
+
+__all__ = ["StreamLoader"]
+
+_KEPT_STEPS = 3  # the present one, the one before, which others may have to redo, and the one after
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What was read for a step, and the state of the reader before."""
+
+    samples: list[Any]
+    start: dict[str, Any]
+
+
+class StreamLoader(StepLoader):
+    """The steps of an epoch of a stream.
+
+    Its state is a place in the stream, the same on every worker and for every grid: ``reader`` is the reader's state at
+    the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), and ``passes`` tells for
+    that epoch and those after it how many steps were read and whether the end of the stream was met. No state is taken
+    at the very start of a pass: a generator has run nothing of its code by then.
+
+    Args:
+        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.StepLoader`.
+
+    Raises:
+        UnsupportedFeatureError: for a stream that cannot be set back.
+        ConfigurationError: if the batch of a training cannot be split into M micro-batches; later, if the stream of a
+            training has not even one.
+    """
+
+    def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
+        super().__init__(dataloader, grid, seed, **options)
+        self.batch_sampler = None
+        self._drops_last = not self.evaluation or drops_last(dataloader)
+        self._batch_samples = self.global_batch_size // self.batches_per_step
+        self._reader = StreamReader(dataloader, self._batch_samples, seed, independent=self.evaluation)
+        # Whether a pass depends on those before it.
+        self._goes_on = (
+            not self.evaluation
+            and dataloader.num_workers == 0
+            and is_stateful(self.dataset)
+            and not is_huggingface(self.dataset)
+        )
+        self._knows_epoch = self.evaluation
+        self._pass: int | None = None  # the epoch whose pass is being read
+        self._next = 0  # the step of it that is read next
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._begun: tuple[int, int] | None = None
+        self._place: dict[str, Any] = {"epoch": 0, "step": 0, "reader": None, "passes": []}
+        self._place_to_find: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------------ what Lightning sees
+
+    def __len__(self) -> int:
+        """Steps per epoch.
+
+        Raises:
+            TypeError: where the stream does not know its length; Lightning expects that.
+        """
+        samples = len(self.dataset)
+        steps = samples // self.global_batch_size
+        if not self._drops_last:
+            return -(-samples // self.global_batch_size)
+        if steps == 0 and not self.evaluation:
+            self._refuse(f"has {samples} samples")
+        return steps
+
+    def enter_epoch(self, first_step: int, end_step: float) -> None:
+        super().enter_epoch(first_step, end_step)
+        self._knows_epoch = True
+
+    def __iter__(self) -> Iterator[StepHandle]:
+        if not self._knows_epoch:
+            # Where there is no length Lightning asks for one batch before it knows where training begins, and iterates
+            # anew when it does.
+            yield StepHandle(self, self._epoch, 0)
+            return
+        if self.evaluation:
+            self._begin_pass(self._epoch)
+        epoch, index = self._epoch, self.first_step
+        while self._reaches(epoch, index):
+            yield StepHandle(self, epoch, index)
+            index += 1
+        if index == 0 and self._begun is None and not self.evaluation:
+            self._refuse("ended")
+
+    def _refuse(self, what: str) -> None:
+        raise ConfigurationError(
+            f"{type(self.dataset).__name__}, the training data, {what}: that is less than one global batch of"
+            f" {self.global_batch_size} samples (batch_size={self.batch_size} of each pipeline). Use a smaller"
+            " batch_size or fewer pipelines."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """A place from which any worker gets to the step that is run next, or to that after it."""
+        if self._place_to_find is None:
+            self._keep_account()
+        place = copy.deepcopy(self._place_to_find or self._place)
+        if is_huggingface(self.dataset):
+            place["dataset_epoch"] = self.dataset.epoch
+        return place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes a place over; the next iteration goes there.
+
+        Raises:
+            ConfigurationError: if the state is of something else.
+        """
+        if not self._place.keys() <= state.keys():
+            raise ConfigurationError(
+                "The checkpoint's state of the training data was not written by strategy='recycle', so the place in"
+                f" {type(self.dataset).__name__} is not known. Resume it on one device, or from a checkpoint of a grid"
+                " (one device is one, too: devices=1, strategy='recycle')."
+            )
+        parts = len(state["reader"]["parts"]) if state["reader"] else None
+        if parts not in (None, max(1, self._dataloader.num_workers)):
+            raise ConfigurationError(
+                f"The checkpoint was written with {parts} reading processes, and now num_workers="
+                f"{self._dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
+                f" Resume with num_workers={parts}" + (" or 0." if parts == 1 else ".")
+            )
+        if is_huggingface(self.dataset):  # a worker that joins has not called what sets it
+            self.dataset.set_epoch(state.get("dataset_epoch", 0))
+        self._place_to_find = copy.deepcopy(state)
+        self._steps.clear()
+
+    # ------------------------------------------------------------------ what the executor sees
+
+    def begin_step(self, handle: StepHandle) -> None:
+        step = self._step(handle)
+        self._begun = handle.epoch, handle.index
+        if handle.index > 0:
+            self._place = {"epoch": handle.epoch, "step": handle.index, "reader": step.start, "passes": [[]]}
+
+    def read_ahead(self, handle: StepHandle) -> None:
+        if self._dataloader.num_workers == 0 and handle.epoch == self._pass and handle.index + 1 < self.end_step:
+            self._reaches(handle.epoch, handle.index + 1)
+
+    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        share = self._share(microbatch, self.samples_in(handle))
+        return self._prepared(self._collated(handle, share), handle, global_index(self.grid, microbatch))
+
+    def read_batch(self, handle: StepHandle) -> Any:
+        return self._prepared(self._collated(handle, range(self.samples_in(handle))), handle, -1)
+
+    def samples_in(self, handle: StepHandle) -> int:
+        return len(self._step(handle).samples) if self.evaluation else self.global_batch_size
+
+    def close(self) -> None:
+        self._reader.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _collated(self, handle: StepHandle, share: range) -> Any:
+        samples = self._step(handle).samples
+        wanted = [samples[i] for i in share]
+        if self._dataloader.collate_fn is not default_collate:
+            # What it returns may be the samples themselves, which layers may change in place; a redo needs them as
+            # they were.
+            wanted = copy.deepcopy(wanted)
+        first = handle.index * self.global_batch_size
+        addressed = [((handle.epoch, first + i), sample) for i, sample in zip(share, wanted, strict=True)]
+        with seeded_everything() as reseed:
+            return self._collate.collect(addressed, reseed)
+
+    def _step(self, handle: StepHandle) -> _Step:
+        key = handle.epoch, handle.index
+        if key not in self._steps and (handle.epoch != self._pass or not self._reaches(*key)):
+            raise UnsupportedFeatureError(
+                f"The batch of step {handle.index} of epoch {handle.epoch} is one of a stream, of which the newest"
+                f" {_KEPT_STEPS} steps are kept. Look into a batch in the hooks of its own step."
+            )
+        return self._steps[key]
+
+    def _reaches(self, epoch: int, index: int) -> bool:
+        """Reads as far as a step; False if the pass ends before it."""
+        if (epoch, index) in self._steps:
+            return True
+        if self._place_to_find is not None:
+            self._find_place(epoch)
+        if epoch != self._pass:
+            self._begin_pass(epoch)
+        while self._next <= index:
+            if not self._read_step():
+                return False
+        return (epoch, index) in self._steps
+
+    def _begin_pass(self, epoch: int) -> None:
+        if self._goes_on and self._pass is not None:
+            self._keep_account()
+            self._place["passes"].append([])
+        else:
+            self._place = {"epoch": epoch, "step": 0, "reader": None, "passes": [[]]}
+        # The last step that was begun may still have to be redone; what was read and not wanted must not displace it.
+        self._steps = {key: step for key, step in self._steps.items() if key == self._begun}
+        self._reader.begin(epoch)
+        self._pass, self._next = epoch, 0
+
+    def _keep_account(self) -> None:
+        """Brings the last of the place's passes, the present one, up to date."""
+        if self._place["passes"]:
+            self._place["passes"][-1] = [self._next, self._reader.ended]
+
+    def _find_place(self, epoch: int) -> None:
+        """Goes to the place that was loaded, and on from there to the pass of ``epoch``."""
+        place, self._place_to_find = self._place_to_find, None
+        assert place is not None
+        self._pass = None
+        if not place["passes"] or (not self._goes_on and place["epoch"] != epoch):
+            return
+        passes, place["passes"] = place["passes"], [[]]
+        self._place = place
+        for number, (steps, ended) in enumerate(passes):
+            if number == 0:
+                self._reader.begin(place["epoch"], place["reader"])
+                self._pass, self._next = place["epoch"], place["step"]
+            else:
+                self._begin_pass(place["epoch"] + number)
+            while self._next < steps:
+                if not self._read_step():
+                    raise ConfigurationError(
+                        f"{type(self.dataset).__name__} ended before step {self._next} of epoch {self._pass}, where it"
+                        " did not end before. After load_state_dict() a stream must go on with the same samples."
+                    )
+            if self._pass == epoch:
+                return
+            if ended:
+                self._read_step()
+
+    def _read_step(self) -> bool:
+        """Reads the next step of the pass; False if there is none."""
+        assert self._pass is not None
+        start, samples = self._reader.state(), []
+        for _ in range(self.batches_per_step):
+            batch = self._read_batch()
+            if batch is None:
+                return False
+            samples += batch
+        self._steps[self._pass, self._next] = _Step(samples, start)
+        self._next += 1
+        if len(self._steps) > _KEPT_STEPS:
+            del self._steps[next(iter(self._steps))]
+        return True
+
+    def _read_batch(self) -> list[Any] | None:
+        """The next batch that is wanted: incomplete ones only in an evaluation that keeps them."""
+        while (batch := self._reader.read()) is not None:
+            if len(batch) == self._batch_samples or (batch and not self._drops_last):
+                return batch
+        return None

@@ -1,0 +1,1 @@
+"""The launching process: it starts the workers, waits, and takes what they deliver."""

@@ -1,0 +1,104 @@
+"""What a run leaves in the launching process: weights and metrics, or the error that ended it.
+
+Private Lightning API used here, and nowhere else: ``call._call_callbacks_load_state_dict``.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer import call
+
+from lightning_recycle.control.history import Event
+from lightning_recycle.control.protocol import state as outcomes
+from lightning_recycle.control.protocol.messages import Crash
+from lightning_recycle.errors import ReCycleError, StageLostError, WorkerStartError
+from lightning_recycle.launch.worker_process import Extras
+from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.session.snapshot import load_progress
+
+__all__ = ["error_of", "take_results"]
+
+log = logging.getLogger(__name__)
+
+
+def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
+    """Puts what the workers delivered, by rank, into ``trainer`` and its module; returns what they returned."""
+    module = trainer.lightning_module
+    assert isinstance(module, PipelineModule)
+    state: dict[str, torch.Tensor] = {}
+    extras: Extras | None = None
+    for part, found in (pickle.loads(data) for _, data in sorted(results.items())):
+        state.update(part)
+        extras = found or extras
+    assert extras is not None
+    module.materialize()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it was given in
+            tensor.data = tensor.data.to(state[name].dtype)
+    module.load_state_dict(state)
+    trainer.state = extras.trainer_state
+    trainer.should_stop = extras.should_stop
+    trainer.callback_metrics.update(extras.callback_metrics)
+    trainer.logged_metrics.update(extras.logged_metrics)
+    trainer.progress_bar_metrics.update(extras.progress_bar_metrics)
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):  # it takes no results from another directory than its own
+            found = extras.callbacks.get(callback.state_key, {})
+            callback.dirpath = found.get("dirpath", callback.dirpath)
+            callback.current_score = found.get("current_score")  # in its state, but not taken from there
+    call._call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
+    load_progress(trainer.fit_loop, extras.fit_loop)
+    return extras.returned
+
+
+def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseException:
+    """The exception that tells ``outcome``."""
+    if isinstance(outcome, outcomes.StageLost):
+        causes = "; ".join(f"worker {grid.worker(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
+        if not any(event.kind in ("step", "resumed") for event in history):
+            return WorkerStartError(
+                f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above;"
+                " a script without `if __name__ == '__main__':` is a common reason."
+            )
+        return StageLostError(
+            f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"
+            " nowhere any more. Start again from the newest checkpoint, or let"
+            " ReCycleStrategy(on_stage_lost='restart') do so, and use more pipelines (more devices, or a smaller"
+            " pipeline_parallel_size) to survive more failures."
+        )
+    if isinstance(outcome, outcomes.Crashed):
+        return _exception_from(outcome.crash, grid)
+    if isinstance(outcome, outcomes.Failed):
+        return ReCycleError(outcome.reason)
+    return ReCycleError(f"The run ended in an unknown way: {outcome!r}.")
+
+
+class _WorkerTraceback(Exception):
+    """The traceback of an exception in a worker, shown as the cause of the same exception raised here."""
+
+    def __init__(self, worker: Worker, text: str) -> None:
+        self.text = f'\n"""\nIn worker {worker}:\n{text}"""'
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _exception_from(crash: Crash, grid: Grid) -> BaseException:
+    error: BaseException | None = None
+    if crash.exception is not None:
+        try:
+            error = pickle.loads(crash.exception)
+        except Exception as reason:  # an exception class whose pickle does not load: its text is all that is left
+            log.debug("The worker's exception could not be loaded: %s", reason)
+    if error is None:
+        error = ReCycleError(crash.summary)
+    error.__cause__ = _WorkerTraceback(grid.worker(crash.rank), crash.traceback)
+    return error

@@ -1,0 +1,287 @@
+"""The life of a worker process: it connects, runs the Trainer's function, delivers its part of the result.
+
+Private Lightning API used here, and nowhere else: ``_GlobalStateSnapshot``, ``_set_num_threads_if_needed`` and
+``call._call_callbacks_state_dict``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerState
+
+from lightning_recycle.control.client import EXIT_STOPPED, ControlClient
+from lightning_recycle.control.protocol.messages import Crash
+from lightning_recycle.data.addressed import die_with_parent
+from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
+from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.session.optimizer_states import to_cpu
+
+__all__ = ["Extras", "RunSetup", "WorkerStart", "global_state", "run_outside", "worker_main"]
+
+
+_COORDINATOR_SECONDS = 60.0  # that a worker outside waits for somebody to listen
+_BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, for nobody's good
+_run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, a worker outside, ended a run
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What is the same for all workers of a run.
+
+    Args:
+        grid: of the run.
+        heartbeat_interval: seconds between two signs of life.
+        profiles: whether the model is to be measured.
+        batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
+        parts: the layers of each stage.
+        outsiders: whether there may be workers that go on in their own process afterwards: in the end all workers
+            exchange the whole model then.
+    """
+
+    grid: Grid
+    heartbeat_interval: float
+    profiles: bool
+    batch_pipelines: int
+    parts: tuple[range, ...]
+    outsiders: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """What a worker process of this machine is started with."""
+
+    rank: int
+    incarnation: int
+    device: int
+    joining: bool
+    setup: RunSetup
+    address: tuple[str, int]
+    authkey: bytes
+    payload_path: str
+    supervisor_pid: int
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the leader tells besides the weights."""
+
+    trainer_state: TrainerState
+    should_stop: bool
+    callback_metrics: dict[str, Any]
+    logged_metrics: dict[str, Any]
+    progress_bar_metrics: dict[str, Any]
+    callbacks: dict[str, Any]
+    fit_loop: dict[str, Any]
+    returned: Any
+
+
+def global_state() -> tuple[Any, torch.dtype]:
+    """What of torch's global settings the workers must share."""
+    return _GlobalStateSnapshot.capture(), torch.get_default_dtype()
+
+
+def worker_main(start: WorkerStart) -> None:
+    """Runs in a process that the supervisor started."""
+    die_with_parent()
+    # What the fork server imported is never garbage; a collection that walked through it would hold up every thread,
+    # the heartbeat too, and copy its pages (measured: 0.7 s with four workers on a busy machine).
+    gc.freeze()
+    _watch_supervisor(start.supervisor_pid)
+    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")  # Lightning 2.6 on newer torch
+    # Data is addressed: any epoch can go on in its middle.
+    warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
+    if "fork" in multiprocessing.get_all_start_methods():
+        # A fork server's child would start one of its own for DataLoader processes, which outlives a killed worker.
+        multiprocessing.set_start_method("fork", force=True)
+    client = ControlClient(
+        start.rank, start.address, start.authkey, start.setup.heartbeat_interval, joining=start.joining
+    )
+    signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
+    with _crashes_reported(client):
+        with open(start.payload_path, "rb") as file:
+            trainer, function, args, kwargs, (states, default_dtype) = pickle.load(file)
+        states.restore()
+        torch.set_default_dtype(default_dtype)
+        _run(client, start.setup, trainer, function, args, kwargs, start.incarnation, start.device)
+
+
+def run_outside(
+    address: tuple[str, int],
+    authkey: bytes,
+    host: str | None,
+    own_setup: Callable[[Grid], RunSetup],
+    trainer: pl.Trainer,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs as a worker in this process, which was started by hand or by a cluster manager.
+
+    Waits as a spare until there is a position for it. Afterwards the module in this process is whole.
+
+    Args:
+        address: of the coordinator.
+        authkey: the run's.
+        host: the address that this worker exchanges data at; by default that on the way to the coordinator.
+        own_setup: what this process would run with, for a grid; used where the coordinator knows no more than that.
+
+    Raises:
+        ConfigurationError: if nobody listens at ``address``, or the key is not the run's.
+    """
+    global _run_ended
+    if (since := time.monotonic() - _run_ended) < _BETWEEN_RUNS_SECONDS:
+        time.sleep(_BETWEEN_RUNS_SECONDS - since)
+    deadline = time.monotonic() + _COORDINATOR_SECONDS
+    try:
+        while True:
+            try:
+                client = ControlClient(None, address, authkey, heartbeat_interval=0.5, survives=True)
+                break
+            except ConnectionRefusedError:  # it starts, or is between two runs
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+    except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
+        raise ConfigurationError(
+            f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: no run can be joined there ({type(error).__name__}:"
+            f" {error}). Start a recycle-coordinator there, or the launching process with RECYCLE_LISTEN set to that"
+            " address, and give RECYCLE_KEY the same value here and there."
+        ) from error
+    assignment = client.await_assignment()
+    client.joining = assignment.joining
+    returned = None
+    with _crashes_reported(client):
+        setup = own_setup(assignment.setup) if isinstance(assignment.setup, Grid) else assignment.setup
+        client.heartbeat_interval = setup.heartbeat_interval
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        returned = _run(
+            client,
+            setup,
+            trainer,
+            function,
+            args,
+            kwargs,
+            assignment.incarnation,
+            local,
+            host or client.local_host,
+            keep_model=True,
+        )
+    _run_ended = time.monotonic()
+    return returned
+
+
+def _run(
+    client: ControlClient,
+    setup: RunSetup,
+    trainer: pl.Trainer,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    incarnation: int,
+    device: int,
+    host: str | None = None,
+    keep_model: bool = False,
+) -> Any:
+    from lightning_recycle.session.collectives import WorkerContext
+    from lightning_recycle.strategy import ReCycleStrategy
+
+    _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
+    strategy = trainer.strategy
+    assert isinstance(strategy, ReCycleStrategy)
+    strategy.enter_worker(
+        WorkerContext(
+            client.rank,
+            setup.grid,
+            client,
+            host or "127.0.0.1",
+            setup.profiles,
+            incarnation,
+            device,
+            setup.batch_pipelines,
+            setup.parts,
+        )
+    )
+    returned = function(*args, **kwargs)
+    whole = strategy.whole_state() if setup.outsiders else None
+    strategy.deliver_result(lambda: _extras(trainer, returned))
+    client.leave()
+    if whole is not None and keep_model:
+        strategy.leave_worker()
+        module = trainer.lightning_module
+        assert isinstance(module, PipelineModule)
+        module.rebuild(whole)
+    return returned
+
+
+@contextlib.contextmanager
+def _crashes_reported(client: ControlClient) -> Any:
+    """Tells the coordinator why this worker ends; the supervisor decides whether it shows the traceback."""
+    try:
+        yield
+    except BaseException as error:
+        # A worker that has not entered yet cannot end the run: it is the first to meet whatever it met.
+        fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
+        text = "".join(traceback.format_exception(error))
+        summary = f"{type(error).__name__}: {error}"
+        try:
+            dumped = pickle.dumps(error)
+            pickle.loads(dumped)
+            data: bytes | None = dumped
+        except Exception:  # its class cannot be pickled or loaded: the summary and the traceback must do
+            data = None
+        client.send(Crash(client.rank, fault, summary, data, text))
+        client.leave()
+        sys.exit(1)
+
+
+def _watch_supervisor(pid: int) -> None:
+    """Ends this process soon after the supervisor: covers the time before it is connected and a death of the fork
+    server's.
+    """
+
+    def watch() -> None:
+        while True:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                os._exit(EXIT_STOPPED)
+            time.sleep(1.0)
+
+    threading.Thread(target=watch, name="recycle-supervisor-watch", daemon=True).start()
+
+
+def _extras(trainer: pl.Trainer, returned: Any) -> Extras:
+    def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+
+    return Extras(
+        trainer.state,
+        trainer.should_stop,
+        plain(trainer.callback_metrics),
+        plain(trainer.logged_metrics),
+        plain(trainer.progress_bar_metrics),
+        call._call_callbacks_state_dict(trainer),
+        trainer.fit_loop.state_dict(),
+        to_cpu(returned),
+    )

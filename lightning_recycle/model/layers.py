@@ -1,0 +1,233 @@
+"""What a layer is before it exists, a recipe and a placeholder, and how layers get the parameters that they share.
+
+Concept: a pipeline is a list of layers, of which a process builds those of its own stage only. A :class:`LayerSpec`
+says how one is built; an :class:`AbsentLayer` keeps its place, its recipe and what was asked of it meanwhile.
+
+Must not know: processes, Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from typing_extensions import override
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.model.tying import split_name
+from lightning_recycle.randomness import derive_seed
+
+__all__ = ["AbsentLayer", "LayerSpec", "count_parameters", "needed_elsewhere", "tie"]
+
+
+class LayerSpec:
+    """A recipe for a layer, so that no worker has to hold layers that it does not own.
+
+    Args:
+        cls: a subclass of ``nn.Module`` (or a callable that returns a module).
+        *args, **kwargs: the arguments of its constructor.
+
+    The layer is built with torch's generator seeded from (seed, layer index): the same weights on every grid.
+    """
+
+    def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
+        if not callable(cls):
+            raise ConfigurationError(
+                f"LayerSpec expects a class or a callable that builds a layer, got {cls!r}."
+                " Write LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))."
+            )
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    def build(self, index: int, seed: int) -> nn.Module:
+        """Builds the layer.
+
+        Raises:
+            ConfigurationError: if the constructor fails or returns no module.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive_seed(seed, index))
+            try:
+                layer = self.cls(*self.args, **self.kwargs)
+            except Exception as error:
+                raise ConfigurationError(
+                    f"Layer {index}, {self!r}, cannot be built: {type(error).__name__}: {error}."
+                    " Check the arguments in configure_pipeline()."
+                ) from error
+        if not isinstance(layer, nn.Module):
+            raise ConfigurationError(f"Layer {index}, {self!r}, built a {type(layer).__name__}, not an nn.Module.")
+        return layer
+
+    def count_parameters(self, index: int) -> int:
+        """The number of parameters (elements) of the layer, found on torch's meta device: nothing is allocated.
+
+        A constructor that cannot run there, because it reads values of its tensors, runs for real; the layer is
+        dropped again.
+
+        Raises:
+            ConfigurationError: if the layer cannot be built, or its parameters get their shapes from the first input.
+        """
+        return count_parameters(self.build_without_storage(index), index)
+
+    def build_without_storage(self, index: int) -> nn.Module:
+        """Builds the layer on torch's meta device, where that is possible: for what only looks at shapes."""
+        try:
+            with torch.device("meta"):
+                return self.build(index, seed=0)
+        except ConfigurationError:
+            return self.build(index, seed=0)  # what is wrong with the recipe itself is wrong here too
+
+    def __repr__(self) -> str:
+        arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        return f"LayerSpec({', '.join([getattr(self.cls, '__name__', repr(self.cls)), *arguments])})"
+
+
+class AbsentLayer(nn.Module):
+    """Stands for a layer that this process has not built: it has no parameters.
+
+    Args:
+        spec: the recipe, if there is one.
+
+    Attributes:
+        elsewhere: whether the layer belongs to another stage, so that it is not to be built here.
+        dtype: what a conversion such as ``model.double()`` asked for before the layer exists.
+        kept: parameters of the layer that layers of this stage, not built yet, are tied to; by name in the layer.
+    """
+
+    def __init__(self, spec: LayerSpec | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.elsewhere = spec is None
+        self.dtype: torch.dtype | None = None
+        self.kept: dict[str, nn.Parameter] = {}
+
+    def build(self, index: int, seed: int) -> nn.Module:
+        """Builds the layer that this one stands for."""
+        assert self.spec is not None
+        layer = self.spec.build(index, seed)
+        return layer if self.dtype is None else layer.to(self.dtype)
+
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> AbsentLayer:
+        probe = torch.empty(0, dtype=self.dtype or torch.get_default_dtype())
+        converted = fn(probe)
+        if converted.dtype != probe.dtype:
+            self.dtype = converted.dtype
+        for parameter in self.kept.values():
+            parameter.data = fn(parameter.data)
+        return self
+
+    @override
+    def forward(self, *_: Any) -> Tensor:
+        raise RuntimeError(f"{self!r} was called in a process that does not own it.")
+
+    @override
+    def extra_repr(self) -> str:
+        return repr(self.spec) if self.spec is not None else ""
+
+
+def count_parameters(layer: nn.Module, index: int) -> int:
+    """The number of elements of the parameters of ``layer``, shared ones once, frozen ones too.
+
+    Raises:
+        ConfigurationError: for parameters that get their shapes from the first input.
+    """
+    parameters = list(layer.parameters())
+    if any(isinstance(p, UninitializedParameter) for p in parameters):
+        raise ConfigurationError(
+            f"Layer {index} ({type(layer).__name__}) gets the shapes of its parameters from its first input, so they"
+            " cannot be counted: give the sizes in configure_pipeline(), or the number of layers of each stage, as in"
+            " partition=[2, 3]."
+        )
+    return sum(p.numel() for p in parameters)
+
+
+# ---------------------------------------------------------------------- tied parameters
+
+
+def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container[int] = (), seed: int = 0) -> None:
+    """Makes the members of each group that are here one object.
+
+    The parameter that stays is that of a layer which was here before; else that of one which has gone; else that of the
+    first member's recipe, built for a moment if it is not among ``built``. So the initial values do not depend on
+    which layers a process holds.
+
+    Args:
+        layers: of the whole model.
+        groups: names of one parameter each, in the order of the layers.
+        built: indices of the layers that have been built just now.
+        seed: of the initialisation.
+
+    Raises:
+        ConfigurationError: if a name is none of a parameter, or the shapes differ.
+    """
+    absent = {index: layer for index, layer in enumerate(layers) if isinstance(layer, AbsentLayer)}
+    borrowed: dict[int, nn.Module] = {}  # layers of other stages, built for their values
+    for group in groups:
+        members = [(name, *split_name(name)) for name in group]
+        here = [member for member in members if member[1] not in absent]
+        older = [member for member in here if member[1] not in built]
+        gone = [absent[i].kept[inner] for _, i, inner in members if i in absent and inner in absent[i].kept]
+        if not here:
+            continue
+        if older:
+            source = _parameter(layers[older[0][1]], *older[0])
+        elif gone:
+            source = gone[0]
+        else:
+            first = members[0][1]
+            if first in absent and first not in borrowed:
+                borrowed[first] = absent[first].build(first, seed)
+            source = _parameter(borrowed.get(first, layers[first]), *members[0])
+        for name, index, inner in here:
+            parameter = _parameter(layers[index], name, index, inner)
+            if parameter.shape != source.shape:
+                raise ConfigurationError(
+                    f"{name} of shape {tuple(parameter.shape)} cannot be tied to {group[0]}: the shape of the tied"
+                    f" parameter is {tuple(source.shape)}. Change the layers, or what tied_parameters() returns."
+                )
+            if parameter is not source:
+                _replace(layers[index], parameter, source)
+        if all(absent[index].elsewhere for _, index, _ in members if index in absent):  # nobody waits for it any more
+            for _, index, inner in members:
+                if index in absent:
+                    absent[index].kept.pop(inner, None)
+
+
+def needed_elsewhere(
+    layers: nn.ModuleList, groups: Iterable[Sequence[str]], indices: Container[int]
+) -> dict[int, dict[str, nn.Parameter]]:
+    """What must be kept of layers outside ``indices`` when they go: values for recipes inside that are tied to them.
+
+    Returns:
+        For each layer the parameters by their names in it.
+    """
+    found: dict[int, dict[str, nn.Parameter]] = {}
+    for group in groups:
+        members = [(index, inner, layers[index]) for index, inner in map(split_name, group)]
+        waiting = any(index in indices and isinstance(layer, AbsentLayer) for index, _, layer in members)
+        present = [(index, inner, layer) for index, inner, layer in members if not isinstance(layer, AbsentLayer)]
+        if waiting and present and not any(index in indices for index, _, _ in present):
+            index, inner, layer = present[0]
+            found.setdefault(index, {})[inner] = layer.get_parameter(inner)
+    return found
+
+
+def _replace(layer: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Puts ``other`` in the place of ``parameter``, wherever ``layer`` uses it."""
+    for module in layer.modules():
+        for attribute, found in module._parameters.items():
+            if found is parameter:
+                setattr(module, attribute, other)
+
+
+def _parameter(layer: nn.Module, name: str, index: int, inner: str) -> nn.Parameter:
+    try:
+        return layer.get_parameter(inner)
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"tied_parameters() names {name!r}, but layer {index} ({type(layer).__name__}) has no such parameter; it"
+            f" has {', '.join(found for found, _ in layer.named_parameters()) or 'none'}."
+        ) from error

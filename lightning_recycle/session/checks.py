@@ -1,0 +1,183 @@
+"""What can be seen to be wrong before a step is run, and the errors that say so.
+
+``check_trainer``, ``check_module`` and ``check_loaders`` need no worker: the launching process calls them before
+anything starts. What is supported, with the reasons for the rest, is listed in docs/trainer_flags.md.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_recycle.data.batching import check_dataloader
+from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.planning.grid import Grid, Worker
+
+__all__ = ["check_batch", "check_loaders", "check_module", "check_optimizers", "check_parameters", "check_trainer"]
+
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+
+_WEIGHT_AVERAGING = "a worker has one stage and no copy of the model to average; average the weights of checkpoints"
+_RERUNS = "it runs trial trainings inside the workers; run it with strategy='auto' and give the Trainer what it found"
+_CHANGES_PARAMETERS = "the parameters that are trained are fixed when the workers start; set requires_grad before fit"
+_LAUNCHING_PROCESS_HAS_NO_WEIGHTS = (
+    "an exception ends the workers and the launching process holds no trained weights; use"
+    " ModelCheckpoint(every_n_train_steps=...)"
+)
+_REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what to do
+    "StochasticWeightAveraging": _WEIGHT_AVERAGING,
+    "WeightAveraging": _WEIGHT_AVERAGING,  # and EMAWeightAveraging
+    "GradientAccumulationScheduler": (
+        "the plan has a fixed number of micro-batches per step; use Trainer(accumulate_grad_batches=...)"
+    ),
+    "BatchSizeFinder": _RERUNS,
+    "LearningRateFinder": _RERUNS,
+    "BaseFinetuning": _CHANGES_PARAMETERS,
+    "ModelPruning": _CHANGES_PARAMETERS,
+    "OnExceptionCheckpoint": _LAUNCHING_PROCESS_HAS_NO_WEIGHTS,
+}
+
+_REPLACED_STEPS = {  # method of the module -> what to override in its place
+    "training_step": "loss(), split_batch() and on_training_output()",
+    "validation_step": "on_validation_output()",
+    "test_step": "on_test_output()",
+    "predict_step": "predict_input() and on_predict_output()",
+    "backward": "nothing: the schedule runs the backward of each stage",
+    "optimizer_zero_grad": "nothing: gradients are zeroed at the start of each step",
+}
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Raises UnsupportedFeatureError for settings of the Trainer that the strategy cannot honour."""
+    precision = trainer.precision
+    if precision not in _PRECISIONS:
+        why = "its loss scaling would need one decision of all stages" if precision == "16-mixed" else "it is untested"
+        raise UnsupportedFeatureError(
+            f"strategy='recycle' does not support precision={precision!r}: {why}. Use one of"
+            f" {', '.join(map(repr, _PRECISIONS))}."
+        )
+    if trainer.num_nodes != 1 and "RECYCLE_COORDINATOR" not in os.environ:
+        raise UnsupportedFeatureError(
+            f"strategy='recycle' cannot start workers on num_nodes={trainer.num_nodes} machines: start a"
+            " recycle-coordinator and this script once for each worker, with RECYCLE_COORDINATOR=host:port."
+        )
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise UnsupportedFeatureError(
+            "strategy='recycle' does not support sync_batchnorm=True: there is no process group to synchronise over,"
+            " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
+        )
+    for name, reason in _REFUSED_CALLBACKS.items():
+        refused = getattr(pl_callbacks, name, None)
+        for callback in _callbacks(trainer):
+            if refused is not None and isinstance(callback, refused):
+                raise UnsupportedFeatureError(
+                    f"strategy='recycle' does not support the callback {type(callback).__name__}: {reason}."
+                )
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "save_on_exception", False):
+            raise UnsupportedFeatureError(
+                "strategy='recycle' does not support ModelCheckpoint(save_on_exception=True):"
+                f" {_LAUNCHING_PROCESS_HAS_NO_WEIGHTS}."
+            )
+    _check_accumulation(trainer)
+
+
+def _check_accumulation(trainer: pl.Trainer) -> None:
+    """With accumulation the loops count steps of several batches; numbers of batches must be whole steps."""
+    batches = trainer.accumulate_grad_batches
+    if batches == 1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    for name in ("limit_train_batches", "overfit_batches", "val_check_interval"):
+        value = getattr(trainer, name, None)
+        if isinstance(value, int) and value > 0 and value % batches:
+            raise UnsupportedFeatureError(
+                f"strategy='recycle' does not support {name}={value} with accumulate_grad_batches={batches}: a step"
+                f" takes {batches} batches at once. Use a multiple of {batches}."
+            )
+
+
+def check_module(module: PipelineModule) -> None:
+    """Raises UnsupportedFeatureError for what the module does that the strategy would silently not do."""
+    if not module.automatic_optimization:
+        raise UnsupportedFeatureError(
+            "strategy='recycle' does not support manual optimization: leave automatic_optimization = True."
+        )
+    for name, remedy in _REPLACED_STEPS.items():
+        if is_overridden(name, module, PipelineModule):
+            raise UnsupportedFeatureError(
+                f"strategy='recycle' never calls {type(module).__name__}.{name}(), it runs its schedule instead."
+                f" Remove it and override {remedy}."
+            )
+
+
+def check_loaders(loaders: Any, microbatches: int | None) -> None:
+    """Raises UnsupportedFeatureError or ConfigurationError for data that cannot be addressed.
+
+    Args:
+        loaders: as given to an entry point of the Trainer; None and data modules pass.
+        microbatches: M in training, None in evaluation.
+    """
+    if loaders is None or isinstance(loaders, pl.LightningDataModule):
+        return
+    if isinstance(loaders, CombinedLoader):
+        if microbatches is not None or loaders._mode != "sequential":
+            raise UnsupportedFeatureError(
+                f"strategy='recycle' does not support CombinedLoader(mode={loaders._mode!r})"
+                f" {'in training' if microbatches is not None else 'in evaluation'}: a batch comes from one"
+                " DataLoader. Combine the datasets instead (torch.utils.data.ConcatDataset, StackDataset); an"
+                " evaluation takes a list of DataLoaders, one after another."
+            )
+        loaders = loaders.flattened
+    if microbatches is None and isinstance(loaders, (list, tuple, dict)):
+        for loader in tree_leaves(loaders):
+            check_dataloader(loader, None)
+    else:
+        check_dataloader(loaders, microbatches)
+
+
+def check_batch(batch: Any) -> None:
+    """Raises UnsupportedFeatureError if Lightning combined several loaders that a hook of the user's returned."""
+    if not isinstance(batch, StepHandle):
+        raise UnsupportedFeatureError(
+            f"The batch is a {type(batch).__name__} of the batches of several DataLoaders; strategy='recycle' takes a"
+            " batch from one. Return one DataLoader from train_dataloader(), and from the other hooks one or a list,"
+            " without CombinedLoader."
+        )
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def check_parameters(module: PipelineModule, worker: Worker, grid: Grid) -> None:
+    """Raises ConfigurationError if a stage has nothing to train, or a parameter lies outside the layers."""
+    outside = [name for name, _ in module.named_parameters() if not name.startswith("layers.")]
+    if outside:
+        raise ConfigurationError(
+            f"{type(module).__name__} has parameters outside its pipeline: {', '.join(outside[:5])}. Every parameter"
+            " must belong to a layer returned by configure_pipeline(); create modules there, not as attributes in"
+            " __init__."
+        )
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ConfigurationError(
+            f"Stage {worker.stage} of {grid.stages} has no trainable parameter. Use a smaller"
+            " pipeline_parallel_size, or arrange the layers in configure_pipeline() so that every stage gets one."
+        )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Raises ConfigurationError unless there is one optimizer (Lightning itself refuses several)."""
+    if len(optimizers) != 1 or not optimizers[0].param_groups:
+        raise ConfigurationError(
+            "configure_optimizers() returned no optimizer; the strategy needs exactly one (with any number of parameter"
+            " groups): return for example torch.optim.AdamW(self.parameters())."
+        )

@@ -1,0 +1,86 @@
+"""What Lightning's own callbacks need to show the whole run, from a worker that has one stage of it.
+
+Concept: Lightning's callbacks run in the workers, where they find one stage of the model and a batch that all workers
+share. Where that would make them say something else than on one device, they are given what they expect.
+
+Private Lightning API used here, and nowhere else: ``ModelSummary._summary``; ``_throughputs``, ``_t0s``, ``_samples``,
+``_batches`` and ``_lengths`` of ``ThroughputMonitor``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, ThroughputMonitor
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_recycle.model.module import PipelineModule
+
+__all__ = ["keep_monitors_going", "show_whole_run"]
+
+
+def show_whole_run(trainer: pl.Trainer, module: PipelineModule) -> None:
+    """Prepares the callbacks of a worker; called while ``module`` still describes all layers."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelSummary) and trainer.state.fn == TrainerFn.FITTING:
+            _summarize_whole_model(callback, trainer, module)
+        elif isinstance(callback, ThroughputMonitor):
+            _measure_grid_as_one_device(callback, trainer)
+        elif isinstance(callback, BasePredictionWriter):
+            for name in ("write_on_batch_end", "write_on_epoch_end"):
+                setattr(callback, name, _by_the_leader(trainer, getattr(callback, name)))
+
+
+def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, module: PipelineModule) -> None:
+    callback.__dict__.pop("_summary", None)  # of a run before
+    whole = module.without_storage()
+    try:
+        summary = callback._summary(trainer, whole)
+    except Exception as error:  # the user's forward() on example_input_array may read values, which are not there
+        rank_zero_warn(
+            f"The model summary shows no input and output sizes: {type(module).__name__} cannot run its"
+            f" example_input_array without storage ({type(error).__name__}: {error})."
+        )
+        whole.example_input_array = None
+        summary = callback._summary(trainer, whole)
+    callback._summary = lambda *_: summary  # type: ignore[method-assign]
+
+
+def _measure_grid_as_one_device(monitor: ThroughputMonitor, trainer: pl.Trainer) -> None:
+    """The batch of a step is the global one, so its rates are those of all devices together."""
+    for throughput in monitor._throughputs.values():
+        throughput.world_size = 1
+        if throughput.available_flops is not None:
+            throughput.available_flops *= trainer.world_size
+
+
+def _by_the_leader(trainer: pl.Trainer, write: Callable[..., None]) -> Callable[..., None]:
+    """Every worker has all predictions: one writes them, and another one if it dies before it is done."""
+    if hasattr(write, "__wrapped__"):
+        return write  # it is prepared since a run before
+
+    @wraps(write)
+    def write_once(*args: Any, **kwargs: Any) -> None:
+        written = False
+        while not written:
+            leads = trainer.is_global_zero
+            if leads:
+                write(*args, **kwargs)
+            written = trainer.strategy.reduce_boolean_decision(leads, all=False)
+
+    return write_once
+
+
+def keep_monitors_going(trainer: pl.Trainer) -> None:
+    """Lets the throughput monitors of a new leader begin to measure: they do so on the leader only."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ThroughputMonitor):
+            for stage in callback._throughputs:
+                if stage not in callback._t0s:
+                    callback._t0s[stage] = time.perf_counter()
+                    callback._samples[stage] = callback._batches[stage] = callback._lengths[stage] = 0

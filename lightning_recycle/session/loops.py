@@ -1,0 +1,234 @@
+"""Lightning's training loop with the schedule in the place of ``training_step`` and ``backward``.
+
+Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. A worker that joins a
+running training goes through the same loops, and stops before its first epoch until it is let in.
+
+Lightning's hooks around a step keep their order. They all concern the whole global batch: ``on_before_backward`` and
+``on_after_backward`` come with its mean loss when its gradient is complete, right before ``on_before_optimizer_step``.
+
+Private Lightning API used here, and nowhere else: the loop classes ``_Loop``, ``_FitLoop``, ``_TrainingEpochLoop``
+(with its ``_should_check_val_fx``) and ``_AutomaticOptimization``, their progress attributes and stages of a restart,
+the fit loop's ``_combined_loader`` and what is loaded into it (``_load_combined_loader_states``), ``trainer._results``,
+``trainer._val_check_time_interval``, ``trainer._logger_connector.on_batch_start`` and
+``call._call_lightning_module_hook``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer import call
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.streams import StreamLoader
+from lightning_recycle.runtime.executor import StepResult
+from lightning_recycle.session.checks import check_batch
+
+if TYPE_CHECKING:
+    from lightning_recycle.strategy import ReCycleStrategy
+
+__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "PipelineOptimization", "count_in_steps", "tell_batch_sizes"]
+
+
+_COUNTED_IN_BATCHES = ("limit_train_batches", "val_check_interval", "accumulate_grad_batches")
+"""Attributes of a Trainer; an interval in seconds has no ``val_check_interval``."""
+
+
+class PipelineOptimization(_AutomaticOptimization):
+    """Runs one step of the schedule and lets Lightning's ``optimizer_step`` apply it."""
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        trainer = self.trainer
+        strategy: ReCycleStrategy = trainer.strategy  # type: ignore[assignment]
+        module = trainer.lightning_module
+        handle = kwargs["batch"]
+        check_batch(handle)
+        self._on_before_zero_grad(optimizer)
+        self.optim_progress.optimizer.zero_grad.increment_completed()
+
+        def apply(result: StepResult) -> None:
+            strategy.gradient_norm = result.gradient_norm
+            loss = strategy.as_loss(result.loss)
+
+            def backward_is_done() -> torch.Tensor:
+                strategy.precision_plugin.pre_backward(loss, module)
+                strategy.precision_plugin.post_backward(loss, module)
+                return loss
+
+            self.optim_progress.optimizer.step.increment_ready()
+            call._call_lightning_module_hook(
+                trainer,
+                "optimizer_step",
+                trainer.current_epoch,
+                batch_idx,
+                strategy._lightning_optimizers[0],
+                backward_is_done,
+            )
+            self.optim_progress.optimizer.step.increment_completed()
+
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        with profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):
+            result = strategy.run_step(handle, apply)
+        loss = strategy.as_loss(result.loss)
+        self._log(module, loss, result)
+        return {"loss": loss}
+
+    def _log(self, module: pl.LightningModule, loss: torch.Tensor, result: StepResult) -> None:
+        """Calls the module's hooks in the place of ``training_step``, where Lightning allows logging."""
+        strategy: ReCycleStrategy = self.trainer.strategy  # type: ignore[assignment]
+        results = self.trainer._results
+        if results is not None:
+            results.batch_size = strategy.global_batch_size
+        previous, module._current_fx_name = module._current_fx_name, "training_step"
+        try:
+            strategy.replay_outputs(result.outputs)
+            module.on_training_loss(loss)  # type: ignore[operator]
+        finally:
+            module._current_fx_name = previous
+
+
+class PipelineEpochLoop(_TrainingEpochLoop):
+    """The epoch loop; it keeps its parent's attribute names, which are keys in checkpoints."""
+
+    def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
+        super().__init__(trainer, min_steps, max_steps)
+        self.automatic_optimization = PipelineOptimization(trainer)
+        self.enters_mid_epoch = False
+        """Whether this worker joins at the present batch: the counters are right as they are."""
+
+    @override
+    def reset(self) -> None:
+        if self.enters_mid_epoch:
+            self.enters_mid_epoch = False
+            return
+        epoch_is_over = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+        super().reset()
+        if epoch_is_over:  # the parent sees that only where it knows the length
+            self.batch_progress.reset_on_run()
+            self.scheduler_progress.reset_on_run()
+            self.automatic_optimization.optim_progress.reset_on_run()
+            self.val_loop.batch_progress.total.reset()
+
+    @override
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Begins with the batch that the counters say, also in the middle of an epoch."""
+        first = self.batch_progress.current.ready
+        fit_loop = self.trainer.fit_loop
+        assert fit_loop._combined_loader is not None
+        loaders = fit_loop._combined_loader.flattened
+        for loader in loaders:
+            assert isinstance(loader, StepLoader)
+            loader.enter_epoch(first, fit_loop.max_batches)
+        super().on_run_start(data_fetcher)
+        # Lightning asks streams for a batch before it knows where training begins.
+        if first or any(isinstance(loader, StreamLoader) for loader in loaders):
+            iter(data_fetcher)
+            data_fetcher.fetched += first
+
+    @override
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        decided = super()._should_check_val_fx(data_fetcher)
+        if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
+            return bool(self.trainer.strategy.broadcast(decided))  # each worker has a clock of its own
+        return decided
+
+    @override
+    def _broadcast_sigterm_tensor(self) -> None:
+        """The parent broadcasts from rank 0 through torch's default group; there is none, and rank 0 may be dead."""
+
+
+class PipelineFitLoop(_FitLoop):
+    """The fit loop; it keeps its parent's attribute names, which are keys in checkpoints."""
+
+    @classmethod
+    def install(cls, trainer: pl.Trainer) -> None:
+        """Replaces the fit loop and the epoch loop of ``trainer``, keeping what they were given."""
+        old = trainer.fit_loop
+        if isinstance(old, cls):
+            return
+        new = cls(trainer, old.min_epochs, old.max_epochs)
+        new.epoch_loop = PipelineEpochLoop(trainer, old.epoch_loop.min_steps, old.epoch_loop.max_steps)
+        new.epoch_loop.val_loop = old.epoch_loop.val_loop
+        new._data_source = old._data_source
+        new._combined_loader_states_to_load = old._combined_loader_states_to_load
+        trainer.fit_loop = new
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        if self.restarted_on_epoch_end:
+            # With ``max_steps`` the parent would go through the epoch that is over once more, without a batch, and
+            # number those after it one too high.
+            self.epoch_progress.increment_completed()
+            self.reset_restart_stage()
+            _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
+
+    @override
+    def _load_combined_loader_states(self) -> None:
+        """A stream is also set back by a checkpoint from the end of an epoch, where its next pass may go on."""
+        if self.is_resuming:
+            self.find_places()
+
+    def find_places(self) -> None:
+        """Sets a stream to where it was when the state was taken that this loop has loaded.
+
+        Data with addresses needs no state, so one that one device's loader left in a checkpoint is let be.
+        """
+        states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
+        assert self._combined_loader is not None
+        for loader, state in zip(self._combined_loader.flattened, states, strict=False):
+            if isinstance(loader, StreamLoader):
+                loader.load_state_dict(state)
+
+    @override
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        strategy: ReCycleStrategy = self.trainer.strategy  # type: ignore[assignment]
+        strategy.enter_training()
+
+
+def count_in_steps(trainer: pl.Trainer) -> Callable[[], None]:
+    """Makes the loops of this worker count steps of ``accumulate_grad_batches`` batches; returns what undoes that.
+
+    Gradients are accumulated over the micro-batches of all batches of a step at once, so there is nothing left for
+    Lightning to accumulate.
+    """
+    given = {name: getattr(trainer, name) for name in _COUNTED_IN_BATCHES if hasattr(trainer, name)}
+    batches = given["accumulate_grad_batches"]
+    for name, value in given.items():
+        if isinstance(value, int) and value > 0:
+            setattr(trainer, name, max(1, value // batches))
+
+    def undo() -> None:
+        for name, value in given.items():
+            setattr(trainer, name, value)
+
+    return undo
+
+
+def tell_batch_sizes(trainer: pl.Trainer) -> None:
+    """Lets hooks log means over an epoch without ``batch_size``: Lightning cannot see how large a batch is that is an
+    address.
+    """
+    connector = trainer._logger_connector
+    start = connector.on_batch_start
+
+    def on_batch_start(batch: Any, dataloader_idx: int | None = None) -> None:
+        start(batch, dataloader_idx)
+        if isinstance(batch, StepHandle):
+            assert trainer._results is not None
+            trainer._results.batch_size = batch.num_samples
+
+    connector.on_batch_start = on_batch_start  # type: ignore[method-assign]

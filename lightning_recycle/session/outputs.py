@@ -1,0 +1,254 @@
+"""What the last stage's outputs become: logged values and metric states, the same on every worker.
+
+Concept: the user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on the worker that
+computed it. What they do there is *recorded* instead of done: calls of ``self.log``, and what each torchmetrics object
+of the module gained. The records of all micro-batches of a step travel through the coordinator to all workers, and are
+*replayed* there in the order of the micro-batches. So every worker holds the complete metrics, whoever dies, and
+callbacks take the same decisions everywhere.
+
+Values that were logged are combined as ``reduce_fx`` says: the mean weighted by samples, the sum, the extremes.
+Metric states are combined by the reduction that each state declares. A hook must not look at what it logged or at
+metrics of earlier micro-batches.
+
+Private torchmetrics API used here, and nowhere else: ``_defaults``, ``_reductions``, ``_update_count``,
+``_forward_cache``, ``_computed`` of ``Metric``, ``_enable_compute_groups`` and ``_groups`` of ``MetricCollection``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.session.optimizer_states import to_cpu
+
+__all__ = ["OutputRecorder", "concatenate"]
+
+_States = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _MetricValue:
+    """In the place of a metric that was logged: where it is in the module."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a hook did with the output of one micro-batch.
+
+    Args:
+        samples: of the micro-batch.
+        logs: (name, value, keyword arguments) of each ``self.log``.
+        metrics: what each metric gained: its states after this micro-batch alone, by path in the module.
+        result: what the hook returned.
+    """
+
+    samples: int
+    logs: tuple[tuple[str, Any, dict[str, Any]], ...]
+    metrics: dict[str, _States]
+    result: Any
+
+
+class OutputRecorder:
+    """Records and replays for ``module``."""
+
+    def __init__(self, module: PipelineModule) -> None:
+        self._module = module
+        self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
+        for collection in module.modules():
+            if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own
+                collection._enable_compute_groups = False
+                collection._groups = {i: [str(key)] for i, key in enumerate(collection.keys(keep_base=True))}
+
+    # ------------------------------------------------------------------ on the worker that has the output
+
+    def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
+        """Calls ``hook(*args)`` and returns what it did, for :meth:`replay`."""
+        module = self._module
+        before = {path: _states(metric) for path, metric in self._metrics.items()}
+        for metric in self._metrics.values():
+            metric.reset()
+        module.recorded_logs = []
+        try:
+            with torch.no_grad():
+                result = hook(*args)
+            logs = tuple(self._portable(*log) for log in module.recorded_logs)
+            gained = {path: to_cpu(_states(m)) for path, m in self._metrics.items() if m._update_count}
+        finally:
+            module.recorded_logs = None
+            for path, metric in self._metrics.items():
+                _set_states(metric, before[path])
+        return pickle.dumps(_Record(samples, logs, gained, to_cpu(result)))
+
+    def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+        if isinstance(value, Metric):
+            path = next((path for path, metric in self._metrics.items() if metric is value), None)
+            if path is None:
+                raise ConfigurationError(
+                    f"self.log({name!r}, {type(value).__name__}(...)): the metric must be an attribute of the module,"
+                    " created in __init__."
+                )
+            return name, _MetricValue(path), kwargs
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ConfigurationError(
+                f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log a single number."
+            )
+        return name, to_cpu(torch.as_tensor(value)).reshape(()), kwargs
+
+    # ------------------------------------------------------------------ on every worker
+
+    def replay(self, records: Mapping[int, bytes], on_step: bool) -> list[Any]:
+        """Does on this worker what the hooks did with the outputs of a whole step.
+
+        Args:
+            records: what :meth:`record` returned, by global micro-batch.
+            on_step: whether values are logged for the step unless the hook says something else.
+
+        Returns:
+            What the hooks returned, in the order of the micro-batches.
+        """
+        ordered: list[_Record] = [pickle.loads(data) for _, data in sorted(records.items())]
+        device = self._module.device
+        wanted = {
+            value.path
+            for record in ordered
+            for _, value, kwargs in record.logs
+            if isinstance(value, _MetricValue) and (on_step if kwargs["on_step"] is None else kwargs["on_step"])
+        }
+        for path, metric in self._metrics.items():
+            gained = [record.metrics[path] for record in ordered if path in record.metrics]
+            if gained:
+                _add(metric, path, [_to(states, device) for states in gained], keep_step_value=path in wanted)
+        by_name: dict[str, list[tuple[Any, float]]] = {}
+        arguments: dict[str, dict[str, Any]] = {}
+        for record in ordered:
+            for name, value, kwargs in record.logs:
+                weight = kwargs["batch_size"] if kwargs["batch_size"] is not None else record.samples
+                by_name.setdefault(name, []).append((value, float(weight)))
+                arguments.setdefault(name, kwargs)
+        for name, values in by_name.items():
+            kwargs = {**arguments[name], "batch_size": int(sum(weight for _, weight in values)), "sync_dist": False}
+            first = values[0][0]
+            if isinstance(first, _MetricValue):
+                kwargs["metric_attribute"] = first.path
+                self._module.log(name, self._metrics[first.path], **kwargs)
+            else:
+                self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
+        return [record.result for record in ordered]
+
+
+def _combined(name: str, values: Sequence[tuple[Tensor, float]], reduce_fx: Any) -> Tensor:
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    stacked = torch.stack([value.double() for value, _ in values])
+    weights = torch.tensor([weight for _, weight in values], dtype=torch.float64)
+    reductions: dict[str, Callable[[], Tensor]] = {
+        "mean": lambda: (stacked * weights).sum() / weights.sum(),
+        "avg": lambda: (stacked * weights).sum() / weights.sum(),
+        "sum": stacked.sum,
+        "max": stacked.max,
+        "min": stacked.min,
+    }
+    combined = reductions.get(kind.lower())
+    if combined is None:
+        raise UnsupportedFeatureError(
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): use 'mean', 'sum', 'min' or 'max', or a torchmetrics object."
+        )
+    dtype = values[0][0].dtype
+    return combined().to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Joins the predictions of consecutive micro-batches: tensors along their first dimension, lists one after another,
+    tuples and dicts item by item.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    first = parts[0]
+    if all(part is None for part in parts):
+        return None
+    if isinstance(first, Tensor):
+        return torch.cat([torch.atleast_1d(part) for part in parts])
+    if isinstance(first, Mapping):
+        return {key: concatenate([part[key] for part in parts]) for key in first}
+    if isinstance(first, list):
+        return [item for part in parts for item in part]
+    if isinstance(first, tuple):
+        items = [concatenate(items) for items in zip(*parts, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+    raise ConfigurationError(
+        f"on_predict_output() returned a {type(first).__name__}; return tensors, lists with an item for each sample, or"
+        " tuples and dicts of them, so that micro-batches can be joined."
+    )
+
+
+# ---------------------------------------------------------------------- states of a metric
+
+
+def _states(metric: Metric) -> _States:
+    names = (*metric._defaults, "_update_count", "_forward_cache", "_computed")
+    # Lists are extended in place by some metrics.
+    return {n: list(v) if isinstance(v := getattr(metric, n), list) else v for n in names}
+
+
+def _set_states(metric: Metric, states: _States) -> None:
+    for name, value in states.items():
+        setattr(metric, name, list(value) if isinstance(value, list) else value)
+
+
+def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: bool) -> None:
+    """Adds what ``metric`` gained in a step; its step value becomes that of the step alone if that is wanted."""
+    before = _states(metric)
+    step = gained[0]
+    for more in gained[1:]:
+        step = _merged(metric, path, step, more)
+    value = None
+    if keep_step_value:
+        _set_states(metric, {**step, "_computed": None})
+        value = metric.compute()
+    _set_states(metric, _merged(metric, path, before, step) if before["_update_count"] else step)
+    metric._forward_cache = value
+    metric._computed = None
+
+
+def _merged(metric: Metric, path: str, a: _States, b: _States) -> _States:
+    counts = (a["_update_count"], b["_update_count"])
+    merged: _States = {"_update_count": sum(counts), "_forward_cache": None, "_computed": None}
+    for name, reduction in metric._reductions.items():
+        x, y = a[name], b[name]
+        if (isinstance(x, list) and isinstance(y, list)) or reduction is dim_zero_sum:
+            merged[name] = x + y
+        elif reduction is dim_zero_mean:
+            merged[name] = (x * counts[0] + y * counts[1]) / sum(counts)
+        elif reduction is dim_zero_max:
+            merged[name] = torch.maximum(x, y)
+        elif reduction is dim_zero_min:
+            merged[name] = torch.minimum(x, y)
+        elif reduction is dim_zero_cat:
+            merged[name] = torch.cat([torch.atleast_1d(x), torch.atleast_1d(y)])
+        else:
+            raise UnsupportedFeatureError(
+                f"The metric {path} ({type(metric).__name__}) has the state {name!r} whose reduction over micro-batches"
+                " is not known (dist_reduce_fx is None or a function of its own). Use a metric whose states are summed,"
+                " averaged, concatenated, or reduced to an extreme."
+            )
+    return merged
+
+
+def _to(states: _States, device: torch.device) -> _States:
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        return [move(item) for item in value] if isinstance(value, list) else value
+
+    return {name: move(value) for name, value in states.items()}

@@ -1,0 +1,86 @@
+"""Failures as they happened: availability traces of public clouds, and changes given one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.simulation.cluster import Cluster
+from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
+from lightning_recycle.simulation.units import Duration, as_seconds
+from lightning_recycle.simulation.validity import at_least, whole
+from lightning_recycle.traces import load_trace
+
+__all__ = ["Scripted", "TraceReplay"]
+
+
+@dataclass(frozen=True)
+class TraceReplay:
+    """The nodes of the cluster come and go as those of a trace did.
+
+    Trace node number i is cluster node i * (cluster nodes) / (trace's peak), rounded down, and all cluster nodes up to
+    the next: so the cluster is full when the trace is at its peak, and one departure may take several nodes.
+
+    Args:
+        trace: a name of ``lightning_recycle.traces.available_traces()``, or the path of a file of the same formats.
+        start: time of the trace at which the simulation begins.
+        speed: how many seconds of the trace pass in one of the simulation.
+    """
+
+    trace: str = "aws-p3"
+    start: Duration = 0.0
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        load_trace(self.trace)  # refuses unknown names here, not later
+        object.__setattr__(self, "start", as_seconds("TraceReplay(start)", self.start))
+        at_least("TraceReplay", "speed", self.speed, above=True)
+
+    def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
+        """See :class:`FailureSource`; nothing is random."""
+        trace = load_trace(self.trace)
+        start, peak = float(self.start), trace.peak
+        down_since: dict[int, float] = dict.fromkeys(range(peak), 0.0)
+        outages = []
+
+        def outage(place: int, begin: float, end: float | None) -> None:
+            first, last = place * cluster.nodes // peak, (place + 1) * cluster.nodes // peak
+            if first < last and (end is None or end > begin):
+                outages.append(Outage(begin, tuple(range(first, last)), end))
+
+        for event in trace.events:
+            time = max(0.0, (event.time - start) / self.speed)
+            if event.up:
+                outage(event.node, down_since.pop(event.node), time)
+            else:
+                down_since[event.node] = time
+        for place, since in down_since.items():
+            outage(place, since, None)
+        return changes_of(outages, duration)
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Outages given one by one, for tests and for questions about a known incident.
+
+    Args:
+        outages: Outage objects, or (begin, nodes, end) with times in seconds and None for an outage without end.
+    """
+
+    outages: Sequence[Outage] = field(default=())
+
+    def __post_init__(self) -> None:
+        given = tuple(
+            outage if isinstance(outage, Outage) else Outage(outage[0], tuple(outage[1]), outage[2])
+            for outage in self.outages
+        )
+        object.__setattr__(self, "outages", given)
+
+    def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
+        """See :class:`FailureSource`."""
+        for outage in self.outages:
+            for node in outage.nodes:
+                if whole("Scripted", "node", node) >= cluster.nodes:
+                    raise ConfigurationError(f"Scripted: there is no node {node} in a cluster of {cluster.nodes}.")
+        return changes_of(list(self.outages), duration)

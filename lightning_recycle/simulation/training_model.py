@@ -1,0 +1,216 @@
+"""A model on a grid of GPUs: durations and memory of its stages, calibrated by one number.
+
+Concept: a :class:`TrainingModel` says how a transformer is laid out when nothing has failed, and what its operations
+cost there. The costs come from floating-point operations; the one number that they cannot tell, which part of the
+GPU's peak is reached, is found so that the fault-free 1F1B schedule has the measured throughput.
+
+Contract: frozen; seconds, bytes, samples. Layers can be cut into equal *units* (``lcm(layers, stages)`` of them), so
+that the fault-free split is even whatever the number of stages; the output layer's work is spread over all units.
+
+Must not know: failures, policies, the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
+from lightning_recycle.simulation.transformer import STATE_BYTES_PER_PARAMETER, Gpu, Transformer, get_gpu
+from lightning_recycle.simulation.validity import at_least, fraction, whole
+
+__all__ = ["TrainingModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingModel:
+    """What is trained, on which grid, at which fault-free speed.
+
+    Args:
+        name: for reports.
+        transformer: its dimensions.
+        pipelines: D of the fault-free grid.
+        stages: S of the fault-free grid.
+        global_batch: samples per optimizer step.
+        microbatch: samples per micro-batch; D * microbatch must divide the global batch.
+        throughput: samples/s without failures under 1F1B, the calibration. None: ``efficiency`` is given instead.
+        efficiency: part of the GPU's peak that is reached; ignored with ``throughput``.
+        tensor_parallel: GPUs per worker.
+        gpu: name of a GPU type, or a Gpu.
+        recompute: whether activations are computed again in the backward.
+        network_bandwidth: bytes/s of one worker to another (100 Gb/s by default).
+        network_latency: seconds of an empty message.
+        usable_memory: part of the GPU's memory that is not lost to the framework and fragmentation.
+
+    Raises:
+        ConfigurationError: when a value is impossible, or the throughput is beyond the GPU's peak.
+    """
+
+    name: str
+    transformer: Transformer
+    pipelines: int
+    stages: int
+    global_batch: int
+    microbatch: int = 1
+    throughput: float | None = None
+    efficiency: float = 0.4
+    tensor_parallel: int = 1
+    gpu: str | Gpu = "A100-80GB"
+    recompute: bool = False
+    network_bandwidth: float = 12.5e9
+    network_latency: float = 1e-5
+    usable_memory: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name in ("pipelines", "stages", "global_batch", "microbatch", "tensor_parallel"):
+            whole("TrainingModel", name, getattr(self, name), 1)
+        object.__setattr__(self, "gpu", get_gpu(self.gpu))
+        at_least("TrainingModel", "network_bandwidth", self.network_bandwidth, above=True)
+        at_least("TrainingModel", "network_latency", self.network_latency)
+        fraction("TrainingModel", "usable_memory", self.usable_memory)
+        if self.global_batch % (self.pipelines * self.microbatch):
+            raise ConfigurationError(
+                f"TrainingModel(global_batch={self.global_batch}): {self.pipelines} pipelines with micro-batches of "
+                f"{self.microbatch} need a multiple of {self.pipelines * self.microbatch}."
+            )
+        if self.throughput is None:
+            at_least("TrainingModel", "efficiency", self.efficiency, above=True)
+        else:
+            at_least("TrainingModel", "throughput", self.throughput, above=True)
+            object.__setattr__(self, "efficiency", _calibrated(self, self.throughput))
+
+    @property
+    def grid(self) -> Grid:
+        """The fault-free grid."""
+        return Grid(self.pipelines, self.stages, self.global_batch // (self.pipelines * self.microbatch))
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the fault-free grid."""
+        return self.pipelines * self.stages * self.tensor_parallel
+
+    @property
+    def device(self) -> Gpu:
+        """The GPU type."""
+        return get_gpu(self.gpu)
+
+    @property
+    def units(self) -> int:
+        """Equal parts of the model between which it can be cut: the least common multiple of layers and stages."""
+        return math.lcm(self.transformer.layers, self.stages)
+
+    @property
+    def sample_seconds(self) -> tuple[float, float, float]:
+        """(F, B, W) of one sample through the whole model, as if one worker had it all."""
+        rate = self.device.peak_flops * self.efficiency * self.tensor_parallel
+        forward, backward, weight = (flops / rate for flops in self.transformer.flops(recompute=self.recompute))
+        return forward, backward, weight
+
+    @property
+    def useful_gpu_seconds(self) -> float:
+        """GPU-seconds of F, B and W of one global batch, without what is recomputed: the least that a step needs."""
+        rate = self.device.peak_flops * self.efficiency * self.tensor_parallel
+        return self.global_batch * sum(self.transformer.flops()) / rate * self.tensor_parallel
+
+    @property
+    def recomputed_gpu_seconds(self) -> float:
+        """GPU-seconds of forwards that are run again for the backward, one global batch."""
+        return self.global_batch * self.sample_seconds[0] * self.tensor_parallel if self.recompute else 0.0
+
+    def state_bytes(self, part: float, per_parameter: float = STATE_BYTES_PER_PARAMETER) -> float:
+        """Weights, gradients and optimizer state on one GPU of a worker that has ``part`` of the model."""
+        return part * self.transformer.state_bytes(per_parameter) / self.tensor_parallel
+
+    def activation_bytes(self, part: float) -> float:
+        """What one micro-batch holds from F to W on one GPU of a worker that has ``part`` of the model."""
+        kept = self.transformer.activation_bytes(recompute=self.recompute)
+        return part * self.microbatch * kept / self.tensor_parallel
+
+    @property
+    def memory_bytes(self) -> float:
+        """Usable memory of one GPU."""
+        return self.device.memory_bytes * self.usable_memory
+
+    def transfer_seconds(self, part: float) -> float:
+        """Time to copy the state of ``part`` of the model to one worker (its GPUs copy in parallel)."""
+        return self.network_latency + self.state_bytes(part) / self.network_bandwidth if part else 0.0
+
+    def even(self, stages: int | None = None) -> tuple[int, ...]:
+        """Units of each stage when they are spread as evenly as they can be, the larger parts first."""
+        count = self.stages if stages is None else stages
+        least, rest = divmod(self.units, count)
+        return tuple(least + (stage < rest) for stage in range(count))
+
+    def costs(self, units: Sequence[int] | None = None, pipelines: int | None = None) -> Costs:
+        """Durations in seconds for stages with that many units each (by default the fault-free split).
+
+        REDUCE is a ring all-reduce of half-precision gradients among ``pipelines`` replicas, STEP reads and writes the
+        optimizer's state once.
+        """
+        parts = [count / self.units for count in (self.even() if units is None else units)]
+        replicas = self.pipelines if pipelines is None else pipelines
+        forward, backward, weight = (seconds * self.microbatch for seconds in self.sample_seconds)
+        gradients = 2.0 * self.transformer.parameters / self.tensor_parallel
+        ring = 2.0 * (replicas - 1) / replicas / self.network_bandwidth
+        message = self.microbatch * self.transformer.boundary_bytes() / self.tensor_parallel
+        return Costs(
+            forward=tuple(forward * part for part in parts),
+            backward_input=tuple(backward * part for part in parts),
+            backward_weight=tuple(weight * part for part in parts),
+            reduce=tuple(gradients * part * ring for part in parts),
+            optimizer=tuple(2.0 * self.state_bytes(part) / self.device.memory_bandwidth for part in parts),
+            communication=communication_seconds(
+                message,
+                latency_seconds=self.network_latency,
+                bandwidth_bytes_per_second=self.network_bandwidth,
+            )
+            if len(parts) > 1
+            else 0.0,
+        )
+
+    def in_flight_limit(self, units: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Micro-batches that fit into the memory of a worker of each stage; 0 where not even the state fits."""
+        limits = []
+        for count in self.even() if units is None else units:
+            part = count / self.units
+            free = self.memory_bytes - self.state_bytes(part)
+            limits.append(max(0, min(self.grid.global_microbatches, int(free // self.activation_bytes(part)))))
+        return tuple(limits)
+
+    def fault_free_seconds(self) -> float:
+        """Duration of one step of the fault-free 1F1B schedule."""
+        return one_f_one_b_seconds(self.costs(), self.grid.microbatches)
+
+    def calibrated(self, throughput: float) -> TrainingModel:
+        """The same with another fault-free throughput in samples/s."""
+        return replace(self, throughput=throughput)
+
+
+@lru_cache(maxsize=4096)
+def one_f_one_b_seconds(costs: Costs, microbatches: int) -> float:
+    """One step of the 1F1B schedule of one pipeline, with REDUCE and a common end (no staggered optimizer)."""
+    problem = Problem(Grid(1, costs.stages, microbatches), costs, technique=Technique(False, False))
+    return one_f_one_b(problem).makespan
+
+
+def _calibrated(model: TrainingModel, throughput: float) -> float:
+    """The efficiency with which the fault-free 1F1B schedule has that throughput; times fall steadily with it."""
+    goal = model.global_batch / throughput
+    object.__setattr__(model, "efficiency", 1.0)
+    if model.fault_free_seconds() > goal:
+        raise ConfigurationError(
+            f"TrainingModel(throughput={throughput:g}): {model.name} on {model.gpus} {model.device.name} cannot be "
+            f"faster than {model.global_batch / model.fault_free_seconds():.3g} samples/s: give less."
+        )
+    # Secant method: the step is nearly a straight line over 1 / efficiency.
+    x0, y0, x1 = 1.0, model.fault_free_seconds(), goal / model.fault_free_seconds()
+    for _ in range(50):
+        object.__setattr__(model, "efficiency", 1.0 / x1)
+        y1 = model.fault_free_seconds()
+        if abs(y1 - goal) <= 1e-9 * goal or x0 == x1:
+            break
+        x0, y0, x1 = x1, y1, x1 + (goal - y1) * (x1 - x0) / (y1 - y0)
+    return 1.0 / x1

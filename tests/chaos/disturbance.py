@@ -1,0 +1,84 @@
+"""Callbacks that make replacements fail too, and give them the time to come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from chaos.scenario import LateFault
+from lightning_recycle.callbacks import failing
+from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.ops import Op
+from lightning_recycle.strategy import ReCycleStrategy
+
+__all__ = ["LateFaults", "Pace"]
+
+_FAIL: dict[str, Callable[[], None]] = {
+    "kill": failing.kill,
+    "exit": failing.exit_at_once,
+    "exception": lambda: failing.raise_error("Injected into a replacement."),
+    "hang": failing.hang,
+    "partition": failing.partition,
+    "preempt": failing.preempt,
+}
+
+
+class LateFaults(pl.Callback):
+    """Makes the first replacements of some positions fail."""
+
+    def __init__(self, faults: Sequence[LateFault]) -> None:
+        self._faults = tuple(faults)
+        self._mine: list[LateFault] = []
+        self._operations = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ReCycleStrategy)
+        if strategy.incarnation == 1:
+            position = strategy.worker
+            self._mine = [f for f in self._faults if Worker(f.pipeline, f.stage) == position]
+        if self._mine:
+            strategy.at_point.append(self._at_point)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ReCycleStrategy)
+        if self._mine and strategy.executor is not None:
+            strategy.executor.before_operation.append(self._before)
+
+    def _at_point(self, point: str, step: int) -> None:
+        for fault in self._mine:
+            if (point, fault.operations) in (("setup", -1), ("recovery", 0)):
+                _FAIL[fault.kind]()
+
+    def _before(self, step: int, op: Op) -> None:
+        self._operations += 1
+        for fault in self._mine:
+            if fault.operations == self._operations:
+                _FAIL[fault.kind]()
+
+
+class Pace(pl.Callback):
+    """Slows the training down while a worker is missing, so that a replacement arrives before the end.
+
+    Args:
+        seconds: per step.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ReCycleStrategy)
+        if len(strategy.live_workers) < strategy.grid.num_workers:
+            time.sleep(self._seconds)

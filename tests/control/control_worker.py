@@ -1,0 +1,121 @@
+"""A worker without a model: what an executor says to the coordinator, in a thread of the test or a process of its own.
+
+:func:`main` takes ``host port authkey rank stages steps pause`` from the command line and writes a line for everything
+that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.protocol.messages import Applied, Connected, Entered, Losses, Report, Resume
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a stage brings to a commit."""
+
+    rank: int
+
+
+class _ThreadEnds(BaseException):
+    """In the place of the end of the process."""
+
+
+class ThreadClient(ControlClient):
+    """A client whose end is the end of its threads, not of the process."""
+
+    def __init__(self, *args: Any) -> None:
+        self.exit_code: int | None = None
+        self.exited = threading.Event()
+        super().__init__(*args)
+
+    def _receive(self) -> None:
+        with contextlib.suppress(_ThreadEnds):
+            super()._receive()
+
+    def _exit(self, why: str, code: int) -> NoReturn:
+        self.exit_code = 0 if self._leaving else code
+        self.exited.set()
+        raise _ThreadEnds
+
+
+class Member:
+    """Worker ``rank``, whose steps are commits."""
+
+    def __init__(self, client: ControlClient, stages: int) -> None:
+        self.client = client
+        self.stage = client.rank % stages
+        self.last_stage = stages - 1
+        self.version = 0
+        self.reduced = False
+        self.resumes: list[Resume] = []
+        client.regroup = self.regroup
+
+    def join(self) -> Member:
+        self.client.await_announcement(20.0)
+        self.regroup()
+        return self
+
+    def enter(self) -> Member:
+        """Joins a training that has begun."""
+        self.version = -1
+        self.client.wait_to_enter()
+        self.regroup()
+        return self
+
+    def regroup(self) -> None:
+        while True:
+            announced = self.client.enter_generation()
+            payload = Payload(self.client.rank) if self.reduced else None
+            status = WorkerStatus(self.stage, self.version, self.reduced)
+            try:
+                report = Report(self.client.rank, announced.generation, status, payload, self.client.begun)
+                resume = self.client.report(report)
+            except Interrupted:
+                continue
+            self.resumes.append(resume)
+            self.client.send(Connected(self.client.rank, resume.generation))
+            if self.client.rank in resume.donors:  # there is no state to get
+                self.version = resume.decision.version
+                self.client.send(Entered(self.client.rank, resume.generation))
+            if self.version < resume.decision.version:
+                self.apply()
+            return
+
+    def step(self) -> None:
+        target = self.version + 1
+        while self.version < target:
+            try:
+                self.client.begin_step(self.version)
+                if self.stage == self.last_stage:  # the last one: losses come before gradients
+                    self.client.send(Losses(self.client.rank, self.version, {0: 0.5, 1: 0.5}))
+                self.reduced = True
+                self.client.commit(self.version, Payload(self.client.rank))
+                self.apply()
+            except Interrupted:
+                self.regroup()
+
+    def apply(self) -> None:
+        self.client.send(Applied(self.client.rank, self.version, {"F": 0.5}))
+        self.version, self.reduced = self.version + 1, False
+
+
+def main() -> None:
+    host, port, authkey, rank, stages, steps, pause = sys.argv[1:]
+    client = ControlClient(int(rank), (host, int(port)), bytes.fromhex(authkey), 0.05)
+    print("hello", flush=True)
+    member = Member(client, int(stages)).join()
+    for _ in range(int(steps)):
+        member.step()
+        print("step", member.version, flush=True)
+        time.sleep(float(pause))
+    print("answer", sorted(client.arrive("end", client.rank)), flush=True)
+    time.sleep(60)

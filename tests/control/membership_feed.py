@@ -1,0 +1,76 @@
+"""What the tests of the membership state machine feed it with, and what they read from its commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_recycle.control.protocol.membership import transition
+from lightning_recycle.control.protocol.messages import Applied, Commit, Losses, Report
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.state import (
+    Command,
+    Joined,
+    Lost,
+    MembershipEvent,
+    MembershipState,
+    Record,
+    Send,
+    initial_state,
+)
+from lightning_recycle.planning.grid import Grid
+
+GRID = Grid(2, 2, 2)  # ranks 0 and 2 are stage 0, ranks 1 and 3 stage 1
+ALL = (0, 1, 2, 3)
+
+
+def feed(state: MembershipState, *events: MembershipEvent) -> tuple[MembershipState, list[Command]]:
+    """The state after ``events``, and all commands that they caused."""
+    caused: list[Command] = []
+    for event in events:
+        state, commands = transition(state, event)
+        caused += commands
+    return state, caused
+
+
+def messages(commands: Iterable[Command], kind: type) -> list[Any]:
+    return [c.message for c in commands if isinstance(c, Send) and isinstance(c.message, kind)]
+
+
+def records(commands: Iterable[Command], kind: str) -> list[Record]:
+    return [c for c in commands if isinstance(c, Record) and c.kind == kind]
+
+
+def report(rank: int, generation: int, version: int = 0, reduced: bool = False) -> Report:
+    status = WorkerStatus(GRID.worker(rank).stage, version, reduced)
+    return Report(rank, generation, status, f"commit of {rank}" if reduced else None)
+
+
+def reports(ranks: Iterable[int], generation: int, version: int = 0, reduced: bool = False) -> list[Report]:
+    return [report(rank, generation, version, reduced) for rank in ranks]
+
+
+def commits(ranks: Iterable[int], generation: int, step: int) -> list[Commit]:
+    return [Commit(rank, generation, step, f"payload of {rank}") for rank in ranks]
+
+
+def applied(ranks: Iterable[int], step: int) -> list[Applied]:
+    return [Applied(rank, step, {}) for rank in ranks]
+
+
+def all_losses(step: int, rank: int = 1) -> Losses:
+    """Known to the coordinator before anybody can be REDUCED in ``step``, unless their sender ``rank`` dies."""
+    return Losses(rank, step, dict.fromkeys(range(4), 0.5))
+
+
+def running() -> MembershipState:
+    """All four workers run step 0 in generation 0."""
+    state, _ = feed(initial_state(GRID), *map(Joined, ALL), *reports(ALL, 0))
+    assert (state.generation, state.regrouping) == (0, False)
+    return state
+
+
+def running_without_3(version: int = 0) -> MembershipState:
+    """Worker 3 was lost; the others run in generation 1."""
+    state, _ = feed(running(), Lost(3, "gone"), *reports((0, 1, 2), 1, version))
+    return state

@@ -1,0 +1,282 @@
+"""What a run promises, checked against everything that the coordinator says and its workers do.
+
+- No two processes act as one worker of a generation, and nobody acts in a generation without being of it.
+- A step is applied with every micro-batch once, in order, by all stages or by none; its loss is known before.
+- All workers of a generation run a step under the same schedule, which is for them, and the newest one.
+- All are told the same; a generation is resumed once, a collective answered once, a step counted when all have it.
+- Whoever is ready is let in, at a step that nobody has begun; nothing is redone for it, and no stage is left alone.
+- The leader is a live worker, and stays the leader as long as it lives.
+- Who is evicted because some cannot reach each other: the fewest, so that those who are left all can, and every stage
+  has somebody who holds it.
+- The run ends with every stage's result, because nobody holds a stage any more, or because all who hold a stage cannot
+  reach somebody whom the others need.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from itertools import chain, combinations
+from typing import Any
+
+from simulated_workers import SimulatedWorker, full_gradient, loss_of
+
+from lightning_recycle.control.protocol.links import Pair
+from lightning_recycle.control.protocol.messages import (
+    Answer,
+    Arrive,
+    Boundary,
+    Committed,
+    Pause,
+    Regroup,
+    Resume,
+    StepLoss,
+)
+from lightning_recycle.control.protocol.state import Failed, Finished, MembershipState, Record, StageLost
+from lightning_recycle.planning.grid import Grid
+
+__all__ = ["Promises", "Violation", "smallest_repairs"]
+
+
+class Violation(AssertionError):
+    """A promise that was not kept."""
+
+
+class Promises:
+    """Watches one run.
+
+    Args:
+        grid: of the run.
+        steps: that it takes.
+        members: the processes that the coordinator is connected to, by rank; kept up to date by the run.
+    """
+
+    def __init__(self, grid: Grid, steps: int, members: Mapping[int, SimulatedWorker]) -> None:
+        self.grid = grid
+        self.steps = steps
+        self.members = members
+        self.full = full_gradient(grid)
+        self.moves: list[tuple[SimulatedWorker, SimulatedWorker]] = []  # who comes, and on whose device
+        self.applied: dict[tuple[int, int], int] = {}  # (stage, step) -> gradient
+        self._acting: dict[tuple[int, int], SimulatedWorker] = {}  # (generation, rank) -> who acts there
+        self._leader = -1
+        self._rosters: dict[int, tuple[int, ...]] = {}
+        self._resumed: set[int] = set()
+        self._schedules: dict[tuple[int, int], Any] = {}  # (generation, step) -> what all run
+        self._expected: list[tuple[int, int, Any]] = []  # (generation, step, schedule): what is to be run from when on
+        self._planned: dict[int, int] = {}  # generation -> the boundary at which it began
+        self._summed: list[int] = []
+        self._completed: list[int] = []
+        self._answered: set[int] = set()
+        self._arrivals: set[tuple[int, int]] = set()  # (process, number)
+        self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # that were found, by generation
+        self._cannot_be_repaired = False
+
+    # ------------------------------------------------------------------ what workers do
+
+    def on_entry(self, worker: SimulatedWorker) -> None:
+        """``worker`` begins to act in its generation."""
+        if worker.rank not in worker.roster:
+            raise Violation(f"{worker} acts in generation {worker.generation}, which is without it")
+        if self._acting.setdefault((worker.generation, worker.rank), worker) is not worker:
+            raise Violation(f"two processes hold position {worker.rank} in generation {worker.generation}")
+
+    def on_exchange(self, worker: SimulatedWorker) -> None:
+        """It gives others something."""
+        actor = self._acting[worker.generation, worker.rank]
+        if actor is not worker:
+            raise Violation(f"{worker} acts in generation {worker.generation}, in the place of {actor}")
+
+    def on_begin(self, worker: SimulatedWorker, step: int) -> None:
+        """It runs ``step``."""
+        schedule = self._schedules.setdefault((worker.generation, step), worker.schedule)
+        if worker.schedule != schedule:
+            raise Violation(f"{worker} runs step {step} under schedule {worker.schedule}, others under {schedule}")
+        expected = [s for generation, first, s in self._expected if generation == worker.generation and first <= step]
+        if worker.schedule != expected[-1]:
+            raise Violation(f"{worker} runs step {step} under schedule {worker.schedule} instead of {expected[-1]}")
+
+    def on_arrival(self, worker: SimulatedWorker, message: Arrive) -> None:
+        self._arrivals.add((worker.process, message.number))
+
+    def on_applied(self, worker: SimulatedWorker, step: int, gradient: int, state: MembershipState) -> None:
+        if gradient != self.full:
+            raise Violation(f"{worker} applies step {step} with micro-batches {gradient:#x} instead of {self.full:#x}")
+        if len(worker.parameters) != step:
+            raise Violation(f"{worker} applies step {step} to version {len(worker.parameters)}")
+        if state.summed <= step:
+            raise Violation(f"{worker} applies step {step}, whose loss is not known")
+        self.applied[worker.stage, step] = gradient
+        for stage in range(self.grid.stages):
+            if step and (stage, step - 1) not in self.applied:
+                raise Violation(f"stage {worker.stage} applies step {step} before stage {stage} step {step - 1}")
+
+    # ------------------------------------------------------------------ what the coordinator says
+
+    def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
+        if ranks != state.roster:
+            raise Violation(f"{message} goes to {ranks} instead of {state.roster}")
+        members = [worker for rank in ranks if (worker := self.members.get(rank)) is not None]
+        match message:
+            case Regroup():
+                self._check_regroup(message)
+            case Resume():
+                self._check_resume(message)
+            case Answer():
+                self._check_answer(message, members, state)
+            case StepLoss():
+                losses = [loss_of(message.step, m) for m in range(self.grid.global_microbatches)]
+                if message.loss != sum(losses) / len(losses):
+                    raise Violation(f"the loss of step {message.step} is told as {message.loss}")
+                self._summed.append(message.step)
+            case Committed():
+                for worker in members:
+                    if worker.alive and worker.version <= message.step and not worker.reduced:
+                        raise Violation(f"step {message.step} is committed before {worker} is reduced")
+            case Boundary():
+                for worker in members:
+                    if worker.generation == message.generation and worker.begun >= message.step:
+                        raise Violation(f"{worker} has begun step {worker.begun}; all are to stop at {message.step}")
+                if message.schedule is not None:
+                    self._expected.append((message.generation, message.step, message.schedule))
+            case Pause() if state.regrouping:
+                raise Violation("a pause in the middle of a regroup")
+
+    def _check_regroup(self, message: Regroup) -> None:
+        if message.generation != len(self._rosters):
+            raise Violation(f"generation {message.generation} after {len(self._rosters)} generations")
+        self._rosters[message.generation] = message.roster
+        for pair in self.moves:
+            if all(self.members.get(worker.rank) is worker and worker.rank in message.roster for worker in pair):
+                raise Violation(f"{pair[0]} enters and {pair[1]} stays, on one device")
+        if message.leader not in message.roster:
+            raise Violation(f"rank {message.leader} leads generation {message.generation} without being in it")
+        old = self._acting.get((message.generation - 1, self._leader))
+        if old is not None and self.members.get(old.rank) is old and message.leader != old.rank:
+            raise Violation(f"{old} lives, and rank {message.leader} takes the lead from it")
+        self._leader = message.leader
+
+    def _check_resume(self, message: Resume) -> None:
+        if message.generation in self._resumed or message.roster != self._rosters[message.generation]:
+            raise Violation(f"generation {message.generation} is resumed twice, or with another roster")
+        self._resumed.add(message.generation)
+        self._expected.append((message.generation, 0, message.schedule))
+        if message.generation in self._planned:
+            boundary, decision = self._planned[message.generation], message.decision
+            if decision.version != boundary or decision.ahead or decision.adoptions:
+                raise Violation(f"all stopped at step {boundary}, and yet they have to do {decision}")
+        for rank, donor in message.donors.items():
+            giver = self.members.get(donor)
+            if donor not in message.roster or donor % self.grid.stages != rank % self.grid.stages:
+                raise Violation(f"rank {rank} is to get the state of rank {donor}")
+            if giver is not None and not giver.has_state:
+                raise Violation(f"rank {rank} is to get the state of {giver}, which has none")
+
+    def _check_answer(self, message: Answer, members: list[SimulatedWorker], state: MembershipState) -> None:
+        if message.number in self._answered:
+            raise Violation(f"collective {message.number} is answered twice")
+        self._answered.add(message.number)
+        if message.payloads.keys() != state.live:
+            raise Violation(f"collective {message.number} is answered with the parts of {sorted(message.payloads)}")
+        if message.leader not in message.payloads:
+            raise Violation(f"rank {message.leader} speaks for collective {message.number} without a part in it")
+        for worker in members:
+            if (worker.process, message.number) not in self._arrivals:
+                raise Violation(f"collective {message.number} is answered without {worker}")
+
+    def on_evictions(self, evicted: Collection[int], state: MembershipState) -> None:
+        """For the broken pairs of ``state``."""
+        if not state.broken_pairs <= self.broken_pairs[state.generation]:
+            raise Violation(f"{evicted} are evicted for {state.broken_pairs}, and nobody found that out")
+        possible = smallest_repairs(state.broken_pairs, state)
+        if set(evicted) not in possible:
+            raise Violation(f"{evicted} are evicted for {state.broken_pairs} instead of one of {possible}")
+
+    def on_record(self, record: Record, state: MembershipState) -> None:
+        if record.kind in ("step", "failure"):
+            self._cannot_be_repaired = False
+        if record.kind == "disturbance" and "broken_pairs" in record.details:
+            places = record.details["broken_pairs"]
+            pairs = [(a * self.grid.stages + b, c * self.grid.stages + d) for (a, b), (c, d) in places]
+            self._check_irreparable(pairs, state)
+        if record.kind == "paused":
+            self._planned[state.generation] = record.step
+        elif record.kind == "step":
+            self._completed.append(record.step)
+            for rank in state.roster:
+                worker = self.members.get(rank)
+                if worker is not None and worker.has_state and worker.version <= record.step:
+                    raise Violation(f"step {record.step} is counted before {worker} has applied it")
+        elif record.kind in ("left", "moved") and record.rank is not None:
+            stage = record.rank % self.grid.stages
+            others = [w for w in self.members.values() if w.stage == stage and w.has_state and w.rank != record.rank]
+            if not others:
+                raise Violation(f"worker {record.rank} is let go, and nobody else holds stage {stage}")
+
+    def _check_irreparable(self, pairs: Collection[Pair], state: MembershipState) -> None:
+        if possible := smallest_repairs(pairs, state):
+            raise Violation(f"the pairs {pairs} cannot reach each other, and none of {possible} is evicted")
+        self._cannot_be_repaired = True
+
+    def on_event(self, state: MembershipState) -> None:
+        """After every event, as long as the run goes on."""
+        if not state.joining <= state.live:
+            raise Violation(f"{sorted(state.joining)} join without being live")
+        if state.pause is not None and state.regrouping:
+            raise Violation("a pause in the middle of a regroup")
+        if state.ready & state.live:
+            raise Violation(f"{sorted(state.ready & state.live)} are members and wait to be let in")
+        busy = state.generation < 0 or state.regrouping or state.joining or state.pause is not None
+        if not busy and state.ready - state.moves.keys():
+            raise Violation(f"{sorted(state.ready)} wait to be let in, and nobody is asked to stop")
+
+    def on_end(self, outcome: Any, state: MembershipState) -> None:
+        if isinstance(outcome, StageLost):
+            holders = [w for w in self.members.values() if w.stage == outcome.stage and w.has_state]
+            if holders:
+                raise Violation(f"stage {outcome.stage} is given up although {holders} hold it")
+            return
+        if isinstance(outcome, Failed):
+            if state.broken_pairs:
+                self._check_irreparable(state.broken_pairs, state)
+            if self._cannot_be_repaired:
+                return
+        if not isinstance(outcome, Finished):
+            raise Violation(f"the run ended with {outcome}")
+        everything = (self.full,) * self.steps
+        stages = {rank % self.grid.stages for rank, result in outcome.results.items() if result == everything}
+        if len(stages) < self.grid.stages:
+            raise Violation(f"the results are {outcome.results}")
+        if self._completed != list(range(self.steps)):
+            raise Violation(f"the steps counted are {self._completed}")
+        if self._summed != list(range(self.steps)):
+            raise Violation(f"the losses told are those of steps {self._summed}")
+        for rank in state.live:
+            worker = self.members.get(rank)
+            if worker is not None and tuple(worker.parameters) != everything:
+                raise Violation(f"{worker} ends with parameters {worker.parameters}")
+
+
+def smallest_repairs(pairs: Collection[Pair], state: MembershipState) -> list[set[int]]:
+    """All sets of the fewest workers without which no broken pair is left and the others can go on."""
+    ranks = sorted(set(chain.from_iterable(pairs)))
+    for size in range(len(ranks) + 1):
+        found = [
+            set(evicted)
+            for evicted in combinations(ranks, size)
+            if all(set(pair) & set(evicted) for pair in pairs)
+            and all(state.holders(stage) - set(evicted) for stage in range(state.grid.stages))
+            and _can_recover(state, set(evicted))
+        ]
+        if found:
+            return found
+    return []
+
+
+def _can_recover(state: MembershipState, evicted: set[int]) -> bool:
+    """Whether what the others reported is of the same step in all stages, or of steps next to each other."""
+    best = [
+        max(r.status.version + r.status.reduced for rank, r in state.reports.items() if rank in held - evicted)
+        for held in map(state.holders, range(state.grid.stages))
+    ]
+    return max(best) - min(best) <= 1

@@ -1,0 +1,609 @@
+"""A run in a simulated world: the coordinator's state machine, workers, a network, a clock, faults; all from a seed.
+
+``python tests/control/simulated_run.py SEED`` prints a history event by event.
+
+The coordinator's shell is reduced to what the state machine can tell: connections, exits of processes, evictions,
+candidates for empty positions. Each connection is in order, with random delays; connections are independent of each
+other; now and then a message arrives twice. A connection that breaks takes with it what was not read. What workers
+give each other directly travels as facts, which arrive at any later time, or never if the giver dies. A link between
+two workers may be cut, for a while or for ever: what they give each other then waits on the way.
+
+What must hold is in :mod:`simulated_promises`, and in the assertions of :mod:`simulated_workers`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from simulated_promises import Promises, Violation
+from simulated_workers import (
+    CommunicationError,
+    Dies,
+    Fact,
+    Interrupted,
+    SimulatedWorker,
+)
+
+from lightning_recycle.control.protocol import membership
+from lightning_recycle.control.protocol.links import Pair
+from lightning_recycle.control.protocol.messages import (
+    Arrive,
+    Boundary,
+    Losses,
+    Regroup,
+    Report,
+    Resume,
+)
+from lightning_recycle.control.protocol.state import (
+    CandidateLost,
+    Evict,
+    GraceElapsed,
+    Lost,
+    MembershipState,
+    MovePlanned,
+    PlanReady,
+    Record,
+    Send,
+    StartGrace,
+    initial_state,
+)
+from lightning_recycle.planning.grid import Grid
+
+__all__ = ["Run", "Violation", "check_histories"]
+
+GRIDS = [
+    *[Grid(2, 2, 1)] * 4,
+    *[Grid(2, 1, 1)] * 2,
+    Grid(3, 1, 2),
+    Grid(2, 2, 2),
+    Grid(3, 2, 1),
+    Grid(2, 3, 1),
+    Grid(1, 2, 1),
+    Grid(3, 3, 1),
+]
+FAULTS_END = 1.2  # seconds, from when on there is no new fault
+DEADLINE = 60.0  # seconds, by when every run must have ended; without faults one takes about one second
+MAX_EVENTS = 50_000
+SILENCE = 0.4  # seconds after which a worker that does not run is evicted
+GRACE = 0.1
+CONNECTING = 0.3  # seconds that connecting may take
+DEADLOCK = 0.6  # seconds without progress anywhere after which the same workers connect again
+STOP = "stop"  # a worker is told to end
+
+FAULTS = ("crash", "crash", "fuse", "fuse", "break", "freeze", "stick", "disturb", "leave", "leave", "node")
+
+
+class Run:
+    """One history.
+
+    Args:
+        seed: of everything.
+        trace: is told what happens, for people.
+    """
+
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        self.chance = random.Random(seed)
+        self.random = self.chance.random
+        self.trace = trace
+        self.grid = self.chance.choice(GRIDS)
+        self.commits = self.random() < 0.3
+        self.steps = self.chance.choice((2, 3, 3, 4))
+        self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
+        self.duplicates = self.random() < 0.5
+        self.now = 0.0
+        self.state: MembershipState = initial_state(self.grid)
+        self.facts: dict[Fact, Any] = {}
+        self.outcome: Any = None
+        self.met: Counter[str] = Counter()
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self._processes = 0
+        self._workers: list[SimulatedWorker] = []
+        self._connections: dict[int, SimulatedWorker] = {}
+        self.promises = Promises(self.grid, self.steps, self._connections)
+        self._spawns_left = self.chance.choice((0, 2, 4))
+        self._up: dict[int, float] = defaultdict(float)  # when the newest message of a connection arrives, by process
+        self._down: dict[int, float] = defaultdict(float)
+        self._cut: set[int] = set()  # processes whose connection is broken
+        self._waiters: dict[Fact, list[tuple[SimulatedWorker, set[Fact]]]] = {}
+        self._disturbances_left = membership.MAX_DISTURBANCES
+        for rank in range(self.grid.num_workers):
+            self._start(rank, joins=False)
+        for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
+            self._at(self.random() * FAULTS_END, self._fault)
+        self._follow_ups = self.chance.choice((0, 1, 2, 3))  # faults right after what the machine does about one
+        self._plans: dict[tuple[int, ...], int] = {}  # which schedule the coordinator takes for a roster
+        replans = random.Random(f"replans {seed}")
+        for number in range(1, 1 + replans.choice((0, 0, 1, 2, 3, 6))):
+            self._at(replans.random() * FAULTS_END, self._replan, number, replans.random() * 0.1)
+        self._links = random.Random(f"links {seed}")
+        self._cuts: dict[Pair, tuple[int, ...]] = {}  # links that are cut, and who of the two finds that out
+        self._held_back: dict[Fact, set[int]] = {}  # from whom, by links that were cut when it would have arrived
+        self._progressed = 0.0  # when a worker went on
+        cuts = self._links.choice((0, 0, 0, 1, 1, 2))
+        self._disturbances_left -= cuts  # each may cost one
+        for _ in range(cuts):
+            self._at(self._links.random() * FAULTS_END, self._cut_link)
+
+    # ------------------------------------------------------------------ the clock
+
+    def run(self) -> Any:
+        """Runs to the end; returns the outcome.
+
+        Raises:
+            AssertionError: when a promise is not kept.
+        """
+        agenda, pop = self._agenda, heapq.heappop
+        while agenda and self.outcome is None:
+            self.now, number, action, args = pop(agenda)
+            if self.now > DEADLINE or number > MAX_EVENTS:
+                raise Violation(f"no end after {self.now:.1f} s and {number} events; {self._situation()}")
+            action(*args)
+        if self.outcome is None:
+            raise Violation(f"everybody waits; {self._situation()}")
+        self.promises.on_end(self.outcome, self.state)
+        return self.outcome
+
+    def _at(self, delay: float, action: Callable[..., None], *args: Any) -> None:
+        self._at_time(self.now + delay, action, *args)
+
+    def _at_time(self, moment: float, action: Callable[..., None], *args: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._agenda, (moment, self._count, action, args))
+
+    def delay(self) -> float:
+        """Seconds that a message or a piece of work takes: usually few, now and then ten times as many."""
+        chance = self.random()
+        return 0.02 * chance if chance < 0.9 else 0.2 * self.random()
+
+    def _say(self, text: str) -> None:
+        if self.trace is not None:
+            self.trace(f"{self.now:8.4f}  {text}")
+
+    def _situation(self) -> str:
+        waits = [f"{w} v{w.version} g{w.generation} at {w.position}" for w in self._workers if w.alive]
+        return f"generation {self.state.generation}, live {self.state.roster}, pause {self.state.pause}; {waits}"
+
+    # ------------------------------------------------------------------ the network, as the workers see it
+
+    def send(self, worker: SimulatedWorker, message: Any) -> None:
+        if worker.process in self._cut:
+            return
+        if isinstance(message, Arrive):
+            self.promises.on_arrival(worker, message)
+        elif isinstance(message, Losses) and self._follow_ups and self.random() < 0.05 and worker in self._victims():
+            self._follow_ups -= 1  # the losses are gone, the gradients are not
+            self._break(worker)
+            return
+        self._up[worker.process] = arrival = max(self._up[worker.process], self.now + self.delay())
+        self._at_time(arrival, self._on_message, worker, message)
+        if self.duplicates and self.random() < (0.6 if isinstance(message, Report) else 0.2):
+            # At once, or so late that it says what was.
+            again = arrival if self.random() < 0.5 else arrival + 5 * self.delay()
+            self._at_time(again, self._on_message, worker, message)
+
+    def tell(self, worker: SimulatedWorker, what: str, step: int, value: Any) -> None:
+        self.promises.on_exchange(worker)
+        self._at(self.delay(), self._arrive, (worker.generation, what, step, worker.rank), value)
+        if what == "W" and self._follow_ups and self.random() < 0.05:
+            self._follow_ups -= 1  # some are REDUCED, some are not
+            self._at(self.delay(), self._fault)
+
+    def entered(self, worker: SimulatedWorker) -> None:
+        self.promises.on_entry(worker)
+
+    def begins(self, worker: SimulatedWorker, step: int) -> None:
+        self.promises.on_begin(worker, step)
+
+    def applied(self, worker: SimulatedWorker, step: int, gradient: int) -> None:
+        if (worker.stage, step) not in self.promises.applied and self._follow_ups and self.random() < 0.2:
+            self._follow_ups -= 1  # the first of its stage, while others are not there yet
+            self._at(self.delay() * 0.5, self._fault)
+        self.promises.on_applied(worker, step, gradient, self.state)
+
+    def has(self, worker: SimulatedWorker, fact: Fact) -> bool:
+        """Whether ``fact`` has arrived at ``worker``."""
+        return fact in self.facts and worker.rank not in self._held_back.get(fact, ())
+
+    def _arrive(self, fact: Fact, value: Any) -> None:
+        self.facts[fact] = value
+        if self._cuts and fact[1] != "doorbell":  # that goes through the coordinator
+            self._held_back[fact] = {rank for pair in self._cuts if fact[3] in pair for rank in pair} - {fact[3]}
+        self._wake(fact)
+
+    def _wake(self, fact: Fact) -> None:
+        """Lets those go on that waited for ``fact``, which has arrived."""
+        held_back = self._held_back.get(fact, ())
+        waiters = self._waiters.pop(fact, [])
+        if later := [waiter for waiter in waiters if waiter[0].rank in held_back]:
+            self._waiters[fact] = later
+        for worker, missing in waiters:
+            if worker.rank in held_back:
+                continue
+            missing.discard(fact)
+            if worker.waiting is missing and not missing:
+                if self.random() < 0.3:  # a peer may have noticed long before
+                    worker.late = True
+                    self._at(self.delay(), self._notice, worker, missing)
+                else:
+                    self._poke(worker)
+
+    def _notice(self, worker: SimulatedWorker, missing: set[Fact]) -> None:
+        if worker.waiting is missing:
+            worker.late = False
+            self._poke(worker)
+
+    # ------------------------------------------------------------------ a worker's threads
+
+    def _start(self, rank: int, joins: bool) -> SimulatedWorker:
+        self._processes += 1
+        worker = SimulatedWorker(self, rank, self._processes, joins)
+        self._workers.append(worker)
+        self._connections[rank] = worker
+        self._at(0.0, self._advance, worker, None)
+        return worker
+
+    def _advance(self, worker: SimulatedWorker, error: type[Exception] | None) -> None:
+        """Runs the main thread until it waits again."""
+        if not worker.alive:
+            return
+        worker.late = False
+        worker.waiting = None
+        if worker.rank in self.state.live:
+            self._progressed = self.now
+        try:
+            wait = next(worker.thread) if error is None else worker.thread.throw(error())
+        except StopIteration:
+            return
+        except Dies:
+            self._say(f"{worker} dies in the middle")
+            self._die(worker)
+            return
+        if isinstance(wait, float):
+            alarm: set[Fact] = {(-1, "alarm", 0, 0)}
+            worker.waiting, worker.interruptible = alarm, False
+            self._at(wait, self._ring, worker, alarm)
+            return
+        worker.waiting = wait
+        if isinstance(wait, set):
+            for fact in wait:
+                self._waiters.setdefault(fact, []).append((worker, wait))
+            if worker.broken:
+                self._poke(worker)
+            if self._cuts and any(fact[1] == "connects" for fact in wait):
+                self._at(CONNECTING, self._end_connecting, worker, wait)
+
+    def _ring(self, worker: SimulatedWorker, alarm: set[Fact]) -> None:
+        alarm.clear()
+        self._poke(worker)
+
+    def _poke(self, worker: SimulatedWorker) -> None:
+        """Lets the main thread go on if there is a reason to."""
+        wait = worker.waiting
+        if wait is None or not worker.alive or self.now < worker.frozen or self.now < worker.stuck:
+            return
+        if isinstance(wait, set):
+            if worker.interruptible and (worker.interrupted or (wait and self._is_broken(worker, wait))):
+                worker.interruptible = False
+                self._advance(worker, CommunicationError)
+            elif not wait and not worker.late:
+                self._advance(worker, None)
+        elif wait():
+            self._advance(worker, None)
+        elif worker.interruptible and worker.interrupted:
+            self._advance(worker, Interrupted)
+
+    def _is_broken(self, worker: SimulatedWorker, missing: set[Fact]) -> bool:
+        return bool(worker.broken) and any(fact[3] in worker.broken for fact in missing)
+
+    def _receive(self, worker: SimulatedWorker, message: Any) -> None:
+        if not worker.alive or worker.process in self._cut:
+            return
+        if self.now < worker.frozen:
+            worker.unread.append(message)
+            return
+        if message == STOP:
+            worker.alive = False
+            return
+        worker.receive(message)
+        self._poke(worker)
+
+    def _thaw(self, worker: SimulatedWorker) -> None:
+        if self.now < worker.frozen or self.now < worker.stuck:
+            return
+        unread, worker.unread = worker.unread, []
+        for message in unread:
+            self._receive(worker, message)
+        self._poke(worker)
+
+    # ------------------------------------------------------------------ the coordinator's shell
+
+    def _on_message(self, worker: SimulatedWorker, message: Any) -> None:
+        if self._connections.get(worker.rank) is worker and worker.process not in self._cut:
+            self._handle(message)
+
+    def _handle(self, event: Any) -> None:
+        if self.trace is not None:
+            self._say(f"{event}")
+        self.state, commands = membership.transition(self.state, event)
+        if evicted := [command.rank for command in commands if isinstance(command, Evict)]:
+            self.met["evicted"] += len(evicted)
+            self.promises.on_evictions(evicted, self.state)
+        for command in commands:
+            if isinstance(command, Send):
+                message = command.message
+                if isinstance(message, Resume):
+                    message = replace(message, schedule=(message.roster, self._plans.get(message.roster, 0)))
+                self.promises.on_message(command.ranks, message, self.state)
+                self._follow_up(message)
+                for rank in command.ranks:
+                    if rank in self._connections:
+                        self._post(self._connections[rank], message)
+            elif isinstance(command, StartGrace):
+                self._at(GRACE, self._handle, GraceElapsed(command.generation, "reset"))
+            elif isinstance(command, Evict):
+                self._gone(self._connections[command.rank], command.cause)
+            elif isinstance(command, Record):
+                self._record(command)
+            else:
+                self._say(f"outcome: {command}")
+                self.outcome = command
+        if self.outcome is None:
+            self.promises.on_event(self.state)
+
+    def _replan(self, number: int, seconds: float) -> None:
+        """Begins to make plan ``number`` for the workers of now, which takes so many ``seconds``."""
+        if self.state.generation >= 0:
+            self._at(seconds, self._adopt, self.state.roster, number)
+
+    def _adopt(self, roster: tuple[int, ...], number: int) -> None:
+        self._plans[roster] = number
+        self._handle(PlanReady(roster, (roster, number)))
+
+    def _post(self, worker: SimulatedWorker, message: Any) -> None:
+        self._down[worker.process] = arrival = max(self._down[worker.process], self.now + self.delay())
+        self._at_time(arrival, self._receive, worker, message)
+        if self.duplicates and self.random() < 0.05 and message != STOP:
+            self._at_time(arrival, self._receive, worker, message)
+
+    def _record(self, record: Record) -> None:
+        self._say(f"{record}")
+        self.met[record.kind] += 1
+        self.promises.on_record(record, self.state)
+        if record.kind in ("left", "moved") and record.rank is not None:
+            self._post(self._connections.pop(record.rank), STOP)
+        if record.kind in ("left", "moved", "failure"):
+            self._at(self.random() * 0.3, self._fill)
+
+    def _gone(self, worker: SimulatedWorker, cause: str) -> None:
+        """The coordinator knows that the process is dead, or wants it to be."""
+        if self._connections.get(worker.rank) is not worker:
+            return
+        del self._connections[worker.rank]
+        if worker.alive:  # killed, or out of reach: then it ends when it sees the end of its connection
+            if self.random() < 0.5:
+                self._end(worker)
+            else:
+                self._post(worker, STOP)
+        if self.state.pause is not None:
+            self.met["loss during a pause"] += 1
+        if any(other.alive and other.plans for other in self._workers):
+            self.met["loss during a change of plan"] += 1
+        if worker.rank in self.state.live:
+            self._handle(Lost(worker.rank, cause))
+        else:
+            self.met["candidate lost"] += 1
+            self._handle(CandidateLost(worker.rank))
+            self._at(self.random() * 0.3, self._fill)
+
+    def _fill(self) -> None:
+        """Starts a process for an empty position, sometimes on the device of a worker that has to move for it."""
+        vacant = [rank for rank in self.state.vacant if rank not in self._connections]
+        if self.outcome is not None or self.state.generation < 0 or not vacant or not self._spawns_left:
+            return
+        self._spawns_left -= 1
+        rank = self.chance.choice(vacant)
+        movers = [
+            r for r in self.state.roster if r % self.grid.stages != rank % self.grid.stages and r in self._connections
+        ]
+        if movers and not self.state.moves and self.random() < 0.3:
+            mover = self._connections[self.chance.choice(movers)]
+            self._handle(MovePlanned(rank, mover.rank))
+            self.promises.moves.append((self._start(rank, joins=True), mover))
+        else:
+            self._start(rank, joins=True)
+
+    # ------------------------------------------------------------------ faults
+
+    def _victims(self) -> list[SimulatedWorker]:
+        """Whom a fault may hit; seldom the last one that holds its stage."""
+        alive = [w for w in self._workers if w.alive and self._connections.get(w.rank) is w]
+        if self.random() < 0.1:
+            return alive
+        holders: dict[int, int] = defaultdict(int)
+        for worker in alive:
+            holders[worker.stage] += worker.has_state
+        return [w for w in alive if holders[w.stage] > w.has_state]
+
+    def _fault(self) -> None:
+        kind = self.chance.choice(FAULTS)
+        if kind == "node":
+            pipeline = self.chance.randrange(self.grid.pipelines)
+            for worker in list(self._victims()):
+                if worker.rank // self.grid.stages == pipeline:
+                    self._crash(worker)
+            return
+        victims = self._victims()
+        if not victims:
+            return
+        worker = self.chance.choice(victims)
+        self._say(f"fault: {kind} {worker}")
+        if kind == "crash":
+            self._crash(worker)
+        elif kind == "fuse":
+            worker.fuse = self.chance.randrange(1, 12)
+        elif kind == "break":
+            self._break(worker)
+        elif kind in ("freeze", "stick"):
+            seconds = self.random() * 2 * SILENCE
+            if kind == "freeze":
+                worker.frozen = self.now + seconds
+            else:
+                worker.stuck = self.now + seconds
+            self._at(seconds, self._thaw, worker)
+            if seconds > SILENCE:
+                self._at(SILENCE, self._gone, worker, "it was silent")
+        elif kind == "disturb":
+            self._disturb(worker, self.chance.choice(victims))
+        elif worker.position or worker.rank in self.state.joining:
+            worker.ask_to_leave()
+
+    def _follow_up(self, message: Any) -> None:
+        """Now and then the next fault comes while one is being dealt with."""
+        if isinstance(message, Resume):
+            decision = message.decision
+            self.met["adoption"] += len(decision.adoptions)
+            self.met["ahead"] += bool(decision.ahead)
+            self.met["loss computed again"] += len(decision.ahead) == self.grid.stages
+            if message.donors and self._follow_ups and self.random() < 0.5:
+                self._follow_ups -= 1
+                joiner, donor = self.chance.choice(list(message.donors.items()))
+                who = "donor" if self.random() < 0.5 else "joiner"
+                victim = self._connections.get(donor if who == "donor" else joiner)
+                if victim is not None:
+                    self.met[f"{who} hit"] += 1
+                    self._at(self.delay() * 3, self._crash_if_alive, victim)
+        elif isinstance(message, Boundary) and message.schedule is not None:
+            if self._follow_ups and self.random() < 0.5:
+                self._follow_ups -= 1
+                self._at(self.delay() * 2, self._fault)
+        elif isinstance(message, Regroup) and self._follow_ups and self.random() < 0.3:
+            self._follow_ups -= 1
+            self._at(self.delay(), self._fault)
+
+    def _crash_if_alive(self, worker: SimulatedWorker) -> None:
+        if worker.alive and worker in self._victims():
+            self._crash(worker)
+
+    def _crash(self, worker: SimulatedWorker) -> None:
+        self._say(f"{worker} crashes")
+        self._die(worker)
+
+    def _die(self, worker: SimulatedWorker) -> None:
+        """Its exit is seen at once, or only the end of its connection, after what it said, or instead of it."""
+        self._end(worker)
+        if self.random() < 0.3:
+            self._cut.add(worker.process)
+        self._at_time(max(self._up[worker.process], self.now) + self.delay(), self._gone, worker, "it died")
+
+    def _end(self, worker: SimulatedWorker) -> None:
+        worker.alive = False
+        if self.random() < 0.5:  # with its host: what was on the way is lost
+            place = (worker.generation, worker.rank)
+            self._agenda[:] = [e for e in self._agenda if e[2] != self._arrive or (e[3][0][0], e[3][0][3]) != place]
+            heapq.heapify(self._agenda)
+        for other in self._workers:
+            if other.alive and worker.rank in other.roster:
+                self._at(self.delay(), self._reset, other, worker.rank, other.generation)
+
+    def _reset(self, worker: SimulatedWorker, rank: int, generation: int) -> None:
+        """A worker notices that its connection to another one is gone."""
+        if worker.generation == generation:
+            worker.broken.add(rank)
+            self._poke(worker)
+
+    def _break(self, worker: SimulatedWorker) -> None:
+        """The connection to the coordinator is lost, with what is on the way, while those to the others go on."""
+        self._cut.add(worker.process)
+        self._at(self.delay(), self._gone, worker, "its connection broke")
+        self._at(self.delay() * 3, self._lose_coordinator, worker)
+
+    def _lose_coordinator(self, worker: SimulatedWorker) -> None:
+        if worker.alive:
+            self._end(worker)
+
+    def _disturb(self, one: SimulatedWorker, other: SimulatedWorker) -> None:
+        """The connection between two live workers breaks."""
+        if self._disturbances_left and one is not other and one.generation == other.generation >= 0:
+            self._disturbances_left -= 1
+            if self.random() < 0.3:  # nobody noticed, but everybody waits
+                self._handle(GraceElapsed(self.state.generation, "reset"))
+                return
+            self._reset(one, other.rank, one.generation)
+            self._reset(other, one.rank, one.generation)
+
+    # ------------------------------------------------------------------ links that are cut
+
+    def _cut_link(self) -> None:
+        """Nothing passes any more between two positions, and nobody is told."""
+        ranks = sorted(self.state.live)
+        if len(ranks) < 2:
+            return
+        low, high = sorted(self._links.sample(ranks, 2))
+        replaceable = any(len(self.state.holders(rank % self.grid.stages)) > 1 for rank in (low, high))
+        if not replaceable and self._links.random() < 0.9:
+            return
+        self._cuts[low, high] = self._links.choice(((low, high), (low, high), (low,), (high,)))
+        seconds = self._links.random() * 1.5 if self._links.random() < 0.4 else None
+        self._say(f"fault: no link between {low} and {high}, {'for ever' if seconds is None else f'for {seconds} s'}")
+        self.met["cut"] += 1
+        if seconds is not None:
+            self._at(seconds, self._heal_link, (low, high))
+        self._at(DEADLOCK, self._judge)
+
+    def _heal_link(self, pair: Pair) -> None:
+        if self._cuts.pop(pair, None) is None:
+            return
+        self.met["healed"] += 1
+        for fact, held_back in list(self._held_back.items()):
+            if fact[3] in pair:
+                held_back.difference_update(pair)
+                self._wake(fact)
+
+    def unreachable(self, worker: SimulatedWorker) -> tuple[int, ...]:
+        found = [pair for pair, finders in self._cuts.items() if worker.rank in finders]
+        self.promises.broken_pairs[worker.generation].update(found)
+        return tuple(sorted({rank for pair in found for rank in pair} & set(worker.roster) - {worker.rank}))
+
+    def _end_connecting(self, worker: SimulatedWorker, missing: set[Fact]) -> None:
+        """Connecting has taken too long; if it is because others are not there yet, it is given more time."""
+        if worker.waiting is missing:
+            worker.broken.update(fact[3] for fact in missing if worker.rank in self._held_back.get(fact, ()))
+            self._poke(worker)
+            self._at(CONNECTING, self._end_connecting, worker, missing)
+
+    def _judge(self) -> None:
+        """As long as a link is cut: has everybody come to wait?"""
+        if not self._cuts:
+            return
+        if self.now - self._progressed > DEADLOCK and not self.state.regrouping and self.state.generation >= 0:
+            self.met["deadlock"] += 1
+            self._handle(GraceElapsed(self.state.generation, "reset"))
+        self._at(DEADLOCK / 4, self._judge)
+
+
+def check_histories(seeds: Iterable[int]) -> Counter[str]:
+    """Runs the histories of ``seeds``; returns in how many each kind of thing was met.
+
+    Raises:
+        Violation: with the seed, when a promise is not kept.
+    """
+    met: Counter[str] = Counter()
+    for seed in seeds:
+        run = Run(seed)
+        try:
+            met[type(run.run()).__name__] += 1
+        except Exception as error:
+            raise Violation(f"history {seed}: {type(error).__name__}: {error}") from error
+        met.update(kind for kind, times in run.met.items() if times)
+    return met
+
+
+if __name__ == "__main__":
+    Run(int(sys.argv[1]), trace=print).run()

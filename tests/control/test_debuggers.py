@@ -1,0 +1,107 @@
+"""A worker that somebody debugs is recognised, and looking for a debugger does not harm it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pdb  # noqa: T100 - it is what is looked for
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_recycle.control.client import _is_debugged
+
+PATIENCE = 10.0
+
+
+def await_debugger(ident: int | None, expected: bool) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while _is_debugged(ident) != expected:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["set_trace", "post_mortem"])
+def test_a_thread_in_pythons_debugger_is_being_debugged(how: str) -> None:
+    read, write = os.pipe()
+
+    def debug() -> None:
+        with os.fdopen(read) as commands:
+            debugger = pdb.Pdb(stdin=commands, stdout=io.StringIO(), nosigint=True, readrc=False)
+            if how == "set_trace":
+                debugger.set_trace()
+            else:
+                try:
+                    raise ValueError
+                except ValueError as error:
+                    debugger.reset()
+                    debugger.interaction(None, error.__traceback__)  # type: ignore[arg-type]
+            goes_on.wait(PATIENCE)
+        sys.settrace(None)
+
+    goes_on = threading.Event()
+    thread = threading.Thread(target=debug)
+    thread.start()
+    with os.fdopen(write, "w") as commands:
+        await_debugger(thread.ident, True)
+        assert not _is_debugged(threading.get_ident())
+        commands.write("continue\n" if how == "set_trace" else "quit\n")
+        commands.flush()
+        if how == "post_mortem":
+            await_debugger(thread.ident, False)
+        goes_on.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert not _is_debugged(thread.ident)
+
+
+def test_a_process_that_gdb_looks_at_is_being_debugged(tmp_path: Path) -> None:
+    """Any process may say that it traces its child; a debugger does nothing else."""
+    script = """
+        import ctypes, os, time
+        from lightning_recycle.control.client import _is_debugged
+        child = os.fork()
+        if not child:
+            assert not _is_debugged(None)
+            ctypes.CDLL(None).ptrace(0, 0, 0, 0)  # PTRACE_TRACEME
+            os._exit(_is_debugged(None))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+
+
+def test_looking_for_a_debugger_leaves_a_process_running_that_collects_garbage_and_starts_threads() -> None:
+    """``sys._current_frames()`` in its place stops Python 3.11.7 in one of three runs."""
+    script = """
+        import bdb, gc, threading, time
+        from lightning_recycle.control.client import _is_debugged
+
+        class Unhurried:
+            def __init__(self):
+                self.cycle = self
+            def __del__(self):
+                time.sleep(0)  # lets go of the GIL
+
+        def start_threads():
+            while time.monotonic() < end:
+                thread = threading.Thread(target=time.sleep, args=(0.0001,))
+                thread.start()
+                thread.join()
+
+        gc.set_threshold(40, 1, 1)
+        end = time.monotonic() + 2
+        for _ in range(3):
+            threading.Thread(target=start_threads).start()
+        looks = 0
+        while time.monotonic() < end:
+            looks += 1
+            Unhurried(), Unhurried()
+            held = [[] for _ in range(looks % 40)]  # the next collection is due anywhere in what follows
+            _is_debugged(threading.main_thread().ident)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)

@@ -1,0 +1,184 @@
+"""The record of a run: durations, counters, log lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from lightning_recycle.control import history as module
+from lightning_recycle.control.history import Event, History
+from lightning_recycle.control.protocol.messages import FaultInjected
+from lightning_recycle.control.protocol.state import MembershipState, Record
+from lightning_recycle.planning.grid import Grid
+
+GRID = Grid(2, 2, 1)
+STATE = MembershipState(GRID, frozenset({0, 1, 2}), generation=4, version=7)
+
+
+class Recorder:
+    """A history with a clock that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(module.time, "time", lambda: self.now)
+        self.history = History(GRID)
+
+    def at(self, now: float, kind: str, step: int = 7, rank: int | None = None, **details: object) -> Event:
+        """The event that comes of a record at that time."""
+        self.now = now
+        number = len(self.history.events)
+        if kind == "failure":
+            details = {"cause": "killed", **details}
+        elif kind == "resumed":
+            details = {"roster": (0, 1, 2), "ahead": (), "redone": True, **details}
+        self.history.record(Record(kind, step, rank, details), STATE)
+        return next(event for event in self.history.events[number:] if event.kind == kind)
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.history.events]
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def test_an_event_says_when_in_which_generation_and_step_and_who(recorder: Recorder) -> None:
+    event = recorder.at(1003.0, "left", step=9, rank=3)
+    assert event == Event("left", 1003.0, 4, 9, (1, 1), None, {})
+
+
+def test_without_a_step_an_event_is_of_the_present_version(recorder: Recorder) -> None:
+    recorder.history.add("suspected", STATE, 0, {"cause": "silence"})
+    assert recorder.history.events == [Event("suspected", 1000.0, 4, 7, (0, 0), None, {"cause": "silence"})]
+
+
+def test_a_step_takes_from_the_end_of_the_one_before(recorder: Recorder) -> None:
+    assert not recorder.history.has_steps
+    recorder.at(1000.0, "resumed", 0)
+    assert not recorder.history.has_steps
+    assert [recorder.at(1002.0, "step", 0).seconds, recorder.at(1005.0, "step", 1).seconds] == [2.0, 3.0]
+    assert recorder.history.has_steps
+
+
+def test_a_recovery_counts_from_the_failure_to_the_first_committed_step(recorder: Recorder) -> None:
+    recorder.at(1000.0, "step", 6)
+    assert recorder.at(1001.0, "failure", rank=3).seconds == 0.0
+    assert recorder.at(1001.5, "resumed", ahead=(0,)).seconds == 0.5
+    recorder.now = 1001.75
+    recorder.history.connected(STATE)
+    recorder.at(1003.0, "step")
+    recovered = recorder.history.events[-1]
+    assert recorder.kinds() == ["step", "failure", "redone", "resumed", "regrouped", "step", "recovered"]
+    assert (recovered.kind, recovered.seconds, recovered.step) == ("recovered", 2.0, 7)
+    assert next(event for event in recorder.history.events if event.kind == "regrouped").seconds == 0.75
+    assert next(event for event in recorder.history.events if event.kind == "redone").details == {"ahead": (0,)}
+
+
+def test_an_injected_fault_happened_when_it_was_announced(recorder: Recorder) -> None:
+    recorder.history.fault_injected(FaultInjected(3, "kill", "F(0, 0)@7", 1000.25))
+    failure = recorder.at(1001.0, "failure", rank=3)
+    assert failure.seconds == 0.75
+    assert failure.details == {"cause": "killed", "kind": "kill", "operation": "F(0, 0)@7"}
+    assert recorder.at(1002.0, "resumed").seconds == 1.75
+    again = recorder.at(1003.0, "failure", rank=3)
+    assert (again.seconds, again.details["kind"]) == (0.0, "unknown"), "the announcement was for the process before"
+
+
+def test_a_second_failure_belongs_to_the_recovery_from_the_first(recorder: Recorder) -> None:
+    for now, kind in ((1000.0, "failure"), (1000.5, "resumed"), (1001.0, "failure")):
+        recorder.at(now, kind, rank=3 if kind == "failure" else None)
+    assert recorder.at(1002.0, "resumed").seconds == 2.0
+    recorder.at(1004.0, "step")
+    assert [event.seconds for event in recorder.history.events if event.kind == "recovered"] == [4.0]
+    assert recorder.history.counters["failures"] == 2.0
+    assert recorder.history.counters["recovery_seconds"] == 4.0
+
+
+def test_a_failure_after_a_recovery_is_counted_anew(recorder: Recorder) -> None:
+    for now, kind in ((0.0, "failure"), (1.0, "resumed"), (2.0, "step"), (10.0, "failure"), (11.0, "resumed")):
+        recorder.at(now, kind, rank=3 if kind == "failure" else None)
+    recorder.at(14.0, "step", 8)
+    assert [event.seconds for event in recorder.history.events if event.kind == "recovered"] == [2.0, 4.0]
+    assert recorder.history.counters["recovery_seconds"] == 6.0
+    assert recorder.history.counters["redone_steps"] == 2.0
+
+
+def test_a_step_that_a_death_completes_is_not_yet_the_recovery(recorder: Recorder) -> None:
+    recorder.at(1000.0, "failure", rank=3)
+    recorder.at(1000.0, "step", 6)
+    assert recorder.kinds() == ["failure", "step"]
+    recorder.at(1001.0, "resumed")
+    recorder.at(1002.0, "step")
+    assert recorder.kinds()[-2:] == ["step", "recovered"]
+
+
+def test_who_rejoins_says_how_long_the_others_waited(recorder: Recorder) -> None:
+    recorder.at(1000.0, "paused")
+    assert recorder.at(1000.5, "resumed", redone=False).seconds is None
+    assert recorder.at(1001.5, "rejoined", rank=3).seconds == 1.5
+    assert recorder.history.counters["rejoined_workers"] == 1.0
+    assert recorder.history.counters["redone_steps"] == 0.0
+    assert "redone" not in recorder.kinds()
+
+
+def test_the_counters_begin_at_zero(recorder: Recorder) -> None:
+    assert recorder.history.counters == {
+        "failures": 0.0,
+        "recovery_seconds": 0.0,
+        "redone_steps": 0.0,
+        "rejoined_workers": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [("step", logging.DEBUG), ("failure", logging.INFO), ("left", logging.INFO)]
+)
+def test_every_event_is_a_line_of_json_in_the_log(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture, kind: str, level: int
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="lightning_recycle.events"):
+        recorder.at(1003.0, kind, rank=3)
+    (line,) = [entry for entry in caplog.records if entry.name == "lightning_recycle.events"]
+    assert line.levelno == level
+    told = json.loads(line.getMessage())
+    assert (told["kind"], told["time"], told["generation"], told["step"], told["worker"]) == (
+        kind,
+        1003.0,
+        4,
+        7,
+        [1, 1],
+    )
+
+
+def test_a_loss_is_a_warning_that_says_who_why_and_how_many_are_left(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder.at(1003.0, "failure", rank=3)
+    (line,) = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert line.getMessage() == "Worker (1, 1) was lost at step 7: killed. Live workers: 3 of 4."
+
+
+def test_details_that_json_does_not_know_do_not_stop_the_run(recorder: Recorder) -> None:
+    what: Callable[[], None] = lambda: None  # noqa: E731
+    assert recorder.at(1003.0, "left", rank=3, what=what).details == {"what": what}
+
+
+def test_of_many_steps_the_newest_are_kept_and_of_everything_else_all(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STEPS_KEPT", 10)
+    for step in range(100):
+        recorder.now += 1.0
+        recorder.history.record(Record("step", step, None, {}), STATE)
+        if step % 30 == 0:
+            recorder.at(recorder.now, "left", step=step, rank=3)
+        assert recorder.history.has_steps
+    steps = [event.step for event in recorder.history.events if event.kind == "step"]
+    assert steps == list(range(100 - len(steps), 100))
+    assert 10 <= len(steps) <= 20
+    assert [event.step for event in recorder.history.events if event.kind == "left"] == [0, 30, 60, 90]
+    assert sorted(event.time for event in recorder.history.events) == [event.time for event in recorder.history.events]

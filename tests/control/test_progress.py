@@ -1,0 +1,315 @@
+"""Who holds everybody up: the judgement as tables, and the clocks that feed it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from lightning_recycle.control.options import CoordinatorOptions
+from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report
+from lightning_recycle.control.protocol.progress import PATIENCE, Observation, Verdict, judge
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.control.watch import Watch
+from lightning_recycle.planning.grid import Grid
+
+TIMEOUT = 5.0
+USUAL = {"F": 0.1, "B": 1.0}  # seconds
+
+
+def working(seconds: float, kind: str = "F", debugged: bool = False) -> Observation:
+    return Observation(f"{kind or 'hooks'} at work", kind, False, seconds, debugged)
+
+
+def waiting(seconds: float, kind: str = "F", coordinated: bool = False) -> Observation:
+    return Observation(f"{kind} waits", kind, True, seconds, coordinated=coordinated)
+
+
+def verdict(observations: Mapping[int, Observation], usual: Mapping[str, float] = USUAL) -> Verdict:
+    return judge(observations, lambda rank, kind: usual.get(kind), TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("seen", "stuck"),
+    [
+        pytest.param(working(4.9), False, id="no operation counts as stuck within the timeout"),
+        pytest.param(working(5.1), True, id="a short operation may take the timeout"),
+        pytest.param(working(9.9, "B"), False, id="a long one may take ten times its usual duration"),
+        pytest.param(working(10.1, "B"), True, id="but no longer"),
+        pytest.param(working(1000.0, "W"), False, id="a first step takes what it takes"),
+        pytest.param(working(1000.0, ""), False, id="so do hooks, validation, checkpoints and reading data"),
+        pytest.param(working(PATIENCE + 1, ""), True, id="but not for ever"),
+        pytest.param(working(PATIENCE + 1, "W"), True, id="nor an operation of unknown duration"),
+        pytest.param(working(4.9, "RECOVER"), False, id="a recovery may take the timeout"),
+        pytest.param(working(5.1, "RECOVER"), True, id="and needs no usual duration"),
+        pytest.param(waiting(1e6), False, id="who waits is never to blame"),
+        pytest.param(working(1e6, debugged=True), False, id="nor who is looked at with a debugger"),
+        pytest.param(working(1e6, "", debugged=True), False, id="even in a hook"),
+    ],
+)
+def test_a_worker_is_stuck_when_it_is_at_work_for_longer_than_its_work_can_take(seen: Observation, stuck: bool) -> None:
+    assert (0 in verdict({0: seen, 1: waiting(1.0)}).stuck) is stuck
+
+
+def test_among_workers_that_wait_for_each_other_the_culprit_is_the_one_that_does_not_wait() -> None:
+    found = verdict({0: waiting(60.0), 1: waiting(60.0, "B"), 2: working(60.0), 3: waiting(59.0)})
+    assert found.stuck.keys() == {2}
+    assert not found.deadlocked
+
+
+def test_the_reason_names_the_operation_and_how_long_it_took_and_may_take() -> None:
+    assert verdict({0: working(12.34)}).stuck[0] == (
+        "it has been in 'F at work' for 12.3 s without waiting for anybody, more than the 5.0 s that it may take"
+    )
+
+
+def test_several_can_be_stuck_at_once() -> None:
+    assert verdict({0: working(6.0), 1: working(11.0, "B"), 2: working(6.0, "B")}).stuck.keys() == {0, 1}
+
+
+def test_a_short_timeout_does_not_cut_a_recovery_short() -> None:
+    seen = {0: working(4.0, "RECOVER"), 1: waiting(4.0)}
+    assert judge(seen, lambda rank, kind: None, timeout=0.5).stuck == {}
+    assert judge({0: working(5.5, "RECOVER")}, lambda rank, kind: None, timeout=0.5).stuck.keys() == {0}
+
+
+def test_each_worker_is_judged_by_the_durations_of_its_own_stage() -> None:
+    seen = {0: working(15.0), 1: working(15.0)}
+    assert judge(seen, lambda rank, kind: (0.1, 2.0)[rank], TIMEOUT).stuck.keys() == {0}
+
+
+@pytest.mark.parametrize(
+    ("observations", "usual", "deadlocked"),
+    [
+        pytest.param({0: waiting(11.0), 1: waiting(30.0)}, USUAL, True, id="all wait for longer than they can have to"),
+        pytest.param({0: waiting(9.0), 1: waiting(30.0)}, USUAL, False, id="one has begun to wait only now"),
+        pytest.param({0: waiting(60.0), 1: working(1.0)}, USUAL, False, id="one is at work"),
+        pytest.param({0: waiting(60.0), 1: working(60.0, "")}, USUAL, False, id="one is in a hook"),
+        pytest.param({0: waiting(60.0), 1: working(1e6, debugged=True)}, USUAL, False, id="one is being debugged"),
+        pytest.param({0: waiting(15.0), 1: waiting(15.0)}, {"B": 2.0}, False, id="the others' operations take long"),
+        pytest.param({0: waiting(21.0), 1: waiting(21.0)}, {"B": 2.0}, True, id="but not as long as that"),
+        pytest.param(
+            {0: waiting(1e3, "", True), 1: waiting(1e3, "", True)}, USUAL, False, id="all wait for the coordinator"
+        ),
+        pytest.param({0: waiting(11.0, "", True), 1: waiting(11.0)}, USUAL, True, id="all but one do"),
+        pytest.param({}, USUAL, False, id="nobody is seen"),
+    ],
+)
+def test_if_everybody_waits_and_nobody_is_at_work_nobody_is_to_blame(
+    observations: dict[int, Observation], usual: Mapping[str, float], deadlocked: bool
+) -> None:
+    assert verdict(observations, usual) == Verdict({}, deadlocked)
+
+
+# ---------------------------------------------------------------------- the clocks
+
+GRID = Grid(2, 2, 1)
+ALL = frozenset(range(4))
+OPTIONS = CoordinatorOptions(heartbeat_timeout=TIMEOUT, start_timeout=100.0, report_timeout=50.0, patience=200.0)
+
+
+def state(**changes: object) -> MembershipState:
+    return MembershipState(GRID, **{"live": ALL, "joined": ALL, "generation": 1, **changes})  # type: ignore[arg-type]
+
+
+def regrouping(*reported: int) -> MembershipState:
+    return state(regrouping=True, reports={r: Report(r, 1, WorkerStatus(r % 2, 0, False)) for r in reported})
+
+
+def beat(
+    rank: int, seconds: float, *, waits: bool = False, kind: str = "F", debugged: bool = False, generation: int = 1
+) -> Heartbeat:
+    activity = Activity(3, "F(0, 0)@3", "rank 0" if waits else "", 0.0, kind)
+    return Heartbeat(rank, generation, activity, seconds, debugged)
+
+
+@pytest.fixture
+def watch() -> Watch:
+    """All four workers have reported once and were heard at 0 s."""
+    watch = Watch(GRID, OPTIONS)
+    for rank in range(4):
+        watch.heard(rank, 0.0)
+        watch.reported(rank)
+        watch.applied(rank)
+    return watch
+
+
+def test_the_first_step_of_a_process_may_take_long_whatever_it_took_its_peers(watch: Watch) -> None:
+    watch.forget(2)
+    watch.reported(2)
+    for rank in range(4):
+        watch.beat(rank, beat(rank, 15.0, waits=rank != 2), 0.0)
+    seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
+    assert watch.judge(0.0, state(), seconds).stuck == {}
+    watch.applied(2)
+    assert watch.judge(0.0, state(), seconds).stuck.keys() == {2}
+
+
+def test_a_heartbeat_that_is_older_than_the_workers_last_word_says_nothing(watch: Watch) -> None:
+    seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
+    for rank in range(4):
+        watch.beat(rank, beat(rank, 15.0, waits=rank != 2), 0.0)
+    watch.acted(2, 0.1)
+    assert watch.judge(0.2, state(), seconds).stuck == {}
+    assert watch.judge(6.0, state(), seconds).stuck.keys() == {2}
+
+
+def test_an_operation_that_is_new_to_the_plan_may_take_twice_as_long_as_the_longest(watch: Watch) -> None:
+    seconds = {0: {"F": 1.0, "BW": 2.0}, 1: {"F": 1.0}}
+    for rank in range(4):
+        watch.beat(rank, beat(rank, 30.0, waits=rank != 2, kind="W"), 0.0)
+    assert watch.judge(9.9, state(), seconds).stuck == {}
+    assert watch.judge(10.1, state(), seconds).stuck.keys() == {2}
+
+
+def test_who_is_silent_for_longer_than_the_timeout_is_named_with_it(watch: Watch) -> None:
+    watch.heard(1, 2.0)
+    assert watch.silent(5.0, range(4)) == {}
+    found = watch.silent(6.0, range(4))
+    assert found == dict.fromkeys((0, 2, 3), "it was silent for more than 5 s")
+
+
+def test_a_heartbeat_is_a_sign_of_life_as_any_message_is(watch: Watch) -> None:
+    watch.beat(0, beat(0, 0.0), 4.0)
+    watch.heard(1, 4.0)
+    assert watch.silent(8.0, (0, 1)) == {}
+
+
+def test_only_who_is_connected_can_be_silent(watch: Watch) -> None:
+    assert watch.silent(100.0, (2,)).keys() == {2}
+
+
+def test_while_it_starts_a_worker_may_be_silent_for_longer() -> None:
+    watch = Watch(GRID, OPTIONS)
+    watch.heard(0, 0.0)
+    assert watch.silent(9.9, (0,)) == {}
+    assert watch.silent(10.1, (0,)) == {0: "it was silent for more than 10 s"}
+    watch.reported(0)
+    assert watch.silent(6.0, (0,)).keys() == {0}
+
+
+def test_who_was_never_heard_is_not_silent() -> None:
+    assert Watch(GRID, OPTIONS).silent(100.0, (0,)) == {}
+
+
+def test_nobodys_silence_counts_while_the_coordinator_itself_was_stopped(watch: Watch) -> None:
+    for rank in range(4):
+        watch.beat(rank, beat(rank, 1.0), 0.0)
+    watch.forgive(60.0)
+    assert watch.silent(64.0, range(4)) == {}
+    assert watch.silent(66.0, range(4)).keys() == {0, 1, 2, 3}
+    assert watch.judge(63.0, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}).stuck == {}
+
+
+def test_a_new_process_in_the_place_of_a_lost_one_starts_afresh(watch: Watch) -> None:
+    watch.forget(3)
+    assert watch.silent(100.0, (3,)) == {}
+    watch.heard(3, 100.0)
+    assert watch.silent(107.0, (3,)) == {}, "it has not reported yet"
+
+
+@pytest.mark.parametrize(
+    ("now", "joined", "late"), [(99.0, {0, 1}, set()), (101.0, {0, 1}, {2, 3}), (101.0, ALL, set())]
+)
+def test_who_does_not_start_in_time_is_late(now: float, joined: frozenset[int], late: set[int]) -> None:
+    watch = Watch(GRID, OPTIONS)
+    watch.begin_start(0.0)
+    found = watch.late(now, state(generation=-1, joined=frozenset(joined)))
+    assert found == dict.fromkeys(late, "it did not start within 100 s")
+
+
+@pytest.mark.parametrize(("now", "late"), [(49.0, set()), (51.0, {1, 2})])
+def test_who_does_not_stop_for_a_regroup_in_time_is_late(watch: Watch, now: float, late: set[int]) -> None:
+    watch.begin_regroup(0.0)
+    found = watch.late(now, regrouping(0, 3))
+    assert found == dict.fromkeys(late, "it did not stop for a regroup within 50 s")
+
+
+def test_before_its_first_report_a_worker_sets_up_and_is_not_late(watch: Watch) -> None:
+    watch.forget(2)
+    watch.begin_regroup(0.0)
+    assert watch.late(51.0, regrouping(0, 3)).keys() == {1}
+
+
+def test_who_is_late_is_named_once(watch: Watch) -> None:
+    watch.begin_regroup(0.0)
+    assert watch.late(51.0, regrouping(0)) != {}
+    assert watch.late(52.0, regrouping(0)) == {}
+
+
+def test_nobody_is_late_for_a_regroup_that_is_over(watch: Watch) -> None:
+    watch.begin_regroup(0.0)
+    watch.end_regroup()
+    assert watch.late(1000.0, state()) == {}
+
+
+SECONDS = {0: {"F": 0.1}, 1: {"F": 2.0}}  # stage 1 is slow
+
+
+def all_wait_but(watch: Watch, culprit: int, seconds: float, **more: bool) -> None:
+    for rank in range(4):
+        watch.beat(rank, beat(rank, seconds, waits=rank != culprit, **(more if rank == culprit else {})), 10.0)
+
+
+@pytest.mark.parametrize(("culprit", "now", "stuck"), [(2, 13.0, False), (2, 15.0, True), (1, 15.0, False)])
+def test_the_time_since_the_last_heartbeat_counts_and_the_stage_has_its_own_limits(
+    watch: Watch, culprit: int, now: float, stuck: bool
+) -> None:
+    all_wait_but(watch, culprit, seconds=1.0)
+    assert (culprit in watch.judge(now, state(), SECONDS).stuck) is stuck
+
+
+def test_a_worker_that_is_debugged_is_not_stuck(watch: Watch) -> None:
+    all_wait_but(watch, 2, seconds=1000.0, debugged=True)
+    assert watch.judge(11.0, state(), SECONDS) == Verdict({})
+
+
+def test_what_has_no_usual_duration_gets_the_patience_of_the_options(watch: Watch) -> None:
+    all_wait_but(watch, 2, seconds=199.0)
+    assert watch.judge(10.0, state(), {}).stuck == {}
+    assert watch.judge(12.0, state(), {}).stuck.keys() == {2}
+
+
+@pytest.mark.parametrize(
+    "case", [state(generation=-1), state(live=ALL | {4})], ids=["before the first generation", "somebody never beat"]
+)
+def test_nobody_is_judged(watch: Watch, case: MembershipState) -> None:
+    all_wait_but(watch, 2, seconds=1000.0)
+    assert watch.judge(10.0, case, SECONDS) == Verdict({})
+
+
+def test_who_has_reported_waits_for_the_rest_whatever_its_last_heartbeat_said(watch: Watch) -> None:
+    for rank in range(4):
+        watch.beat(rank, beat(rank, 100.0), 10.0)
+    assert watch.judge(10.0, regrouping(0, 1, 2), SECONDS).stuck.keys() == {3}
+
+
+def test_all_waiting_is_a_deadlock_but_not_in_a_regroup(watch: Watch) -> None:
+    for rank in range(4):
+        watch.beat(rank, beat(rank, 100.0, waits=True), 10.0)
+    assert watch.judge(10.0, state(), SECONDS) == Verdict({}, deadlocked=True)
+    assert watch.judge(10.0, regrouping(0, 1, 2, 3), SECONDS) == Verdict({}, deadlocked=False)
+
+
+def test_waits_of_the_generation_before_are_no_deadlock_of_this_one(watch: Watch) -> None:
+    """Right after the regroup that ended a deadlock, the newest heartbeats may still tell of it."""
+    for rank in range(4):
+        watch.beat(rank, beat(rank, 100.0, waits=True, generation=0), 10.0)
+    assert watch.judge(10.2, state(), SECONDS) == Verdict({}, deadlocked=False)
+
+
+def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch: Watch) -> None:
+    """Every wait ends with that; should one not, nobody would ever be told to stop waiting for this worker."""
+    watch.begin_regroup(10.0)
+
+    def judged(received: float, seconds: float, *, waits: bool = True, generation: int = 0) -> set[int]:
+        for rank in range(4):
+            watch.beat(rank, beat(rank, 0.1, waits=True, generation=1), received)
+        watch.beat(1, beat(1, seconds, waits=waits, generation=generation), received)
+        return set(watch.judge(received, regrouping(0, 2, 3), {}).stuck)
+
+    assert judged(14.9, seconds=7.0) == set()
+    assert judged(15.1, seconds=5.0) == set()  # it began after the announcement: another one will end it
+    assert judged(15.1, seconds=7.0, waits=False) == set()  # it reads data, or is in a hook
+    assert judged(15.1, seconds=7.0) == {1}

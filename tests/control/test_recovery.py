@@ -1,0 +1,192 @@
+"""The recovery decision, over every combination of statuses that survivors can report."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from lightning_recycle.control.protocol.recovery import Adoption, Decision, WorkerStatus, decide
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.planning.grid import Grid
+
+T = 5  # the step that the failure hits
+RUNNING, REDUCED, APPLIED = (T, False), (T, True), (T + 1, False)
+GRIDS = [Grid(1, 1, 1), Grid(2, 1, 1), Grid(1, 3, 1), Grid(2, 2, 1), Grid(3, 2, 1), Grid(2, 3, 1)]
+
+
+def reachable_statuses(grid: Grid) -> Iterator[dict[int, WorkerStatus]]:
+    """Every report of every set of survivors that still holds all stages.
+
+    Nobody can be further: REDUCED in step T+1 needs every worker to compute it, hence to have applied step T.
+    """
+    for choice in itertools.product((None, RUNNING, REDUCED, APPLIED), repeat=grid.num_workers):
+        held = {rank: status for rank, status in enumerate(choice) if status is not None}
+        if {grid.worker(rank).stage for rank in held} == set(range(grid.stages)):
+            yield {rank: WorkerStatus(grid.worker(rank).stage, *status) for rank, status in held.items()}
+
+
+def best_version(statuses: Mapping[int, WorkerStatus], stage: int) -> int:
+    return max(s.version + int(s.reduced) for s in statuses.values() if s.stage == stage)
+
+
+def holds(status: WorkerStatus, step: int) -> bool:
+    """Whether a worker still has the complete reduced gradient of ``step``: it keeps the newest two."""
+    return status.version == step + 1 or (status.version == step and status.reduced)
+
+
+def obey(status: WorkerStatus, decision: Decision) -> WorkerStatus:
+    """What a survivor holds once it has done what the decision says, in the order in which the executor does it."""
+    version, reduced = status.version, status.reduced
+    for adoption in decision.adoptions:
+        if adoption.stage == status.stage:
+            if adoption.step == decision.version and version < decision.version:
+                assert reduced, "it applies a gradient that it does not hold"
+                version, reduced = version + 1, False
+            reduced = reduced or version == adoption.step
+    if version < decision.version:
+        assert reduced, "it applies a gradient that it does not hold"
+        version, reduced = version + 1, False
+    return WorkerStatus(status.stage, version, reduced)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_committed_version_is_what_the_slowest_stage_can_reach(grid: Grid) -> None:
+    for statuses in reachable_statuses(grid):
+        decision = decide(statuses)
+        assert decision.version == min(best_version(statuses, stage) for stage in range(grid.stages)), statuses
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_ahead_are_the_stages_that_have_done_their_part_of_the_step_that_runs_again(grid: Grid) -> None:
+    seen = set()
+    for statuses in reachable_statuses(grid):
+        decision = decide(statuses)
+        ahead = {stage for stage in range(grid.stages) if best_version(statuses, stage) == decision.version + 1}
+        assert decision.ahead == ahead, statuses
+        assert len(ahead) < grid.stages, "if all were ahead the step would be committed"
+        seen |= ahead
+    assert seen == (set(range(grid.stages)) if grid.stages > 1 else set())
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
+    adoptions = 0
+    for statuses in reachable_statuses(grid):
+        for adoption in decide(statuses).adoptions:
+            adoptions += 1
+            assert statuses[adoption.donor].stage == adoption.stage
+            assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
+    assert (adoptions > 0) == (grid.pipelines > 1)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_nobody_adopts_what_everybody_has(grid: Grid) -> None:
+    for statuses in reachable_statuses(grid):
+        for adoption in decide(statuses).adoptions:
+            mine = [status for status in statuses.values() if status.stage == adoption.stage]
+            assert not all(holds(status, adoption.step) or status.version > adoption.step + 1 for status in mine)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_survivors_that_obey_can_run_the_step_and_nothing_reduced_is_dropped(grid: Grid) -> None:
+    for statuses in reachable_statuses(grid):
+        decision = decide(statuses)
+        for status in statuses.values():
+            after = obey(status, decision)
+            if status.stage in decision.ahead:
+                assert holds(after, decision.version), (status, statuses)
+            else:
+                assert (after.version, after.reduced) == (decision.version, False), (status, statuses)
+            assert after.version >= status.version
+
+
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.num_workers <= 4], ids=str)
+def test_an_interrupted_recovery_leaves_statuses_from_which_another_one_is_possible(grid: Grid) -> None:
+    """Whoever survives the second failure has obeyed or not; every mixture has a decision of at least this version."""
+    for statuses in reachable_statuses(grid):
+        first = decide(statuses)
+        for obeyed in itertools.product((False, True), repeat=len(statuses)):
+            mixed = {
+                rank: obey(status, first) if done else status
+                for (rank, status), done in zip(statuses.items(), obeyed, strict=True)
+            }
+            second = decide(mixed)
+            assert second.version == first.version, (statuses, mixed)
+            assert second.ahead == first.ahead
+
+
+def without_its_loss(grid: Grid) -> Iterator[dict[int, WorkerStatus]]:
+    """Every report of survivors in a step whose loss is not known: nobody can have applied it."""
+    return (held for held in reachable_statuses(grid) if all(status.version == T for status in held.values()))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped(grid: Grid) -> None:
+    all_ahead = 0
+    for statuses in without_its_loss(grid):
+        decision = decide(statuses, known_losses=T)
+        assert decision.version == T, statuses
+        ahead = {stage for stage in range(grid.stages) if best_version(statuses, stage) == T + 1}
+        assert decision.ahead == ahead, statuses
+        all_ahead += len(ahead) == grid.stages
+        for status in statuses.values():
+            after = obey(status, decision)
+            assert after == WorkerStatus(status.stage, T, status.stage in ahead), (status, statuses)
+        for adoption in decision.adoptions:
+            assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
+    assert all_ahead > 0
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_known_losses_change_nothing_about_steps_that_can_be_committed(grid: Grid) -> None:
+    for statuses in reachable_statuses(grid):
+        assert decide(statuses, known_losses=T + 1) == decide(statuses), statuses
+
+
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.num_workers <= 4], ids=str)
+def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(grid: Grid) -> None:
+    """The loss comes while some have obeyed the first decision and others have not."""
+    for statuses in without_its_loss(grid):
+        first = decide(statuses, known_losses=T)
+        for obeyed in itertools.product((False, True), repeat=len(statuses)):
+            mixed = {
+                rank: obey(status, first) if done else status
+                for (rank, status), done in zip(statuses.items(), obeyed, strict=True)
+            }
+            assert decide(mixed, known_losses=T).version == T, (statuses, mixed)
+            assert decide(mixed, known_losses=T + 1) == decide(mixed), (statuses, mixed)
+
+
+def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the_loss_only() -> None:
+    statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, True)}
+    assert decide(statuses, known_losses=T) == Decision(T, frozenset({0, 1}), (Adoption(1, T, 3),))
+
+
+def test_a_step_that_was_applied_without_its_loss_is_an_error() -> None:
+    with pytest.raises(ReCycleError, match="stage 0 spans versions"):
+        decide({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T + 1, False)}, known_losses=T)
+
+
+def test_a_step_is_redone_with_the_help_of_the_stage_that_has_done_its_part() -> None:
+    statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, False)}
+    assert decide(statuses) == Decision(T, frozenset({0}), ())
+
+
+def test_a_step_is_rolled_forward_when_every_stage_holds_its_gradient_somewhere() -> None:
+    statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, True)}
+    assert decide(statuses) == Decision(T + 1, frozenset(), (Adoption(1, T, 3),))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "message"),
+    [
+        ({0: WorkerStatus(0, T + 2, False), 1: WorkerStatus(1, T, False)}, "stage 0 spans versions"),
+        ({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T, False)}, "stage 0 spans versions"),
+        ({0: WorkerStatus(0, T, False), 2: WorkerStatus(0, T + 2, False)}, "stage 0 spans versions"),
+    ],
+)
+def test_statuses_that_the_protocol_cannot_produce_are_an_error(
+    statuses: dict[int, WorkerStatus], message: str
+) -> None:
+    with pytest.raises(ReCycleError, match=message):
+        decide(statuses)

@@ -1,0 +1,256 @@
+"""The protocol of coordinator and workers in a simulated world, over random histories; and that breaking it is noticed.
+
+A history is a number: ``python tests/control/simulated_run.py NUMBER`` replays it and prints what happens.
+All 100,000 of them: ``pytest -m exhaustive tests/control/test_simulated_protocol.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from types import ModuleType
+from typing import Any
+
+import pytest
+import simulated_workers
+from simulated_promises import Violation
+from simulated_run import Run, check_histories
+
+from lightning_recycle.control.protocol import agreements, links, membership, recovery, state
+
+SAMPLE = 1500  # histories in the ordinary run
+HUNT = 6000  # within so many a broken protocol must be noticed
+HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
+    "answers to an earlier pause count": 5_300,
+    "nobody waits for a worker without micro-batches": 33_100,
+}
+MEETS = {  # what the sample must have met, or it says nothing about it
+    "Failed",
+    "Finished",
+    "StageLost",
+    "adoption",
+    "ahead",
+    "candidate lost",
+    "cut",
+    "disturbance",
+    "donor hit",
+    "evicted",
+    "failure",
+    "healed",
+    "joiner hit",
+    "left",
+    "loss computed again",
+    "loss during a change of plan",
+    "loss during a pause",
+    "moved",
+    "paused",
+    "rejoined",
+    "replanned",
+}
+
+
+def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_trouble() -> None:
+    met = check_histories(range(SAMPLE))
+    assert met["Finished"] + met["StageLost"] + met["Failed"] == SAMPLE
+    assert met["Failed"] < SAMPLE / 25, "that takes a link that nobody can do without"
+    assert not {kind for kind in MEETS if not met[kind]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tens_of_thousands", range(10))
+def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int) -> None:
+    first = 10_000 * tens_of_thousands
+    met = check_histories(range(first, first + 10_000))
+    assert met["Finished"] + met["StageLost"] + met["Failed"] == 10_000
+
+
+def test_a_history_is_reproduced_by_its_number() -> None:
+    def lines(seed: int) -> list[str]:
+        told: list[str] = []
+        Run(seed, trace=told.append).run()
+        return told
+
+    assert lines(7) == lines(7)
+    assert lines(7) != lines(8)
+
+
+# ---------------------------------------------------------------------- a broken protocol
+
+MUTATIONS: list[tuple[str, Any, str, str, str]] = [
+    (
+        "all stop at a step that some have begun",
+        membership,
+        "_paused",
+        "max(pause.begun.values()) + 1",
+        "max(pause.begun.values())",
+    ),
+    ("all stop at the earliest step", membership, "_paused", "= max(pause.begun", "= min(pause.begun"),
+    (
+        "one answer is enough for a boundary",
+        membership,
+        "_paused",
+        "pause.begun.keys() != state.live",
+        "not pause.begun",
+    ),
+    ("not everybody is awaited at the boundary", membership, "_at_boundary", "pause.arrived != state.live", "False"),
+    ("a pause survives a new generation", membership, "_begin_generation", "pause=None", "pause=state.pause"),
+    ("nobody is let in", membership, "_pause_if_wanted", "not any(_wanted(state))", "not state.leaving"),
+    ("a plan for other workers is taken", membership, "_handle", "event.roster == state.roster and ", ""),
+    ("a plan survives a new generation", membership, "_begin_generation", "plan=None", "plan=state.plan"),
+    (
+        "a plan begins one step early",
+        membership,
+        "_change_plan",
+        "(state.generation, boundary,",
+        "(state.generation, boundary - 1,",
+    ),
+    (
+        "answers to an earlier pause count",
+        membership,
+        "_paused",
+        "(event.generation, event.number) != (state.generation, pause.number)",
+        "event.generation != state.generation",
+    ),
+    ("the last holder of a stage may leave", membership, "_wanted", "- leave - {rank}", "| {rank}"),
+    ("who moves does not leave", membership, "_wanted", "state.moves.get(rank, -1) in leave or", "True or"),
+    ("the leader changes though it lives", membership, "_with_leader", "state.leader in state.live and", "False and"),
+    ("the dead leader speaks", membership, "_lose", "_with_leader(", "("),
+    ("nobody is evicted for a broken link", membership, "_grace_elapsed", "evicted is not None", "False"),
+    ("nobody checks its links", membership, "_begin_generation", "state.disturbances > 0", "False"),
+    (
+        "broken links survive a new generation",
+        membership,
+        "_begin_generation",
+        "broken_pairs=frozenset()",
+        "broken_pairs=state.broken_pairs",
+    ),
+    (
+        "the last holder of a stage is evicted for a link",
+        links,
+        "choose_evictions",
+        "not all(stage - evicted for stage in stages)",
+        "False",
+    ),
+    (
+        "more are evicted than necessary",
+        links,
+        "choose_evictions",
+        "(frozenset({worst}), partners)",
+        "(frozenset({worst}) | partners,)",
+    ),
+    ("a loss changes nothing for the others", membership, "_lose", "_begin_generation(state) if", "(state, ()) if"),
+    ("the first report decides", membership, "_report", "state.reports.keys() != state.live", "not state.reports"),
+    ("reports of old generations count", membership, "_report", "event.generation != state.generation or", ""),
+    ("who joins counts as having the state", state.MembershipState, "holders", "self.live - self.joining", "self.live"),
+    ("the donor is anybody", membership, "_report", "min(holders)", "min(state.live)"),
+    ("a stage without a holder goes on", membership, "_report", "not state.holders(stage)", "False"),
+    (
+        "where all go on is what the fastest can reach",
+        recovery,
+        "decide",
+        "min(reachable.values())",
+        "max(reachable.values())",
+    ),
+    ("a step without its loss is committed", recovery, "decide", "known_losses is not None", "False"),
+    ("nobody adopts a gradient", recovery, "decide", "adoptions.append(", "(lambda _: None)("),
+    ("a gradient is adopted from who lacks it", recovery, "decide", "min(has)", "min(workers.keys() - has)"),
+    ("a loss is told without all of its parts", agreements, "add_losses", "< state.grid.global_microbatches", "< 1"),
+    (
+        "a step counts when the first has applied it",
+        agreements,
+        "count_steps",
+        "min(state.applied",
+        "max(state.applied",
+    ),
+    ("a commit does not wait for all", agreements, "add_commit", "state.commits.keys() != state.live", "False"),
+    ("commits that come twice count twice", agreements, "add_commit", "or event.step <= state.committed", ""),
+    (
+        "a collective does not wait for all",
+        agreements,
+        "_answer_if_complete",
+        "not state.live <= arrived.keys()",
+        "False",
+    ),
+    ("a collective is answered twice", agreements, "add_arrival", "event.number < state.next_collective", "False"),
+    (
+        "parts of two generations are put together",
+        agreements,
+        "forget_retracted",
+        "arrive.generation is None",
+        "True",
+    ),
+    ("a death completes what it should retract", membership, "_lose", "agreements.forget_retracted(", "("),
+    ("one stage's result is enough", agreements, "_answer_if_complete", "< state.grid.stages", "< 1"),
+    (
+        "the dead are waited for",
+        agreements,
+        "_answer_if_complete",
+        "state.live <=",
+        "frozenset(state.joined) | state.causes.keys() <=",
+    ),
+]
+"""What breaks, the object with the function, the function, and what is replaced in its source."""
+
+WORKERS: list[tuple[str, str, str, str]] = [
+    (
+        "adopted micro-batches are dropped",
+        "program",
+        "16**m for m in",
+        "m // self.grid.stages == self.rank // self.grid.stages and 16**m for m in",
+    ),
+    ("a worker begins steps while it should pause", "begin_step", "if not paused or", "if True or"),
+    ("a worker takes a plan before its step", "begin_step", "if plan.step <= step", "if True"),
+    ("a worker never takes a plan", "begin_step", "if due:", "if False:"),
+    ("a worker keeps the plans of an old generation", "regroup", "self.plans = []", ""),
+    ("a worker applies a gradient without the loss", "apply", "step in self.losses", "True"),
+    ("a redo overwrites what is done", "program", "step + 1 if done else step", "step"),
+    ("a worker that is ahead reduces again", "program", "step < self.version or self.reduced", "False"),
+    ("a worker goes on without the others' redo", "regroup", "self.version > resume.decision.version", "False"),
+    ("a worker obeys the Resume of an old generation", "regroup", "self.resume.generation == self.generation", "True"),
+    ("nobody waits for a worker without micro-batches", "program", "if plan.idle_peer:", "if False:"),
+    (
+        "a joiner begins at the first step",
+        "exchange_state",
+        "list(self.parameters), self.position",
+        "list(self.parameters), 1",
+    ),
+]
+
+
+def broken(owner: Any, name: str, old: str, new: str) -> Any:
+    """Function ``name`` of a module or class, with ``old`` replaced by ``new`` in its source."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert source.count(old) == 1, f"{name} has changed: it contains {old!r} {source.count(old)} times"
+    module = owner if isinstance(owner, ModuleType) else inspect.getmodule(owner)
+    assert module is not None
+    names: dict[str, Any] = {}
+    code = "from __future__ import annotations\n" + source.replace(old, new)
+    exec(compile(code, f"{name}, broken", "exec"), vars(module), names)
+    return names[name]
+
+
+def assert_noticed(mutation: str) -> None:
+    first = HUNT_FROM.get(mutation, 0)
+    with pytest.raises(Violation, match="history"):
+        check_histories(range(first, first + HUNT))
+
+
+@pytest.mark.parametrize(("mutation", "owner", "name", "old", "new"), MUTATIONS, ids=[m[0] for m in MUTATIONS])
+def test_it_is_noticed_when(
+    monkeypatch: pytest.MonkeyPatch, mutation: str, owner: Any, name: str, old: str, new: str
+) -> None:
+    function = broken(owner, name, old, new)
+    monkeypatch.setattr(owner, name, function)
+    if name == "decide":
+        monkeypatch.setattr(membership, name, function)
+    assert_noticed(mutation)
+
+
+@pytest.mark.parametrize(("mutation", "name", "old", "new"), WORKERS, ids=[m[0] for m in WORKERS])
+def test_it_is_noticed_when_by_mistake(
+    monkeypatch: pytest.MonkeyPatch, mutation: str, name: str, old: str, new: str
+) -> None:
+    worker = simulated_workers.SimulatedWorker
+    monkeypatch.setattr(worker, name, broken(worker, name, old, new))
+    assert_noticed(mutation)

@@ -1,0 +1,159 @@
+"""How empty positions are filled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_recycle.control.options import CoordinatorOptions
+from lightning_recycle.control.vacancies import Vacancies
+
+
+class Process:
+    sentinel = -1
+
+    def __init__(self) -> None:
+        self.killed = False
+
+    def describe_exit(self, timeout: float) -> str | None:
+        return None
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class Starter:
+    """Starts processes, or fails to; remembers what it was asked."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+        self.error = error
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __call__(self, rank: int, incarnation: int, device: int) -> Process:
+        assert self.may_go_on.wait(10.0)
+        self.asked.append((rank, incarnation, device))
+        if self.error is not None:
+            raise self.error
+        return Process()
+
+
+def vacancies(start: Starter | None, max_restarts: int = 10, wake: Callable[[], None] = lambda: None) -> Vacancies:
+    return Vacancies(CoordinatorOptions(max_restarts=max_restarts), start, wake)
+
+
+def taken(found: Vacancies, number: int = 1) -> list[tuple[int, object]]:
+    """What was started, once it is."""
+    started: list[tuple[int, object]] = []
+    deadline = time.monotonic() + 10.0
+    while len(started) < number:
+        started += found.take_started()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return started
+
+
+def test_a_replacement_is_started_in_its_place_as_its_next_incarnation() -> None:
+    start, woken = Starter(), threading.Event()
+    found = vacancies(start, wake=woken.set)
+    found.start(3)
+    ((rank, process),) = taken(found)
+    assert woken.wait(10.0)
+    assert (rank, type(process)) == (3, Process)
+    assert start.asked == [(3, 1, 3)]
+    found.start(3)
+    found.start(1, on=2)
+    taken(found, 2)
+    assert sorted(start.asked) == [(1, 1, 2), (3, 1, 3), (3, 2, 3)]
+
+
+def test_a_position_is_being_filled_from_the_request_until_the_process_is_taken() -> None:
+    start = Starter()
+    start.may_go_on.clear()
+    found = vacancies(start)
+    found.start(3)
+    assert found.is_starting(3)
+    assert not found.is_starting(2)
+    assert list(found.take_started()) == [], "starting takes its time, and nobody waits for it"
+    start.may_go_on.set()
+    taken(found)
+    assert not found.is_starting(3)
+
+
+def test_a_process_that_cannot_be_started_is_told_as_none_and_its_reason_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = vacancies(Starter(OSError("no more processes")))
+    found.start(3)
+    assert taken(found) == [(3, None)]
+    assert "rank 3 could not be started: no more processes" in caplog.text
+
+
+def test_without_a_way_to_start_processes_none_is_started() -> None:
+    assert not vacancies(None).may_start(0, now=0.0)
+
+
+def test_no_more_than_max_restarts_are_started_in_a_run() -> None:
+    found = vacancies(Starter(), max_restarts=2)
+    for _ in range(2):
+        assert found.may_start(0, now=0.0)
+        found.start(0)
+    assert not found.may_start(0, now=0.0)
+    assert not found.may_start(1, now=1e9)
+    taken(found, 2)
+
+
+def test_after_each_failure_the_next_try_waits_twice_as_long_up_to_half_a_minute() -> None:
+    found = vacancies(Starter())
+    waits = []
+    for _ in range(9):
+        found.failed(3, now=100.0)
+        waits.append(next(seconds for seconds in (0.5, 1, 2, 4, 8, 16, 30) if found.may_start(3, 100.0 + seconds)))
+        assert not found.may_start(3, 100.0 + waits[-1] - 0.01)
+    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert found.may_start(2, 100.0), "other positions do not wait"
+
+
+def test_a_replacement_that_was_ready_begins_a_new_count_of_failures() -> None:
+    found = vacancies(Starter())
+    for _ in range(4):
+        found.failed(3, now=0.0)
+    found.succeeded(3)
+    found.failed(3, now=100.0)
+    assert found.may_start(3, now=100.5)
+
+
+def test_the_user_is_told_when_the_restarts_are_used_up(caplog: pytest.LogCaptureFixture) -> None:
+    found = vacancies(Starter(), max_restarts=1)
+    found.failed(3, now=0.0)
+    assert caplog.text == ""
+    found.start(3)
+    taken(found)
+    found.failed(3, now=0.0)
+    assert "max_restarts=1 are used up" in caplog.text
+
+
+def test_incarnations_count_by_position() -> None:
+    found = vacancies(None)
+    assert [found.next_incarnation(rank) for rank in (3, 3, 0, 3)] == [1, 2, 1, 3]
+
+
+def test_closing_ends_what_was_started_and_never_taken() -> None:
+    processes: list[Process] = []
+    start = Starter()
+
+    def remember(rank: int, incarnation: int, device: int) -> Process:
+        processes.append(start(rank, incarnation, device))
+        return processes[-1]
+
+    start.may_go_on.clear()
+    found = Vacancies(CoordinatorOptions(), remember, lambda: None)
+    found.start(0)
+    found.start(1)
+    threading.Timer(0.05, start.may_go_on.set).start()  # one that is still starting is waited for
+    found.close()
+    assert [process.killed for process in processes] == [True, True]

@@ -1,0 +1,450 @@
+"""Micro-batch data by address."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_tree import is_alive
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+
+from lightning_recycle.data.addressed import MicrobatchLoader
+from lightning_recycle.data.batching import check_dataloader
+from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+
+SEED = 11
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Augmented(Numbers):
+    """Sample i, and a draw from each random generator; counts nothing, remembers nothing."""
+
+    def __getitem__(self, index: int) -> Tensor:  # (4,)
+        return torch.tensor([index, random.random(), float(np.random.rand()), torch.rand(()).item()])
+
+
+class FromTheEnd(Sampler[int]):
+    """A sampler of a user's, with an order that depends on the epoch."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch = size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(i - self.epoch) % self.size for i in reversed(range(self.size))])
+
+
+class RandomChoice(Sampler[int]):
+    """A sampler that draws from torch's generator."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randint(self.size, (self.size,)).tolist())
+
+
+def masked(samples: list[Tensor]) -> Tensor:
+    """A collate function that draws, as those for masked language models do."""
+    batch = torch.stack(samples)
+    return torch.where(torch.rand(batch.shape) < 0.5, batch, -1)
+
+
+def loader(
+    dataset: Dataset[Any], grid: Grid, batch_size: int, pipeline: int = 0, *, seed: int = SEED, **options: Any
+) -> MicrobatchLoader:
+    return MicrobatchLoader(DataLoader(dataset, batch_size=batch_size, **options), grid, pipeline, seed)
+
+
+def step_data(source: MicrobatchLoader, epoch: int, step: int) -> list[Tensor]:
+    """The micro-batches of a step by their global index."""
+    handle = StepHandle(source, epoch, step)
+    source.begin_step(handle)
+    microbatches = sorted(source.grid.all_microbatches(), key=lambda mb: global_index(source.grid, mb))
+    return [source.fetch(handle, mb) for mb in microbatches]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+GRIDS = [(Grid(1, 1, 1), 6), (Grid(2, 1, 3), 6), (Grid(3, 2, 2), 4), (Grid(1, 2, 4), 8), (Grid(2, 3, 2), 2)]
+
+
+# ---------------------------------------------------------------------- who computes what
+
+
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize(("grid", "batch_size"), GRIDS, ids=str)
+def test_every_sample_is_in_exactly_one_microbatch_of_an_epoch(grid: Grid, batch_size: int, shuffle: bool) -> None:
+    global_batch = grid.pipelines * batch_size
+    source = loader(Numbers(5 * global_batch + global_batch - 1), grid, batch_size, shuffle=shuffle)
+    assert len(source) == 5, "a trailing incomplete global batch is dropped"
+    seen: Counter[int] = Counter()
+    for step in range(len(source)):
+        for microbatch in step_data(source, 0, step):
+            assert len(microbatch) == batch_size // grid.microbatches
+            seen.update(microbatch.tolist())
+    assert set(seen.values()) == {1}
+    assert len(seen) == 5 * global_batch
+    assert shuffle or set(seen) == set(range(5 * global_batch))
+
+
+@pytest.mark.parametrize(("grid", "batch_size"), GRIDS, ids=str)
+def test_without_shuffling_pipeline_d_gets_every_dth_sample_of_a_contiguous_block(grid: Grid, batch_size: int) -> None:
+    source = loader(Numbers(100), grid, batch_size)
+    for step in range(len(source)):
+        block = range(step * grid.pipelines * batch_size, (step + 1) * grid.pipelines * batch_size)
+        for pipeline in range(grid.pipelines):
+            mine = [
+                index
+                for m in range(grid.microbatches)
+                for _, index in source.addresses(0, step, Microbatch(pipeline, m))
+            ]
+            assert sorted(mine) == list(block[pipeline :: grid.pipelines])
+
+
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+def test_a_global_microbatch_depends_on_d_times_m_only(shuffle: bool) -> None:
+    expected = None
+    for grid, batch_size in ((Grid(1, 1, 6), 12), (Grid(2, 3, 3), 6), (Grid(3, 2, 2), 4), (Grid(6, 1, 1), 2)):
+        source = loader(Augmented(40), grid, batch_size, shuffle=shuffle)
+        found = [step_data(source, epoch, step) for epoch in range(2) for step in range(len(source))]
+        expected = found if expected is None else expected
+        assert all(same(a, b) for a, b in zip(found, expected, strict=True)), grid
+
+
+def test_global_indices_number_the_microbatches_of_a_step() -> None:
+    grid = Grid(3, 2, 4)
+    assert sorted(global_index(grid, mb) for mb in grid.all_microbatches()) == list(range(12))
+
+
+def test_shuffling_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        source = loader(Numbers(64), Grid(1, 1, 1), 64, shuffle=True, seed=seed)
+        return step_data(source, epoch, 0)[0].tolist()
+
+    torch.manual_seed(1)
+    first = order(0, 0)
+    torch.manual_seed(2)
+    assert order(0, 0) == first
+    assert sorted(first) == list(range(64))
+    assert first != list(range(64))
+    assert order(0, 1) != first
+    assert order(1, 0) != first
+
+
+def test_going_back_to_an_earlier_epoch_gives_its_order_again() -> None:
+    source = loader(Numbers(32), Grid(2, 1, 2), 4, shuffle=True)
+    first = step_data(source, 0, 1)
+    step_data(source, 1, 0)
+    assert same(step_data(source, 0, 1), first)
+
+
+def test_iterating_yields_the_steps_of_the_epoch_that_lightning_set() -> None:
+    source = loader(Numbers(32), Grid(2, 1, 2), 4)
+    steps = iter(source)
+    source.set_epoch(3)  # after creating the iterator, as Lightning does
+    assert [(handle.epoch, handle.index) for handle in steps] == [(3, 0), (3, 1), (3, 2), (3, 3)]
+
+
+# ---------------------------------------------------------------------- randomness
+
+
+def test_augmentation_is_drawn_by_sample_and_epoch_whoever_fetches() -> None:
+    grid = Grid(2, 1, 2)
+    mine, other = loader(Augmented(16), grid, 4), loader(Augmented(16), grid, 4, pipeline=1)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    first = step_data(mine, 0, 1)
+    random.seed(2), np.random.seed(2), torch.manual_seed(2)
+    step_data(other, 0, 0)
+    assert same(step_data(other, 0, 1), first)
+    assert not same(step_data(other, 1, 1), first), "another epoch draws anew"
+    rows = torch.cat(first)
+    assert len(set(rows[:, 1].tolist())) == len(rows), "every sample has draws of its own"
+
+
+def test_fetching_leaves_the_generators_of_the_process_alone() -> None:
+    source = loader(Augmented(16), Grid(1, 1, 1), 16, shuffle=True)
+    torch.manual_seed(1), random.seed(1)
+    expected = (torch.rand(()).item(), random.random())
+    torch.manual_seed(1), random.seed(1)
+    step_data(source, 0, 0)
+    assert (torch.rand(()).item(), random.random()) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_collate_function_that_draws_gives_the_same_whoever_calls_it(num_workers: int) -> None:
+    grid = Grid(2, 1, 2)
+    expected = step_data(loader(Numbers(16), grid, 4, collate_fn=masked), 0, 1)
+    torch.manual_seed(99)
+    source = loader(Numbers(16), grid, 4, pipeline=1, collate_fn=masked, num_workers=num_workers)
+    try:
+        assert same(step_data(source, 0, 1), expected)
+    finally:
+        source.close()
+
+
+# ---------------------------------------------------------------------- prefetching and redone steps
+
+
+def test_dataloader_workers_give_what_fetching_directly_gives() -> None:
+    grid = Grid(2, 1, 2)
+    direct = loader(Augmented(33), grid, 4, shuffle=True)
+    source = loader(Augmented(33), grid, 4, pipeline=1, shuffle=True, num_workers=2)
+    try:
+        for epoch in range(2):
+            for step in range(len(source)):
+                found = step_data(source, epoch, step)
+                assert same(found, step_data(direct, epoch, step)), (epoch, step)
+                assert same(step_data(source, epoch, step), found), "a redone step gets the same"
+    finally:
+        source.close()
+
+
+def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between_them() -> None:
+    grid = Grid(2, 1, 4)
+    source = loader(Augmented(64), grid, 4, pipeline=0, num_workers=2)
+    direct = loader(Augmented(64), grid, 4)
+    wanted = [
+        Microbatch(0, 2),
+        Microbatch(1, 3),
+        Microbatch(0, 0),
+        Microbatch(0, 3),
+        Microbatch(1, 0),
+        Microbatch(0, 1),
+    ]
+    try:
+        for step in (0, 1, 3):  # a step may be skipped: another worker's data, or a resumed run
+            handle = StepHandle(source, 0, step)
+            source.begin_step(handle)
+            for microbatch in wanted:
+                assert torch.equal(source.fetch(handle, microbatch), direct.fetch(handle, microbatch))
+    finally:
+        source.close()
+
+
+class OwnBatches(BatchSampler):
+    """Whose batches may be anything."""
+
+
+class WhoRead(Numbers):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(os.getpid())
+
+
+def test_only_own_microbatches_are_prefetched_by_other_processes() -> None:
+    source = loader(WhoRead(32), Grid(2, 1, 2), 4, pipeline=1, num_workers=1)
+    handle = StepHandle(source, 0, 0)
+    try:
+        own = source.fetch(handle, Microbatch(1, 0))
+        adopted = source.fetch(handle, Microbatch(0, 0))
+    finally:
+        source.close()
+    assert os.getpid() not in own.tolist()
+    assert set(adopted.tolist()) == {os.getpid()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_step_does_to_its_data_in_place_is_not_seen_when_it_is_redone(num_workers: int) -> None:
+    """An in-place first layer, or a split_batch() that normalises in place."""
+    source = loader(Numbers(8), Grid(1, 1, 2), 4, num_workers=num_workers)
+    handle = StepHandle(source, 0, 0)
+    source.begin_step(handle)
+    try:
+        fetched = source.fetch(handle, Microbatch(0, 0))
+        expected = fetched.clone()
+        fetched.add_(100)
+        assert torch.equal(source.fetch(handle, Microbatch(0, 0)), expected)
+    finally:
+        source.close()
+
+
+def test_data_of_steps_that_cannot_be_redone_any_more_is_released() -> None:
+    source = loader(Numbers(32), Grid(1, 1, 2), 4)
+    for step in range(len(source)):
+        step_data(source, 0, step)
+        assert len(source._fetched) <= 4, "this step's and the one's before"
+
+
+# ---------------------------------------------------------------------- samplers and bad input
+
+
+@pytest.mark.parametrize("sampler", [FromTheEnd, RandomChoice], ids=lambda cls: cls.__name__)
+def test_a_sampler_of_the_users_is_followed_and_is_the_same_for_every_grid(sampler: type[Any]) -> None:
+    def samples(grid: Grid, batch_size: int, epoch: int) -> list[list[int]]:
+        source = loader(Numbers(24), grid, batch_size, sampler=sampler(24))
+        return [sorted(torch.cat(step_data(source, epoch, step)).tolist()) for step in range(len(source))]
+
+    expected = samples(Grid(1, 1, 1), 12, 1)
+    torch.manual_seed(4)
+    assert samples(Grid(3, 2, 2), 4, 1) == expected
+    assert samples(Grid(3, 2, 2), 4, 2) != expected
+    if sampler is FromTheEnd:
+        assert expected[0] == list(range(11, 23)), "the block of the sampler's own order"
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+
+@pytest.mark.parametrize(
+    ("dataloader", "error", "message"),
+    [
+        (
+            lambda: DataLoader(Stream(), batch_size=4),
+            UnsupportedFeatureError,
+            "Stream is an IterableDataset without state.*state_dict.*StatefulDataLoader",
+        ),
+        (
+            lambda: DataLoader(Numbers(8), batch_sampler=OwnBatches(SequentialSampler(range(8)), 4, True)),
+            UnsupportedFeatureError,
+            "batch_sampler.*batch_size",
+        ),
+        (lambda: DataLoader(Numbers(8), batch_size=None), UnsupportedFeatureError, "batch_size"),
+        (lambda: [1, 2, 3], UnsupportedFeatureError, "a list; give one .*DataLoader"),
+        (
+            lambda: DataLoader(Numbers(99), batch_size=6),
+            ConfigurationError,
+            r"batch_size=6.*num_microbatches=4.*\[1, 2",
+        ),
+        (lambda: DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
+    ],
+    ids=["iterable", "batch sampler", "no batching", "no DataLoader", "indivisible", "too small"],
+)
+def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(
+    dataloader: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        MicrobatchLoader(dataloader(), Grid(2, 2, 4), 0, SEED)
+
+
+def test_the_check_before_the_start_needs_no_worker() -> None:
+    check_dataloader(DataLoader(Numbers(8), batch_size=4), 2)
+    with pytest.raises(ConfigurationError, match="multiple of 3"):
+        check_dataloader(DataLoader(Numbers(8), batch_size=4), 3)
+
+
+# ---------------------------------------------------------------------- processes
+
+
+WORKER = """
+    import os, time, torch
+    from torch.utils.data import DataLoader, Dataset
+    from lightning_recycle.planning.grid import Grid, Microbatch
+    from lightning_recycle.data.addressed import MicrobatchLoader
+    from lightning_recycle.data.steps import StepHandle
+
+    class WhoRead(Dataset):
+        def __len__(self):
+            return 64
+        def __getitem__(self, index):
+            return torch.tensor(os.getpid())
+
+    loader = MicrobatchLoader(DataLoader(WhoRead(), batch_size=4, num_workers=2), Grid(1, 1, 2), 0, 0)
+    readers = {pid for m in range(2) for pid in loader.fetch(StepHandle(loader, 0, 0), Microbatch(0, m)).tolist()}
+    print(*readers, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WORKER)], stdout=subprocess.PIPE, text=True)
+    readers: list[int] = []
+    try:
+        assert worker.stdout is not None
+        readers = [int(pid) for pid in worker.stdout.readline().split()]
+        assert len(readers) == 2
+        assert all(map(is_alive, readers))
+        worker.send_signal(signal.SIGKILL)
+        worker.wait(10)
+        deadline = time.monotonic() + 2.0  # without the kernel's help the DataLoader's own watchdog takes 5 s
+        while any(map(is_alive, readers)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(map(is_alive, readers))
+    finally:
+        worker.kill()
+        worker.wait(10)
+        worker.stdout.close()  # type: ignore[union-attr]
+        for pid in filter(is_alive, readers):
+            os.kill(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- what hooks see of a batch
+
+
+def test_a_handle_reads_the_whole_global_batch_when_somebody_looks() -> None:
+    source = loader(Numbers(16), Grid(2, 1, 2), 4)
+    handles = list(source)
+    assert len(handles) == 2
+    whole = handles[1].read()
+    assert len(handles[1]) == handles[1].num_samples == 8
+    assert torch.equal(whole, torch.stack(list(handles[1])))
+    parts = torch.cat(step_data(source, 0, 1))
+    assert torch.equal(whole.sort(0).values, parts.sort(0).values)
+    assert handles[1].read() is whole, "it is read once"
+
+
+def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has() -> None:
+    data = DataLoader(Numbers(11), batch_size=4)
+    source = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, evaluation=True)
+    assert [handle.num_samples for handle in source] == [8, 3]
+    dropping = MicrobatchLoader(
+        DataLoader(Numbers(11), batch_size=4, drop_last=True), Grid(2, 1, 2), 0, SEED, evaluation=True
+    )
+    assert [handle.num_samples for handle in dropping] == [8]
+
+
+def test_several_batches_make_one_step_of_as_many_microbatches_more() -> None:
+    data = DataLoader(Numbers(40), batch_size=4)
+    source = MicrobatchLoader(data, Grid(2, 1, 6), 0, SEED, batches_per_step=3)
+    assert (len(source), source.global_batch_size, source.unused_samples) == (1, 24, 16)
+    alone = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED)
+    together = [alone.fetch(handle, mb) for handle in list(alone)[:3] for mb in alone.grid.all_microbatches()]
+    assert torch.equal(torch.cat(step_data(source, 0, 0)).sort(0).values, torch.cat(together).sort(0).values)
+
+
+def test_prepare_gets_a_seed_that_belongs_to_the_microbatch() -> None:
+    seeds: dict[int, list[int]] = {}
+    for attempt in range(2):
+        source = loader(Numbers(16), Grid(1, 1, 2), 4)
+        source.prepare = lambda data, seed, attempt=attempt: seeds.setdefault(attempt, []).append(seed) or data
+        for step in range(2):
+            step_data(source, 0, step)
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4

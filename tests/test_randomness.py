@@ -1,0 +1,85 @@
+"""Randomness by address."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
+
+CPU = torch.device("cpu")
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+def test_a_seed_is_determined_by_its_parts_and_fits_every_generator() -> None:
+    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
+    for parts in ((0,), (-1, 5), (2**32 - 1, 0, 7, 99), (2**63 - 1,)):
+        seed = derive_seed(*parts)
+        assert 0 <= seed < 2**63
+        torch.Generator().manual_seed(seed)
+
+
+def test_the_seed_of_a_given_address_never_changes() -> None:
+    """Results of old runs depend on these numbers."""
+    assert derive_seed(0) == 893442142816765029
+    assert derive_seed(42, 3, 1, 7) == 5210560770103061081
+
+
+def test_different_addresses_have_different_seeds() -> None:
+    addresses = [*itertools.product(range(6), repeat=3), *itertools.product(range(6), repeat=2), (0,), (1,)]
+    assert len({derive_seed(*address) for address in addresses}) == len(addresses)
+
+
+def test_neighbouring_addresses_give_unrelated_draws() -> None:
+    firsts = []
+    for index in range(2000):
+        with layer_randomness(CPU) as generator:
+            generator.manual_seed(derive_seed(0, 0, index))
+            firsts.append(torch.rand(()).item())
+    values = torch.tensor(firsts)
+    assert values.mean().item() == pytest.approx(0.5, abs=0.03)
+    assert torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1].abs() < 0.08
+
+
+def test_layer_randomness_leaves_the_surrounding_generator_as_it_was() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    with layer_randomness(CPU) as generator:
+        generator.manual_seed(99)
+        torch.rand(10)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_seeded_everything_seeds_all_three_generators_and_restores_them() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = draws()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with seeded_everything() as reseed:
+        reseed(derive_seed(5))
+        inside = draws()
+        reseed(derive_seed(6))
+        assert all(a != b for a, b in zip(draws(), inside, strict=True))
+        reseed(derive_seed(5))
+        assert draws() == inside
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("block", [seeded_everything, lambda: layer_randomness(CPU)])
+def test_generators_are_restored_after_an_exception(block) -> None:  # type: ignore[no-untyped-def]
+    def fail() -> None:
+        with block():
+            torch.manual_seed(1)
+            raise RuntimeError("inside")
+
+    torch.manual_seed(8)
+    expected = torch.rand(())
+    torch.manual_seed(8)
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert torch.equal(torch.rand(()), expected)
