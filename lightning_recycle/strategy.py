@@ -355,13 +355,13 @@ class ReCycleStrategy(CheckpointingStrategy):
     def take_snapshot(self) -> WorkerSnapshot:
         assert self._context is not None
         assert self.lightning_module is not None
-        return take_snapshot(self.lightning_module.trainer, self._context.client.next_collective)
+        return take_snapshot(self.lightning_module.trainer, self._context.client.member.next_collective)
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         assert self._context is not None
         assert self.lightning_module is not None
         restore_snapshot(self.lightning_module.trainer, snapshot)
-        self._context.client.next_collective = snapshot.next_collective
+        self._context.client.member.next_collective = snapshot.next_collective
 
     def on_recovery(self, step: int) -> None:
         self._reach("recovery", step)

@@ -26,30 +26,9 @@ from multiprocessing.connection import Client
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.connection import MessageConnection
-from lightning_recycle.control.protocol.messages import (
-    Activity,
-    Answer,
-    Arrive,
-    Assign,
-    AtBoundary,
-    Boundary,
-    Commit,
-    Committed,
-    Confirm,
-    Confirmed,
-    Heartbeat,
-    Hello,
-    Leave,
-    Pause,
-    Paused,
-    Publish,
-    Ready,
-    Regroup,
-    Report,
-    Resume,
-    StepLoss,
-    Stop,
-)
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
+from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import Finished
 from lightning_recycle.errors import ControlPlaneError
 
@@ -67,10 +46,6 @@ _LOOKUP_SECONDS = 0.1  # between two looks at whether the connecting was cancell
 _LOSS_TIMEOUT = 300.0  # seconds; it is sent before the gradients that lead to a step
 
 _T = TypeVar("_T")
-
-
-class Interrupted(Exception):
-    """A new generation was announced: leave what you do and regroup."""
 
 
 class ControlClient:
@@ -98,41 +73,63 @@ class ControlClient:
         joining: bool = False,
         survives: bool = False,
     ) -> None:
-        self.rank = -1 if rank is None else rank
-        self.joining = joining
+        self.member = Member(-1 if rank is None else rank, joining)
         self._survives = survives
-        self.generation = -1
-        self.leader = -1
-        self.leader_applied = -1
-        self.roster: tuple[int, ...] = ()
-        self.counters: Mapping[str, float] = {}
-        self.activity = Activity(0, "start", "", time.monotonic())
+        self.activity = messages.Activity(0, "start", "", time.monotonic())
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
         self._connection = MessageConnection(Client(address, authkey=authkey))
         self._changed = threading.Condition()
-        self._announced: Regroup | None = None
-        self._resume: Resume | None = None
-        self._committed: Committed | None = None
-        self._answers: dict[int, Answer] = {}
-        self._losses: dict[int, StepLoss] = {}
-        self._published: dict[str, bytes] = {}
-        self.next_collective = 0
-        self._assignment: Assign | None = None
-        self._confirmed = -1
-        self.begun = -1  # the newest step that the main thread has begun
-        self._paused_generation = -1
-        self._newest_pause = (-1, -1)  # generation and number
-        self._boundary: int | None = None
-        self._plans: list[Boundary] = []  # of this generation, not begun yet
         self._leaving = False
         self._main_thread = threading.main_thread().ident
         self._wake_heartbeat = threading.Event()
         self._wants_to_leave = False
-        self.send(Hello(rank, os.getpid(), joining, os.environ.get("RECYCLE_NODE") or socket.gethostname()))
+        node = os.environ.get("RECYCLE_NODE") or socket.gethostname()
+        self.send(messages.Hello(rank, os.getpid(), joining, node))
         for target in (self._receive, self._beat):
             threading.Thread(target=target, name=f"recycle-{target.__name__.strip('_')}", daemon=True).start()
+
+    # ------------------------------------------------------------------ what is known
+
+    @property
+    def rank(self) -> int:
+        return self.member.rank
+
+    @property
+    def joining(self) -> bool:
+        """Whether the training may have begun without this worker, which has not entered it."""
+        return self.member.joining
+
+    @property
+    def generation(self) -> int:
+        return self.member.generation
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        return self.member.roster
+
+    @property
+    def leader(self) -> int:
+        return self.member.leader
+
+    @property
+    def leader_applied(self) -> int:
+        return self.member.leader_applied
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return self.member.counters
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a generation newer than the one this worker has entered is announced."""
+        return self.member.interrupted
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine on the way to the coordinator."""
+        return self._connection.local_host
 
     # ------------------------------------------------------------------ main thread
 
@@ -142,61 +139,39 @@ class ControlClient:
         except OSError:
             self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether a generation newer than the one this worker has entered is announced."""
-        return self._announced is not None and self._announced.generation > self.generation
-
-    def enter_generation(self) -> Regroup:
-        """Takes note of the newest announced generation and returns it."""
+    def enter_generation(self) -> messages.Regroup:
+        """Enters the newest announced generation and returns its announcement."""
         with self._changed:
-            assert self._announced is not None
-            self.generation, self.roster = self._announced.generation, self._announced.roster
-            self.leader = self._announced.leader
-            self._published.clear()
-            self._plans.clear()
-            return self._announced
+            return self.member.enter()
 
     def begin_step(self, step: int) -> Any:
         """Says that this worker begins ``step`` now, or waits at its beginning if the roster is about to change there.
 
         Returns:
-            The schedule that all go over to with this step; None if they keep the one that they have.
+            The schedule that all switch to with this step; None if they keep the one that they have.
 
         Raises:
             Interrupted: when a generation was announced.
         """
-        said = False
         while True:
             with self._changed:
-                if self.interrupted:
-                    raise Interrupted
-                paused = self._paused_generation == self.generation and step > self.begun
-                boundary = self._boundary if paused else None
-                if not paused or (boundary is not None and step < boundary):
-                    self.begun = max(self.begun, step)
-                    return self._take_plan(step)
-            if boundary is not None and not said:
-                said = True
-                self.send(AtBoundary(self.rank, self.generation, step))
-            known = (self._paused_generation, boundary)
+                answer = self.member.begin(step)
+            if not isinstance(answer, Hold):
+                return answer.schedule
+            for reply in answer.replies:
+                self.send(reply)
+            place = answer.place
             self._wait(
-                lambda known=known: True if (self._paused_generation, self._boundary) != known else None,  # type: ignore[misc]
+                lambda place=place: self.member.pause != place or None,  # type: ignore[misc]
                 "the change of the roster",
                 interruptible=True,
             )
 
-    def _take_plan(self, step: int) -> Any:
-        """The newest schedule that is to hold from ``step`` on, if there is one that has not been taken yet."""
-        due = [plan for plan in self._plans if plan.step <= step]
-        self._plans = self._plans[len(due) :]
-        return due[-1].schedule if due else None
-
     def wait_to_enter(self) -> None:
         """Says that this worker is set up and waits until it is let in; then :meth:`enter_generation` is due."""
-        self.send(Ready(self.rank))
+        self.send(messages.Ready(self.rank))
         self._wait(lambda: self.interrupted or None, "a step boundary to enter at")
-        self.joining = False
+        self.member.joining = False
 
     def request_leave(self) -> None:
         """Asks to leave at the next step boundary; callable from a signal handler."""
@@ -207,20 +182,13 @@ class ControlClient:
         """Returns if this worker is still a member; one that is not ends instead. Before anything that a worker
         outside the generation must not do.
         """
-        number = self._confirmed + 1
-        self.send(Confirm(self.rank, number))
-        self._wait(lambda: True if self._confirmed >= number else None, "the word that it is a member")
+        number = self.member.confirmed + 1
+        self.send(messages.Confirm(self.rank, number))
+        self._wait(lambda: self.member.confirmed >= number or None, "the word that it is a member")
 
-    @property
-    def local_host(self) -> str:
-        """The address of this machine on the way to the coordinator."""
-        return self._connection.local_host
-
-    def await_assignment(self) -> Assign:
+    def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it."""
-        found = self._wait(lambda: self._assignment, "a free position")
-        self.rank = found.rank
-        return found
+        return self._wait(lambda: self.member.assignment, "a free position")
 
     def await_announcement(self, timeout: float) -> None:
         """Waits for a generation newer than the current one.
@@ -230,53 +198,44 @@ class ControlClient:
         """
         self._wait(lambda: self.interrupted or None, "a new generation", timeout=timeout)
 
-    def report(self, report: Report) -> Resume:
+    def report(self, status: WorkerStatus, payload: Any = None) -> messages.Resume:
         """Reports for the entered generation and waits for all others.
+
+        Args:
+            status: what this worker holds.
+            payload: what it would bring to the commit of its step, if it is REDUCED.
 
         Raises:
             Interrupted: when a newer generation was announced meanwhile.
         """
-        self.send(replace(report, commit=_packed(report.commit)))
-
-        def resume() -> Resume | None:
-            found = self._resume
-            return found if found is not None and found.generation == report.generation else None
-
-        answer = self._wait(resume, "the others to report", interruptible=True)
+        self.send(self.member.report(status, _packed(payload)))
+        answer = self._wait(self.member.resumed, "the others to report", interruptible=True)
         return replace(answer, commits=_unpacked(answer.commits))
 
-    def commit(self, step: int, payload: Any) -> Committed:
+    def commit(self, step: int, payload: Any) -> messages.Committed:
         """Waits until every live worker is REDUCED in ``step``.
 
         Raises:
             Interrupted: when a generation was announced before that.
         """
-        self.send(Commit(self.rank, self.generation, step, _packed(payload)))
-
-        def committed() -> Committed | None:
-            found = self._committed
-            return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
-
-        answer = self._wait(committed, "the commit", interruptible=True)
+        self.send(self.member.commit(step, _packed(payload)))
+        answer = self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
         return replace(answer, payloads=_unpacked(answer.payloads))
 
-    def await_loss(self, step: int) -> StepLoss:
+    def await_loss(self, step: int) -> messages.StepLoss:
         """Waits for the mean loss of ``step``, and what came with the losses.
 
         Raises:
             Interrupted: when a generation was announced before it came.
             ControlPlaneError: if it does not come although every micro-batch was computed.
         """
-        found = self._wait(lambda: self._losses.get(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
-        self._losses = {known: value for known, value in self._losses.items() if known >= step}
-        self.counters = found.counters
-        return found
+        return self._wait(lambda: self.member.loss(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
 
     def publish(self, key: str, value: bytes) -> None:
         """Makes ``value`` known to all workers of the generation."""
-        self.send(Publish(self.rank, self.generation, key, value))
         with self._changed:
-            self._published[key] = value
+            message = self.member.publish(key, value)
+        self.send(message)
 
     def lookup(self, key: str, cancelled: threading.Event) -> bytes:
         """Waits for what a worker of the generation published; for a thread that connects.
@@ -285,27 +244,11 @@ class ControlClient:
             Interrupted: when ``cancelled`` is set, or a newer generation was announced before it came.
         """
         with self._changed:
-            while key not in self._published:
+            while (found := self.member.published(key)) is None:
                 if self.interrupted or cancelled.is_set():
                     raise Interrupted
                 self._changed.wait(_LOOKUP_SECONDS)
-            return self._published[key]
-
-    @contextmanager
-    def waiting(self, what: str, coordinated: bool = False) -> Iterator[None]:
-        """Says that the main thread waits for ``what`` within the block. What it did before begins anew after it: the
-        time for which it waited does not count. ``coordinated``: it comes from the coordinator.
-        """
-        before = self.activity
-        self.activity = Activity(before.step, before.operation, what, time.monotonic(), coordinated=coordinated)
-        try:
-            yield
-        finally:
-            self.activity = replace(before, since=time.monotonic())
-
-    def progressed(self) -> None:
-        """Says that what the main thread does, or waits for, has come a part further."""
-        self.activity = replace(self.activity, since=time.monotonic())
+            return found
 
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
         """Takes part in the next control collective; returns the payloads of the live workers by rank.
@@ -314,17 +257,13 @@ class ControlClient:
         """
         if self.joining:
             return {self.rank: payload}
-        number, self.next_collective = self.next_collective, self.next_collective + 1
-        self.send(Arrive(self.rank, number, name, _packed(payload)))
+        message = self.member.arrive(name, _packed(payload))
+        self.send(message)
         while True:
+            # Before the executor exists there is nothing to regroup: the announcement waits until it does.
+            ready = self.regroup is not None
             try:
-                # Before the executor exists there is nothing to regroup: the announcement waits until it does.
-                ready = self.regroup is not None
-                answer = self._wait(
-                    lambda: self._answers.pop(number, None), f"collective {name!r}", interruptible=ready
-                )
-                self.leader = answer.leader
-                return _unpacked(answer.payloads)
+                return self._await_answer(message, interruptible=ready)
             except Interrupted:
                 assert self.regroup is not None
                 self.regroup()
@@ -336,16 +275,50 @@ class ControlClient:
             Interrupted: when a generation was announced before the answer came: nobody has got one. Do what led to
                 ``payload`` again, and arrive again.
         """
-        number = self.next_collective
-        self.send(Arrive(self.rank, number, name, _packed(payload), self.generation))
-        answer = self._wait(lambda: self._answers.pop(number, None), f"collective {name!r}", interruptible=True)
-        self.next_collective = number + 1
-        self.leader = answer.leader
+        message = self.member.arrive_in_generation(name, _packed(payload))
+        self.send(message)
+        return self._await_answer(message, interruptible=True)
+
+    def _await_answer(self, arrival: messages.Arrive, interruptible: bool) -> dict[int, Any]:
+        what = f"collective {arrival.name!r}"
+        answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
         return _unpacked(answer.payloads)
 
     def leave(self) -> None:
         """From now on the end of the connection is no failure."""
         self._leaving = True
+
+    # ------------------------------------------------------------------ what the main thread does, for the heartbeat
+
+    def doing(self, step: int, operation: str, kind: str = "") -> None:
+        """Says what the main thread does from now on; without a ``kind`` nobody knows how long that takes."""
+        self.activity = messages.Activity(step, operation, "", time.monotonic(), kind)
+
+    @contextmanager
+    def busy(self, operation: str, kind: str = "") -> Iterator[None]:
+        """Says that the main thread does something else within the block. What it did before begins anew after it."""
+        before = self.activity
+        self.doing(before.step, operation, kind)
+        try:
+            yield
+        finally:
+            self.activity = replace(before, since=time.monotonic())
+
+    @contextmanager
+    def waiting(self, what: str, coordinated: bool = False) -> Iterator[None]:
+        """Says that the main thread waits for ``what`` within the block. What it did before begins anew after it: the
+        time for which it waited does not count. ``coordinated``: it comes from the coordinator.
+        """
+        before = self.activity
+        self.activity = replace(before, waiting_for=what, since=time.monotonic(), kind="", coordinated=coordinated)
+        try:
+            yield
+        finally:
+            self.activity = replace(before, since=time.monotonic())
+
+    def progressed(self) -> None:
+        """Says that what the main thread does, or waits for, has come a part further."""
+        self.activity = replace(self.activity, since=time.monotonic())
 
     def _wait(
         self, ready: Callable[[], _T | None], what: str, timeout: float | None = None, interruptible: bool = False
@@ -359,7 +332,7 @@ class ControlClient:
                 if interruptible and self.interrupted:
                     raise Interrupted
                 if deadline is not None and time.monotonic() > deadline:
-                    raise ControlPlaneError(f"Worker {self.rank} waited {timeout:g} s for {what} in vain.")
+                    raise ControlPlaneError(f"Worker {self.rank} waited {timeout:g} s for {what} without success.")
                 self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------ threads
@@ -370,7 +343,7 @@ class ControlClient:
                 message = self._connection.receive()
             except (EOFError, OSError):
                 self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
-            if isinstance(message, Stop):
+            if isinstance(message, messages.Stop):
                 if message.reason in (Finished.__name__, LEFT):
                     self._leaving = True  # the results are delivered, or others go on: nothing is left to do here
                 spare = self.rank < 0  # it has nothing to go on with
@@ -379,42 +352,11 @@ class ControlClient:
                     return
                 self._exit(f"was told to stop ({message.reason})", EXIT_STOPPED)
             with self._changed:
-                match message:
-                    case Regroup():
-                        self._announced = message
-                    case Resume():
-                        self._resume = message
-                    case StepLoss():
-                        self._losses[message.step] = message
-                        self.leader_applied = max(self.leader_applied, message.leader_applied)
-                    case Pause():
-                        pause = (message.generation, message.number)
-                        if pause > self._newest_pause:
-                            self._newest_pause = pause
-                            self._paused_generation, self._boundary = message.generation, None
-                        begun = self.begun
-                    case Boundary(schedule=None):
-                        if message.generation == self._paused_generation:
-                            self._boundary = message.step
-                    case Boundary():
-                        if message.generation == self._paused_generation:
-                            self._paused_generation = -1  # nobody has to stop
-                            self._plans.append(message)
-                    case Confirmed():
-                        self._confirmed = message.number
-                    case Assign():
-                        self._assignment = message
-                    case Committed():
-                        self._committed = message
-                    case Publish():
-                        if message.generation == self.generation:
-                            self._published[message.key] = message.value
-                    case Answer():
-                        self._answers[message.number] = message
+                replies = self.member.receive(message)
                 self._changed.notify_all()
-            if isinstance(message, Pause):
-                self.send(Paused(self.rank, message.generation, begun, message.number))
-            if isinstance(message, Regroup) and self.on_interrupt is not None:
+            for reply in replies:
+                self.send(reply)
+            if isinstance(message, messages.Regroup) and self.on_interrupt is not None:
                 self.on_interrupt(message.generation - 1)
 
     def _beat(self) -> None:
@@ -422,11 +364,11 @@ class ControlClient:
             try:
                 if self._wants_to_leave:
                     self._wants_to_leave = False
-                    self._connection.send(Leave(self.rank))
+                    self._connection.send(messages.Leave(self.rank))
                 activity = self.activity
                 seconds = time.monotonic() - activity.since
                 debugged = _is_debugged(self._main_thread)
-                self._connection.send(Heartbeat(self.rank, self.generation, activity, seconds, debugged))
+                self._connection.send(messages.Heartbeat(self.rank, self.generation, activity, seconds, debugged))
             except OSError:
                 return  # the receiver sees it too, and ends the process
             self._wake_heartbeat.wait(self.heartbeat_interval)

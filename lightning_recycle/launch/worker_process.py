@@ -169,7 +169,6 @@ def run_outside(
             " address, and give RECYCLE_KEY the same value here and there."
         ) from error
     assignment = client.await_assignment()
-    client.joining = assignment.joining
     returned = None
     with _crashes_reported(client):
         setup = own_setup(assignment.setup) if isinstance(assignment.setup, Grid) else assignment.setup

@@ -17,28 +17,30 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
-from lightning_recycle.control.protocol.messages import (
-    Activity,
-    Applied,
-    Broken,
-    Connected,
-    Entered,
-    FaultInjected,
-    Losses,
-    Profiled,
-    Report,
-    Resume,
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.recovery import (
+    Action,
+    Adopt,
+    Apply,
+    AwaitPeers,
+    CommitTogether,
+    Forget,
+    Give,
+    Serve,
+    Take,
+    WorkerStatus,
+    actions,
+    part_of,
 )
-from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
@@ -65,6 +67,8 @@ RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 """(output, target, number of samples) of a micro-batch -> what is to reach all workers."""
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _RECOVER = "RECOVER"  # kind of what a worker does itself during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's word on it
@@ -214,18 +218,15 @@ class Executor:
         self._steps = {number: step, **{n: s for n, s in self._steps.items() if n == number - 1}}
         handle.loader.begin_step(handle)
         self._stage.remember_modes()
-        while self.version == number:
-            try:
+
+        def run() -> None:
+            if self.version == number:  # else a recovery has applied it
                 schedule = self._client.begin_step(number)
                 if schedule is not None:
                     self._follow(schedule)
                 self._run_program(number)
-            except Interrupted:
-                self.regroup()
-            except CommunicationError as error:
-                self._await_verdict(error)
-                self.regroup()
-        self._client.activity = Activity(self.version, "hooks and callbacks", "", time.monotonic())
+
+        self._retried(run)
         assert step.result is not None
         return step.result
 
@@ -236,37 +237,34 @@ class Executor:
 
     def _run_program(self, step: int) -> None:
         """Runs the program for ``step``; only for the benefit of other stages if this one is done with it."""
-        done = step < self.version or self._reduced
+        part = part_of(step, self.version, self._reduced, self._idle_peer)
         program = self._program
-        if done:
+        if not part.reduces:
             program = tuple(t for t in program if t.op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
         self._stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
-        self._gradients.begin(step + 1 if done else step)  # what is done must not change: the other set is scratch
+        self._gradients.begin(part.buffers)
         self._incoming = {
             task: self._communicator.post_receive(_channel(task.op), task.source, task.index)
             for task in program
             if task.source is not None
         }
-        if self._idle_peer:
-            # Nobody needs anything of a worker without micro-batches, so the others could get two steps ahead of it;
-            # if the link to it was cut in the last reduction, nobody could bring it there once its peers are gone.
-            with self._client.waiting("peers"):
-                self._communicator.all_reduce(torch.zeros(1))
+        if part.awaits_peers:
+            self._await_peers()
         forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
         for task in program:
             if self._client.interrupted:
                 raise Interrupted
             kind = task.op.kind
-            self._client.activity = Activity(step, task.label, "", time.monotonic(), kind.value)
+            self._client.doing(step, task.label, kind.value)
             for hook in self.before_operation:
                 hook(step, task.op)
             if kind is OpKind.FORWARD:
                 self._forward(step, task)
                 forwards_left -= 1
                 if self._is_last and not forwards_left:
-                    self._client.send(Losses(self._client.rank, step, self._losses, self._outputs))
+                    self._client.send(messages.Losses(self._client.rank, step, self._losses, self._outputs))
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
             elif kind is OpKind.BACKWARD_WEIGHT:
@@ -274,7 +272,7 @@ class Executor:
                     self._stage.backward_weight(task.index)
             elif kind is OpKind.REDUCE:
                 self._reduce(step)
-            elif kind is OpKind.STEP and step == self.version:
+            elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
             for after in self.after_operation:
                 after(step, task.op)
@@ -285,7 +283,7 @@ class Executor:
         if task.op.stage == 0 or self._is_last:
             assert task.op.microbatch is not None
             data = self._steps[step]
-            with self._busy("reading data"):
+            with self._client.busy("reading data"):
                 inputs, target = self._host.split(data.handle.loader.fetch(data.handle, task.op.microbatch))
         if task.source is not None:
             inputs = self._receive(step, task)
@@ -352,7 +350,7 @@ class Executor:
         self._timings.add(OpKind.STEP, time.perf_counter() - started)
         step.result = result
         measured = self._timings.take_step()
-        self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds), measured))
+        self._client.send(messages.Applied(self._client.rank, number, dict(self._timings.seconds), measured))
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
 
@@ -371,20 +369,15 @@ class Executor:
         Returns:
             What ``record`` returned, by global micro-batch, on every worker.
         """
-        while True:
-            try:
-                if self._client.interrupted:
-                    raise Interrupted
-                mine = self._run_forwards(handle, split, record)
-                parts = self._client.arrive_in_generation(f"batch {handle.index}", mine)
-            except Interrupted:
-                self.regroup()
-            except CommunicationError as error:
-                self._await_verdict(error)
-                self.regroup()
-            else:
-                self._client.activity = Activity(self.version, "hooks and callbacks", "", time.monotonic())
-                return {index: data for _, part in sorted(parts.items()) for index, data in part.items()}
+
+        def run() -> Mapping[int, dict[int, bytes]]:
+            if self._client.interrupted:
+                raise Interrupted
+            mine = self._run_forwards(handle, split, record)
+            return self._client.arrive_in_generation(f"batch {handle.index}", mine)
+
+        parts = self._retried(run)
+        return {index: data for _, part in sorted(parts.items()) for index, data in part.items()}
 
     def _run_forwards(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
@@ -406,7 +399,7 @@ class Executor:
         for task in program:
             if self._client.interrupted:
                 raise Interrupted
-            self._client.activity = Activity(self.version, f"evaluation {task.label}", "", time.monotonic())
+            self._client.doing(self.version, f"evaluation {task.label}")
             inputs = target = None
             assert task.op.microbatch is not None
             if task.op.stage == 0 or self._is_last:
@@ -424,7 +417,7 @@ class Executor:
 
     # ------------------------------------------------------------------ a failure
 
-    def announce_fault(self, fault: FaultInjected) -> None:
+    def announce_fault(self, fault: messages.FaultInjected) -> None:
         """Tells the coordinator that this worker is about to fail on purpose, for the record."""
         self._client.send(fault)
 
@@ -436,103 +429,110 @@ class Executor:
 
     def regroup(self) -> None:
         """Takes part in the announced generation, and in any that follows before this worker has done its part."""
+        self._retried(lambda: None, recover=True)
+
+    def _retried(self, attempt: Callable[[], _T], recover: bool = False) -> _T:
+        """Returns ``attempt()``; when a failure ends it, this worker takes part in the recovery and attempts it again.
+
+        Args:
+            attempt: what may end with :class:`Interrupted` or :class:`CommunicationError`.
+            recover: whether a recovery is due at once.
+        """
         while True:
-            self._stage.clear()
-            self._incoming = {}
-            announced = self._client.enter_generation()
-            status = WorkerStatus(self.worker.stage, -1 if self._joining else self.version, self._reduced)
-            report = Report(self._client.rank, announced.generation, status, self._payload, self._client.begun)
-            self._client.activity = Activity(self.version, "recovery", "", time.monotonic(), _RECOVER)
             try:
-                resume = self._client.report(report)
-                if resume.generation > 0:
-                    self._host.on_recovery(resume.decision.version)
-                stage_roster = [r for r in resume.roster if self.grid.worker(r).stage == self.worker.stage]
-                stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
-                self._leads = {stage: min(r for r in stages if stages[r] == stage) for stage in set(stages.values())}
-                tie_rosters = {
-                    index: [rank for rank, stage in stages.items() if stage in tie.stages]
-                    for index, tie in enumerate(self._ties.ties)
-                    if self.worker.stage in tie.stages
-                }
-                with self._client.waiting("connections"):
-                    self._communicator.configure(
-                        resume.generation, resume.roster, stage_roster, tie_rosters, announced.check_links
-                    )
-                self._follow(resume.schedule)
-                self._client.send(Connected(self._client.rank, resume.generation))
-                self._host.on_generation()
-                if self._profiler is not None and resume.generation == 0:
-                    self._measure_links(self._profiler)
-                self._exchange_state(resume)
-                with self._stage.as_in_training():
-                    self._catch_up(resume)
-                    if self._ties.ties and self.version == resume.decision.version:
-                        # The sum over the stages can be made again only if all of them run the step again. Nobody has
-                        # applied it: all would have committed it together.
-                        self._reduced, self._payload = False, None
-                    if self.version > resume.decision.version:
-                        self._serve(resume.decision.version)
+                if recover:
+                    self._recover()
+                    recover = False
+                result = attempt()
             except Interrupted:
-                continue
+                recover = True
             except CommunicationError as error:
                 self._await_verdict(error)
-                continue
-            self._client.activity = Activity(self.version, "hooks and callbacks", "", time.monotonic())
-            return
+                recover = True
+            else:
+                self._client.doing(self.version, "hooks and callbacks")
+                return result
 
-    def _exchange_state(self, resume: Resume) -> None:
-        """Gives this worker's state to those that join its stage, or gets it from a peer."""
-        mine = [rank for rank, donor in sorted(resume.donors.items()) if donor == self._client.rank]
-        if mine:
-            with self._busy("taking a snapshot"):
-                snapshot = self._host.take_snapshot()
-            with self._client.waiting("the transfer of state"):
-                for rank in mine:
-                    send_object(self._communicator, snapshot, rank)
-        donor = resume.donors.get(self._client.rank)
-        if donor is not None:
-            with self._client.waiting("the transfer of state"):
-                snapshot = receive_object(self._communicator, donor)
-            with self._busy("taking over the state"):
-                self._host.restore_snapshot(snapshot)
-            self.version = resume.decision.version
-            self._joining = False
-            self._client.send(Entered(self._client.rank, resume.generation))
+    def _recover(self) -> None:
+        """Enters the announced generation: reports, connects, and does what the decision asks of this worker."""
+        self._stage.clear()
+        self._incoming = {}
+        announced = self._client.enter_generation()
+        status = WorkerStatus(self.worker.stage, -1 if self._joining else self.version, self._reduced)
+        self._client.doing(self.version, "recovery", _RECOVER)
+        resume = self._client.report(status, self._payload)
+        if resume.generation > 0:
+            self._host.on_recovery(resume.decision.version)
+        self._connect(resume, announced.check_links)
+        self._host.on_generation()
+        if self._profiler is not None and resume.generation == 0:
+            self._measure_links(self._profiler)
+        commits: Mapping[int, CommitPayload] = resume.commits
+        for action in actions(
+            self._client.rank, status, resume.decision, resume.donors, self._commits, bool(self._ties.ties)
+        ):
+            if isinstance(action, CommitTogether):
+                commits = self._client.commit(action.step, self._payload).payloads
+            else:
+                self._carry_out(action, resume, commits)
 
-    def _catch_up(self, resume: Resume) -> None:
-        """Applies what the committed version requires and adopts the gradients that this worker lacks."""
-        version = resume.decision.version
-        adoptions = [a for a in resume.decision.adoptions if a.stage == self.worker.stage]
-        for adoption in adoptions:
-            if adoption.step == version and self.version < version:
-                self._apply_late(resume.commits)
-            with self._client.waiting("a gradient"):
-                for buffer in self._gradients.of_step(adoption.step):
-                    self._communicator.broadcast(buffer, adoption.donor)
-            if self.version == adoption.step and not self._reduced:
-                self._payload, self._reduced = CommitPayload(self._squared_norm(adoption.step)), True
-        if adoptions:  # nobody may go on and overwrite what it gave before all others have it
-            with self._client.waiting("peers"):
-                self._communicator.all_reduce(torch.zeros(1))
-        if self.version < version:
-            payloads = resume.commits
-            if self._commits and any(a.step == version - 1 for a in resume.decision.adoptions):
-                # Nobody has applied the step yet. Another failure may leave a stage without it, and there is no shadow:
-                # so all commit it together once all hold it.
-                payloads = self._client.commit(version - 1, self._payload).payloads
-            self._apply_late(payloads)
+    def _connect(self, resume: messages.Resume, check_links: bool) -> None:
+        """Connects the workers of the generation; from now on its schedule holds."""
+        stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
+        peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
+        self._leads = {stage: min(r for r in stages if stages[r] == stage) for stage in set(stages.values())}
+        tie_rosters = {
+            index: [rank for rank, stage in stages.items() if stage in tie.stages]
+            for index, tie in enumerate(self._ties.ties)
+            if self.worker.stage in tie.stages
+        }
+        with self._client.waiting("connections"):
+            self._communicator.configure(resume.generation, resume.roster, peers, tie_rosters, check_links)
+        self._follow(resume.schedule)
+        self._client.send(messages.Connected(self._client.rank, resume.generation))
 
-    def _apply_late(self, payloads: Mapping[int, CommitPayload]) -> None:
-        """As :meth:`_apply`, in the middle of a recovery: it may take as long as in a step."""
-        with self._busy("STEP", OpKind.STEP.value):
-            self._apply(payloads)
+    def _carry_out(self, action: Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]) -> None:
+        """Does one of the actions of a recovery; ``commits`` as of :meth:`_apply`."""
+        match action:
+            case Give():
+                with self._client.busy("taking a snapshot"):
+                    snapshot = self._host.take_snapshot()
+                with self._client.waiting("the transfer of state"):
+                    for rank in action.ranks:
+                        send_object(self._communicator, snapshot, rank)
+            case Take():
+                with self._client.waiting("the transfer of state"):
+                    snapshot = receive_object(self._communicator, action.donor)
+                with self._client.busy("taking over the state"):
+                    self._host.restore_snapshot(snapshot)
+                self.version = resume.decision.version
+                self._joining = False
+                self._client.send(messages.Entered(self._client.rank, resume.generation))
+            case Apply():
+                with self._stage.as_in_training(), self._client.busy("STEP", OpKind.STEP.value):
+                    self._apply(commits)
+            case Adopt():
+                with self._client.waiting("a gradient"):
+                    for buffer in self._gradients.of_step(action.step):
+                        self._communicator.broadcast(buffer, action.donor)
+                if action.lacks:
+                    self._payload, self._reduced = CommitPayload(self._squared_norm(action.step)), True
+            case AwaitPeers():
+                self._await_peers()
+            case Forget():
+                self._reduced, self._payload = False, None
+            case Serve():
+                self._serve(action.step)
+
+    def _await_peers(self) -> None:
+        with self._client.waiting("peers"):
+            self._communicator.all_reduce(torch.zeros(1))
 
     def _serve(self, step: int) -> None:
-        """Computes this worker's part of a step that it has applied, with the parameters of then, for who redoes it."""
+        """Runs a step that this worker has applied, with the parameters of then."""
         assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
         try:
-            with self._shadow.in_place():
+            with self._stage.as_in_training(), self._shadow.in_place():
                 self._run_program(step)
         finally:
             self._gradients.attach(self.version - 1)
@@ -542,7 +542,7 @@ class Executor:
         if not self._client.interrupted:
             log.debug("Worker %s: %s", self.worker, error)
             unreachable = error.ranks if isinstance(error, UnreachableError) else ()
-            self._client.send(Broken(self._client.rank, self._client.generation, str(error), unreachable))
+            self._client.send(messages.Broken(self._client.rank, self._client.generation, str(error), unreachable))
             self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
 
     # ------------------------------------------------------------------ profiling
@@ -565,7 +565,7 @@ class Executor:
     def _finish_profile(self, profiler: StageProfiler) -> None:
         measured = profiler.profile(self._timings.seconds)
         steps = profiler.last_step - profiler.first_step + 1
-        self._client.send(Profiled(self._client.rank, measured, profiler.latency, profiler.bandwidth, steps))
+        self._client.send(messages.Profiled(self._client.rank, measured, profiler.latency, profiler.bandwidth, steps))
         self._profiler = None
 
     # ------------------------------------------------------------------ small things
@@ -574,7 +574,7 @@ class Executor:
         if not self._has_read_ahead and step == self.version:
             self._has_read_ahead = True  # the first wait of a step is the longest: the pipeline fills
             data = self._steps[step]
-            with self._busy("reading data"):
+            with self._client.busy("reading data"):
                 data.handle.loader.read_ahead(data.handle)
         with self._client.waiting(f"rank {task.source}"):
             return self._communicator.receive(self._incoming[task])
@@ -587,16 +587,6 @@ class Executor:
         data = self._steps[step]
         assert task.op.microbatch is not None
         return data.handle.loader.num_samples(data.handle, task.op.microbatch)
-
-    @contextmanager
-    def _busy(self, what: str, kind: str = "") -> Iterator[None]:
-        """Says that this worker does something else within the block; without a ``kind`` nobody knows how long."""
-        before = self._client.activity
-        self._client.activity = Activity(before.step, what, "", time.monotonic(), kind)
-        try:
-            yield
-        finally:
-            self._client.activity = replace(before, since=time.monotonic())
 
 
 def _channel(op: Op) -> Channel:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
-from lightning_recycle.control.protocol.messages import Applied, Connected, Entered, Losses, Report, Resume
+from lightning_recycle.control.protocol.messages import Applied, Connected, Entered, Losses, Resume
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 
 
@@ -73,12 +73,11 @@ class Member:
 
     def regroup(self) -> None:
         while True:
-            announced = self.client.enter_generation()
+            self.client.enter_generation()
             payload = Payload(self.client.rank) if self.reduced else None
             status = WorkerStatus(self.stage, self.version, self.reduced)
             try:
-                report = Report(self.client.rank, announced.generation, status, payload, self.client.begun)
-                resume = self.client.report(report)
+                resume = self.client.report(status, payload)
             except Interrupted:
                 continue
             self.resumes.append(resume)

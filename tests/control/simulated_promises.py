@@ -135,8 +135,10 @@ class Promises:
                         raise Violation(f"step {message.step} is committed before {worker} is reduced")
             case Boundary():
                 for worker in members:
-                    if worker.generation == message.generation and worker.begun >= message.step:
-                        raise Violation(f"{worker} has begun step {worker.begun}; all are to stop at {message.step}")
+                    if worker.generation == message.generation and worker.member.begun >= message.step:
+                        raise Violation(
+                            f"{worker} has begun step {worker.member.begun}; all are to stop at {message.step}"
+                        )
                 if message.schedule is not None:
                     self._expected.append((message.generation, message.step, message.schedule))
             case Pause() if state.regrouping:

@@ -93,6 +93,7 @@ class Run:
         self.trace = trace
         self.grid = self.chance.choice(GRIDS)
         self.commits = self.random() < 0.3
+        self.tied = self.commits and random.Random(f"ties {seed}").random() < 0.5
         self.steps = self.chance.choice((2, 3, 3, 4))
         self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
         self.duplicates = self.random() < 0.5
@@ -393,7 +394,7 @@ class Run:
                 self._post(worker, STOP)
         if self.state.pause is not None:
             self.met["loss during a pause"] += 1
-        if any(other.alive and other.plans for other in self._workers):
+        if any(other.alive and other.member.plans for other in self._workers):
             self.met["loss during a change of plan"] += 1
         if worker.rank in self.state.live:
             self._handle(Lost(worker.rank, cause))

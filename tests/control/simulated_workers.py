@@ -1,9 +1,10 @@
 """Simulated workers: what a worker's two threads do, without tensors, sockets or clocks.
 
-The main thread is a generator that follows the executor and the control client line by line; it yields what it waits
-for. The receiver thread is :meth:`SimulatedWorker.receive`. In the place of tensors there are exact counts: the
-gradient of global micro-batch m counts as 16 ** m, so the sum of a reduction says which micro-batches went in how
-often, and the parameters are the list of the gradients that were applied.
+What is decided is decided by the product: a worker here holds a ``Member``, asks ``recovery.actions`` what to do in a
+recovery and ``recovery.part_of`` what to do of a step, as executor and control client do. The main thread is a
+generator that yields what it waits for; the receiver thread is :meth:`SimulatedWorker.receive`. Instead of tensors
+there are exact counts: the gradient of global micro-batch m counts as 16 ** m, so the sum of a reduction says which
+micro-batches went in how often, and the parameters are the list of the gradients that were applied.
 
 A worker breaks off with an AssertionError where it is made to do what would spoil the training.
 """
@@ -15,27 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from lightning_recycle.control.protocol.messages import (
-    Answer,
-    Applied,
-    Arrive,
-    AtBoundary,
-    Boundary,
-    Broken,
-    Commit,
-    Committed,
-    Entered,
-    Leave,
-    Losses,
-    Pause,
-    Paused,
-    Ready,
-    Regroup,
-    Report,
-    Resume,
-    StepLoss,
-)
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol import messages, recovery
+from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.state import RESULT, Joined, stage_leads
 from lightning_recycle.planning.grid import Grid
 
@@ -61,10 +43,6 @@ Waits = Generator[Any, None, None]
 """Yields a set of facts (data of other workers), a condition (the coordinator's word), or seconds (work of its own)."""
 
 
-class Interrupted(Exception):
-    """As the client's."""
-
-
 class CommunicationError(Exception):
     """As the communicator's; with the ranks that cannot be reached, as its UnreachableError."""
 
@@ -82,6 +60,7 @@ class Network(Protocol):
 
     grid: Grid
     commits: bool
+    tied: bool
     between: tuple[str, ...]
     facts: dict[Fact, Any]
 
@@ -187,27 +166,14 @@ class SimulatedWorker:
         self.interruptible = False
         self.late = False  # what it waits for is there, but it has not noticed yet
         self.broken: set[int] = set()  # ranks to which its connections are broken in this generation
-        # the client
-        self.generation = -1
-        self.roster: tuple[int, ...] = ()
-        self.announced = -1
-        self.regroup_message: Regroup | None = None
-        self.resume: Resume | None = None
-        self.committed: Committed | None = None
-        self.answers: dict[int, Answer] = {}
-        self.losses: dict[int, float] = {}
-        self.next_collective = 0
-        self.begun = -1
-        self.paused_generation = -1
-        self.newest_pause = (-1, -1)
-        self.plans: list[Boundary] = []
+        self.member = Member(rank, joins)
         self.schedule: Schedule = ((), 0)
-        self.boundary: int | None = None
         # the executor
         self.version = 0
         self.reduced = False
         self.payload: Any = None
         self.has_state = not joins
+        self.payloads: Mapping[int, Any] = {}  # of the commit that is being applied
         self.parameters: list[int] = []  # the gradients applied, by step
         self.shadow = -1  # version that the shadow holds
         self.buffers: list[tuple[int, int]] = [(-1, 0), (-1, 0)]  # (step, reduced gradient), of even and odd steps
@@ -234,39 +200,26 @@ class SimulatedWorker:
             if not self.fuse:
                 raise Dies
 
-    # ------------------------------------------------------------------ the receiver thread
+    # ------------------------------------------------------------------ what it knows
 
-    def receive(self, message: Any) -> None:
-        match message:
-            case Regroup():
-                self.regroup_message = message
-                self.announced = message.generation
-            case Resume():
-                self.resume = message
-            case StepLoss():
-                self.losses[message.step] = message.loss
-            case Pause():
-                if (message.generation, message.number) > self.newest_pause:
-                    self.newest_pause = (message.generation, message.number)
-                    self.paused_generation, self.boundary = message.generation, None
-                self.network.send(self, Paused(self.rank, message.generation, self.begun, message.number))
-            case Boundary(schedule=None):
-                if message.generation == self.paused_generation:
-                    self.boundary = message.step
-            case Boundary():
-                if message.generation == self.paused_generation:
-                    self.paused_generation = -1
-                    self.plans.append(message)
-            case Committed():
-                self.committed = message
-            case Answer():
-                self.answers[message.number] = message
+    @property
+    def generation(self) -> int:
+        return self.member.generation
 
-    # ------------------------------------------------------------------ waiting
+    @property
+    def roster(self) -> tuple[int, ...]:
+        return self.member.roster
 
     @property
     def interrupted(self) -> bool:
-        return self.announced > self.generation
+        return self.member.interrupted
+
+    def receive(self, message: Any) -> None:
+        """The receiver thread."""
+        for reply in self.member.receive(message):
+            self.network.send(self, reply)
+
+    # ------------------------------------------------------------------ waiting
 
     def wait(self, ready: Callable[[], Any], interruptible: bool = True) -> Waits:
         """For the coordinator's word."""
@@ -295,7 +248,7 @@ class SimulatedWorker:
     def main(self) -> Waits:
         if self.joins:
             yield self.network.delay() * 10  # imports and set-up
-            self.send(Ready(self.rank))
+            self.send(messages.Ready(self.rank))
             yield from self.wait(lambda: self.interrupted, interruptible=False)
         else:
             yield self.network.delay()
@@ -319,106 +272,112 @@ class SimulatedWorker:
     def run_step(self, number: int) -> Waits:
         """Executor.run_step."""
         assert self.version == number, "Lightning sees a step twice, or not at all"
-        while self.version == number:
-            try:
+
+        def run() -> Waits:
+            if self.version == number:
                 yield from self.begin_step(number)
                 yield from self.program(number)
+
+        yield from self.retried(run)
+
+    def retried(self, attempt: Callable[[], Waits], recover: bool = False) -> Waits:
+        """Executor._retried."""
+        while True:
+            try:
+                if recover:
+                    yield from self.recover()
+                    recover = False
+                yield from attempt()
             except Interrupted:
-                yield from self.regroup()
+                recover = True
             except CommunicationError as error:
-                yield from self.await_verdict(error)
-                yield from self.regroup()
+                if not self.interrupted:
+                    self.send(messages.Broken(self.rank, self.generation, "connection reset", error.ranks))
+                    yield from self.wait(lambda: self.interrupted, interruptible=False)
+                recover = True
+            else:
+                return
 
     def begin_step(self, step: int) -> Waits:
         """ControlClient.begin_step."""
-        said = False
         while True:
-            if self.interrupted:
-                raise Interrupted
-            paused = self.paused_generation == self.generation and step > self.begun
-            boundary = self.boundary if paused else None
-            if not paused or (boundary is not None and step < boundary):
-                self.begun = max(self.begun, step)
-                due = [plan for plan in self.plans if plan.step <= step]
-                self.plans = self.plans[len(due) :]
-                if due:
-                    self.schedule = due[-1].schedule
+            answer = self.member.begin(step)
+            if not isinstance(answer, Hold):
+                if answer.schedule is not None:
+                    self.schedule = answer.schedule
                 return
-            if boundary is not None and not said:
-                said = True
-                self.send(AtBoundary(self.rank, self.generation, step))
-            known = (self.paused_generation, boundary)
-            yield from self.wait(lambda known=known: (self.paused_generation, self.boundary) != known)  # type: ignore[misc]
+            for reply in answer.replies:
+                self.send(reply)
+            yield from self.wait(lambda place=answer.place: self.member.pause != place)  # type: ignore[misc]
 
     def arrive(self, name: str, payload: Any, regroups: bool = True) -> Waits:
         """ControlClient.arrive."""
-        number, self.next_collective = self.next_collective, self.next_collective + 1
-        self.send(Arrive(self.rank, number, name, payload))
+        message = self.member.arrive(name, payload)
+        self.send(message)
         while True:
             try:
-                yield from self.wait(lambda: number in self.answers, interruptible=regroups)
+                yield from self.await_answer(message, interruptible=regroups)
             except Interrupted:
                 yield from self.regroup()
             else:
                 return
+
+    def await_answer(self, arrival: messages.Arrive, interruptible: bool = True) -> Waits:
+        self.answer: Any = None
+
+        def answered() -> bool:
+            self.answer = self.answer or self.member.answer(arrival.number)
+            return self.answer is not None
+
+        yield from self.wait(answered, interruptible)
 
     def validate(self, number: int) -> Waits:
         """Work of all in one generation, closed by ControlClient.arrive_in_generation; begun again in the next one."""
-        while True:
-            try:
-                plan = plan_for(self.grid, self.schedule, self.rank)
-                if plan.before:
-                    yield from self.exchange("V", number, plan.before)
-                self.tell("V", number)
-                place = self.next_collective
-                part = (self.generation, sum(16**m for m in plan.microbatches))
-                self.send(Arrive(self.rank, place, f"validation {number}", part, self.generation))
-                yield from self.wait(lambda n=place: n in self.answers)  # type: ignore[misc]
-            except Interrupted:
-                yield from self.regroup()
-            except CommunicationError as error:
-                yield from self.await_verdict(error)
-                yield from self.regroup()
-            else:
-                self.next_collective = place + 1
-                parts = self.answers[place].payloads
-                assert {g for g, _ in parts.values()} == {self.generation}, f"parts of other generations: {parts}"
-                mine = sum(part for rank, (_, part) in parts.items() if rank % self.grid.stages == self.stage)
-                assert mine == full_gradient(self.grid), f"the metrics are those of {mine:#x}"
-                return
+
+        def run() -> Waits:
+            plan = plan_for(self.grid, self.schedule, self.rank)
+            if plan.before:
+                yield from self.exchange("V", number, plan.before)
+            self.tell("V", number)
+            part = (self.generation, sum(16**m for m in plan.microbatches))
+            message = self.member.arrive_in_generation(f"validation {number}", part)
+            self.send(message)
+            yield from self.await_answer(message)
+
+        yield from self.retried(run)
+        parts = self.answer.payloads
+        assert {g for g, _ in parts.values()} == {self.generation}, f"parts of other generations: {parts}"
+        mine = sum(part for rank, (_, part) in parts.items() if rank % self.grid.stages == self.stage)
+        assert mine == full_gradient(self.grid), f"the metrics are those of {mine:#x}"
+
+    # ------------------------------------------------------------------ a recovery
 
     def regroup(self) -> Waits:
-        """Executor.regroup."""
-        while True:
-            announced = self.regroup_message
-            assert announced is not None
-            self.generation, self.roster = announced.generation, announced.roster
-            self.broken = set()
-            self.plans = []
-            self.network.entered(self)
-            status = WorkerStatus(self.stage, self.version if self.has_state else -1, self.reduced)
-            generation = self.generation
-            try:
-                self.send(Report(self.rank, generation, status, self.payload))
-                yield from self.wait(lambda: self.resume is not None and self.resume.generation == self.generation)
-                resume = self.resume
-                assert resume is not None
-                if announced.check_links:
-                    yield from self.check_links()
-                self.tell("connects", 0)
-                yield from self.exchange("connects", 0, self.roster)
-                self.schedule = resume.schedule
-                yield from self.exchange_state(resume)
-                yield from self.catch_up(resume)
-                if self.version > resume.decision.version:
-                    assert not self.network.commits, "there is no shadow: no stage may have applied before all could"
-                    yield from self.program(resume.decision.version)
-            except Interrupted:
-                continue
-            except CommunicationError as error:
-                yield from self.await_verdict(error)
-                continue
-            return
+        yield from self.retried(lambda: iter(()), recover=True)  # type: ignore[arg-type, return-value]
+
+    def recover(self) -> Waits:
+        """Executor._recover."""
+        announced = self.member.enter()
+        self.broken = set()
+        self.network.entered(self)
+        status = recovery.WorkerStatus(self.stage, self.version if self.has_state else -1, self.reduced)
+        self.send(self.member.report(status, self.payload))
+        yield from self.wait(lambda: self.member.resumed() is not None)
+        resume = self.member.resumed()
+        assert resume is not None
+        if announced.check_links:
+            yield from self.check_links()
+        self.tell("connects", 0)
+        yield from self.exchange("connects", 0, self.roster)
+        self.schedule = resume.schedule
+        network = self.network
+        self.payloads = resume.commits
+        for action in recovery.actions(
+            self.rank, status, resume.decision, resume.donors, network.commits, network.tied
+        ):
+            yield from self.carry_out(action, resume)
+        assert self.has_state, "it is to go on without a state"
+        assert self.version - resume.decision.version in (0, 1), "it goes on from another version than the others"
 
     def check_links(self) -> Waits:
         """Communicator.configure, before it connects."""
@@ -430,112 +389,101 @@ class SimulatedWorker:
         if unreachable := self.network.unreachable(self):
             raise CommunicationError(unreachable)
 
-    def await_verdict(self, error: CommunicationError) -> Waits:
-        if not self.interrupted:
-            self.send(Broken(self.rank, self.generation, "connection reset", error.ranks))
-            yield from self.wait(lambda: self.interrupted, interruptible=False)
-
-    def exchange_state(self, resume: Resume) -> Waits:
-        """Executor._exchange_state."""
-        if self.rank in resume.donors.values():
-            assert self.has_state, "it gives a state that it does not have"
-            assert self.version == resume.decision.version, "it gives the state of another step"
-            state = (list(self.parameters), self.position, self.next_collective, self.version)
-            self.tell("state", resume.decision.version, state)
-        donor = resume.donors.get(self.rank)
-        if donor is not None:
-            assert not self.has_state, "its state is overwritten"
-            yield from self.exchange("state", resume.decision.version, (donor,))
-            (state,) = self.received("state", resume.decision.version, (donor,))
-            yield self.network.delay() * 0.1
-            parameters, self.position, self.next_collective, self.version = state
-            self.parameters = list(parameters)
-            self.has_state = True
-            self.send(Entered(self.rank, self.generation))
-        assert self.has_state, "it is to go on without a state"
-
-    def catch_up(self, resume: Resume) -> Waits:
-        """Executor._catch_up."""
+    def carry_out(self, action: recovery.Action, resume: messages.Resume) -> Waits:
+        """Executor._carry_out."""
         version = resume.decision.version
-        adoptions = [a for a in resume.decision.adoptions if a.stage == self.stage]
-        for adoption in adoptions:
-            step = adoption.step
-            if step == version and self.version < version:
-                yield from self.apply(resume.commits)
-            if self.rank == adoption.donor:
-                self.tell("gives", step, self.gradient_of(step))
-            yield from self.exchange("gives", step, (adoption.donor,))
-            (gradient,) = self.received("gives", step, (adoption.donor,))
-            self.buffers[step % 2] = (step, gradient)
-            if self.version == step and not self.reduced:
-                self.reduced, self.payload = True, (self.stage, step)
-        if adoptions:
-            self.tell("adopts", version)
-            yield from self.exchange("adopts", version, [r for r in self.roster if r % self.grid.stages == self.stage])
-        if self.version < version:
-            payloads = resume.commits
-            if self.network.commits and any(a.step == version - 1 for a in resume.decision.adoptions):
-                yield from self.commit(version - 1)
-                assert self.committed is not None
-                payloads = self.committed.payloads
-            yield from self.apply(payloads)
-        assert self.version - version in (0, 1), "it goes on from another version than the others"
+        match action:
+            case recovery.Give():
+                assert self.has_state, "it gives a state that it does not have"
+                assert self.version == version, "it gives the state of another step"
+                state = (list(self.parameters), self.position, self.member.next_collective, self.version)
+                self.tell("state", version, state)
+            case recovery.Take():
+                assert not self.has_state, "its state is overwritten"
+                yield from self.exchange("state", version, (action.donor,))
+                (state,) = self.received("state", version, (action.donor,))
+                yield self.network.delay() * 0.1
+                parameters, self.position, self.member.next_collective, self.version = state
+                self.parameters = list(parameters)
+                self.has_state = True
+                self.send(messages.Entered(self.rank, self.generation))
+            case recovery.Apply():
+                yield from self.apply()
+            case recovery.Adopt():
+                step = action.step
+                if self.rank == action.donor:
+                    self.tell("gives", step, self.gradient_of(step))
+                yield from self.exchange("gives", step, (action.donor,))
+                (gradient,) = self.received("gives", step, (action.donor,))
+                self.buffers[step % 2] = (step, gradient)
+                if action.lacks:
+                    self.reduced, self.payload = True, (self.stage, step)
+            case recovery.AwaitPeers():
+                self.tell("adopts", version)
+                peers = [rank for rank in self.roster if rank % self.grid.stages == self.stage]
+                yield from self.exchange("adopts", version, peers)
+            case recovery.CommitTogether():
+                yield from self.commit(action.step)
+            case recovery.Forget():
+                self.reduced, self.payload = False, None
+            case recovery.Serve():
+                assert not self.network.commits, "there is no shadow: no stage may have applied before all could"
+                yield from self.program(action.step)
 
     def program(self, step: int) -> Waits:
         """Executor._run_program: forwards from the stage before, input gradients from the stage after."""
-        done = step < self.version or self.reduced
-        scratch = step + 1 if done else step
-        self.buffers[scratch % 2] = (-1, 0)
+        plan = plan_for(self.grid, self.schedule, self.rank)
+        part = recovery.part_of(step, self.version, self.reduced, plan.idle_peer)
+        self.buffers[part.buffers % 2] = (-1, 0)
         has = self.version if step == self.version else self.shadow
         assert has == step, f"it computes step {step} with the parameters of version {has}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
         self.network.begins(self, step)
-        plan = plan_for(self.grid, self.schedule, self.rank)
-        if plan.idle_peer:
+        if part.awaits_peers:
             self.tell("begins", step)
             yield from self.exchange("begins", step, plan.peers)
         if plan.before:
             yield from self.exchange("F", step, plan.before)
         self.tell("F", step)
         if self.is_last:
-            self.send(Losses(self.rank, step, {m: loss_of(step, m) for m in plan.microbatches}))
+            self.send(messages.Losses(self.rank, step, {m: loss_of(step, m) for m in plan.microbatches}))
         elif plan.after:
             yield from self.exchange("B", step, plan.after)
         self.tell("B", step)
-        if not done:
+        if part.reduces:
             self.tell("W", step, sum(16**m for m in plan.microbatches))
             yield from self.exchange("W", step, plan.peers)
             self.buffers[step % 2] = (step, sum(self.received("W", step, plan.peers)))
+            if self.network.tied:  # the stages that hold copies add their gradients: all are in it, or none
+                self.tell("ties", step)
+                yield from self.exchange("ties", step, self.roster)
             self.reduced, self.payload = True, (self.stage, step)
-        if step == self.version:
-            payloads: Mapping[int, Any] = {}
+        if part.applies:
             if self.network.commits:
                 yield from self.commit(step)
-                assert self.committed is not None
-                payloads = self.committed.payloads
-            yield from self.apply(payloads)
+            yield from self.apply()
 
     def commit(self, step: int) -> Waits:
-        self.send(Commit(self.rank, self.generation, step, self.payload))
-        place = (self.generation, step)
-        yield from self.wait(
-            lambda: self.committed is not None and (self.committed.generation, self.committed.step) == place
-        )
+        self.send(self.member.commit(step, self.payload))
+        yield from self.wait(lambda: self.member.committed(step) is not None)
+        committed = self.member.committed(step)
+        assert committed is not None
+        self.payloads = committed.payloads
 
-    def apply(self, payloads: Mapping[int, Any]) -> Waits:
+    def apply(self) -> Waits:
         """Executor._apply."""
         step = self.version
         assert self.reduced, "it applies a gradient that it does not hold"
-        yield from self.wait(lambda: step in self.losses)
+        yield from self.wait(lambda: self.member.loss(step) is not None)
         if self.network.commits:
             expected = {stage: (stage, step) for stage in range(self.grid.stages)}
-            assert dict(payloads) == expected, f"it applies step {step} with the norms {dict(payloads)}"
+            assert dict(self.payloads) == expected, f"it applies step {step} with the norms {dict(self.payloads)}"
         gradient = self.gradient_of(step)
         self.network.applied(self, step, gradient)
         self.parameters.append(gradient)
         self.shadow, self.version, self.reduced, self.payload = step, step + 1, False, None
         self.burn()
-        self.send(Applied(self.rank, step, {}))
+        self.send(messages.Applied(self.rank, step, {}))
 
     def gradient_of(self, step: int) -> int:
         held, gradient = self.buffers[step % 2]
@@ -546,12 +494,11 @@ class SimulatedWorker:
         """ReCycleStrategy.deliver_result: asked again when a stage's speaker died on the way."""
         while True:
             speaks = stage_leads(self.grid, self.roster)[self.stage] == self.rank
-            number = self.next_collective
             yield from self.arrive(RESULT, tuple(self.parameters) if speaks else None)
-            delivered = {rank % self.grid.stages for rank, yes in self.answers[number].payloads.items() if yes}
+            delivered = {rank % self.grid.stages for rank, yes in self.answer.payloads.items() if yes}
             if len(delivered) == self.grid.stages:
                 self.done = True
                 return
 
     def ask_to_leave(self) -> None:
-        self.network.send(self, Leave(self.rank))
+        self.network.send(self, messages.Leave(self.rank))

@@ -2,10 +2,28 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
-from lightning_recycle.control.protocol.recovery import Adoption, Decision, WorkerStatus, decide
+from lightning_recycle.control.protocol.recovery import (
+    Action,
+    Adopt,
+    Adoption,
+    Apply,
+    AwaitPeers,
+    CommitTogether,
+    Decision,
+    Forget,
+    Give,
+    Part,
+    Serve,
+    Take,
+    WorkerStatus,
+    actions,
+    decide,
+    part_of,
+)
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.grid import Grid
 
@@ -35,17 +53,18 @@ def holds(status: WorkerStatus, step: int) -> bool:
 
 
 def obey(status: WorkerStatus, decision: Decision) -> WorkerStatus:
-    """What a survivor holds once it has done what the decision says, in the order in which the executor does it."""
+    """What a survivor holds once it has carried out what the decision asks of it."""
     version, reduced = status.version, status.reduced
-    for adoption in decision.adoptions:
-        if adoption.stage == status.stage:
-            if adoption.step == decision.version and version < decision.version:
+    for action in actions(0, status, decision, donors={}, commits=False, tied=False):
+        match action:
+            case Apply():
                 assert reduced, "it applies a gradient that it does not hold"
                 version, reduced = version + 1, False
-            reduced = reduced or version == adoption.step
-    if version < decision.version:
-        assert reduced, "it applies a gradient that it does not hold"
-        version, reduced = version + 1, False
+            case Adopt():
+                assert action.lacks == (version == action.step and not reduced)
+                reduced = reduced or action.lacks
+            case Serve():
+                assert action.step == decision.version == version - 1
     return WorkerStatus(status.stage, version, reduced)
 
 
@@ -190,3 +209,56 @@ def test_statuses_that_the_protocol_cannot_produce_are_an_error(
 ) -> None:
     with pytest.raises(ReCycleError, match=message):
         decide(statuses)
+
+
+# ---------------------------------------------------------------------- what one worker does
+
+HERE, AHEAD = Decision(T, frozenset(), ()), Decision(T, frozenset({0}), ())
+ROLLED_FORWARD = Decision(T + 1, frozenset(), (Adoption(0, T, 2),))
+ADOPTED_AHEAD = Decision(T, frozenset({0}), (Adoption(0, T, 2),))
+ADOPTED_ELSEWHERE = Decision(T + 1, frozenset(), (Adoption(1, T, 3),))
+LATE = Decision(T + 1, frozenset({0}), (Adoption(0, T + 1, 2),))
+
+
+@pytest.mark.parametrize(
+    ("status", "decision", "options", "expected"),
+    [
+        (RUNNING, HERE, {}, []),
+        (APPLIED, AHEAD, {}, [Serve(T)]),
+        (REDUCED, AHEAD, {}, []),  # the step's own run serves the others
+        (REDUCED, HERE, {"tied": True, "commits": True}, [Forget()]),
+        (REDUCED, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=False), AwaitPeers(), Apply()]),
+        (RUNNING, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=True), AwaitPeers(), Apply()]),
+        (APPLIED, ROLLED_FORWARD, {}, [Adopt(T, 2, lacks=False), AwaitPeers()]),
+        (RUNNING, ROLLED_FORWARD, {"commits": True}, [Adopt(T, 2, True), AwaitPeers(), CommitTogether(T), Apply()]),
+        (REDUCED, ADOPTED_ELSEWHERE, {"commits": True}, [CommitTogether(T), Apply()]),
+        (REDUCED, ADOPTED_ELSEWHERE, {}, [Apply()]),
+        (RUNNING, ADOPTED_AHEAD, {}, [Adopt(T, 2, lacks=True), AwaitPeers()]),
+        (RUNNING, ADOPTED_AHEAD, {"tied": True, "commits": True}, [Adopt(T, 2, True), AwaitPeers(), Forget()]),
+        (REDUCED, LATE, {}, [Apply(), Adopt(T + 1, 2, lacks=True), AwaitPeers()]),
+        (RUNNING, HERE, {"donors": {2: 0, 4: 0, 5: 3}}, [Give((2, 4))]),
+        ((-1, False), HERE, {"donors": {0: 2}}, [Take(2)]),
+    ],
+)
+def test_actions_of_a_worker_in_a_recovery(
+    status: tuple[int, bool], decision: Decision, options: dict[str, Any], expected: list[Action]
+) -> None:
+    arguments = {"donors": {}, "commits": False, "tied": False, **options}
+    assert actions(0, WorkerStatus(0, *status), decision, **arguments) == tuple(expected)
+
+
+def test_a_worker_never_applies_a_gradient_that_it_lacks() -> None:
+    with pytest.raises(ReCycleError, match="worker 0 is to apply step 5, whose gradient it lacks"):
+        actions(0, WorkerStatus(0, T, False), Decision(T + 1, frozenset(), ()), {}, commits=False, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "reduced", "expected"),
+    [
+        (T, False, Part(reduces=True, buffers=T, applies=True, awaits_peers=True)),
+        (T, True, Part(reduces=False, buffers=T + 1, applies=True, awaits_peers=True)),
+        (T + 1, False, Part(reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
+    ],
+)
+def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(version: int, reduced: bool, expected: Part) -> None:
+    assert part_of(T, version, reduced, idle_peer=True) == expected

@@ -37,7 +37,7 @@ class AwaitReplacement(L.Callback):
             return
         deadline = time.monotonic() + LONGEST_WAIT
         while len(strategy.live_workers) < strategy.grid.num_workers and time.monotonic() < deadline:
-            if client.interrupted or client._paused_generation == client.generation:
+            if client.interrupted or client.member.is_paused:
                 return
             time.sleep(0.005)
 

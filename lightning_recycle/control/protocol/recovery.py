@@ -1,4 +1,7 @@
-"""The recovery decision: from what survivors hold to where they go on. A pure function.
+"""The recovery: from what survivors hold to where they go on, and what each of them does for it. Pure functions.
+
+:func:`decide` is asked by the coordinator, :func:`actions` and :func:`part_of` by each worker: a recovery is data, as a
+schedule is.
 
 Within step t a worker is RUNNING, then REDUCED (it holds its stage's complete reduced gradient), then APPLIED: its
 parameters are of version t+1, and it is RUNNING in step t+1. With the staggered optimizer stages apply at their own
@@ -22,10 +25,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["Adoption", "Decision", "WorkerStatus", "decide"]
+__all__ = [
+    "Action",
+    "Adopt",
+    "Adoption",
+    "Apply",
+    "AwaitPeers",
+    "CommitTogether",
+    "Decision",
+    "Forget",
+    "Give",
+    "Part",
+    "Serve",
+    "Take",
+    "WorkerStatus",
+    "actions",
+    "decide",
+    "part_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +125,152 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
             adoptions.append(Adoption(stage, step, min(has)))
     ahead = frozenset(stage for stage, best in reachable.items() if best > version)
     return Decision(version, ahead, tuple(adoptions))
+
+
+# ---------------------------------------------------------------------- what one worker does in a recovery
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Give this worker's state to ``ranks``, which join its stage."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Take over the state of rank ``donor``, which is of the committed version."""
+
+    donor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Step the optimizer with the reduced gradient that this worker holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """All of the stage get the reduced gradient of ``step`` from rank ``donor``; with it a worker that ``lacks`` it is
+    REDUCED.
+    """
+
+    step: int
+    donor: int
+    lacks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitPeers:
+    """Wait for the others of the stage: nobody may go on and overwrite what it gave before all of them have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTogether:
+    """Commit ``step`` once more, with everybody: nobody has applied it yet, another failure may leave a stage without
+    it, and where stages commit there is no shadow.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the reduced gradient: a sum over tied stages can be made again only if all of them run the step again.
+    Nobody has applied it: all would have committed it together.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Compute this worker's part of ``step``, which it has applied, with the parameters of then, for who redoes it."""
+
+    step: int
+
+
+Action: TypeAlias = Give | Take | Apply | Adopt | AwaitPeers | CommitTogether | Forget | Serve
+
+
+def actions(
+    rank: int, status: WorkerStatus, decision: Decision, donors: Mapping[int, int], commits: bool, tied: bool
+) -> tuple[Action, ...]:
+    """What a worker does, in order, once the workers of a generation are connected; then all run ``decision.version``.
+
+    Args:
+        rank: of the worker.
+        status: that it reported; of version -1 if it joins.
+        decision: of the coordinator.
+        donors: for each rank that joins, the peer that gives it its state.
+        commits: whether stages commit a step together before they apply it.
+        tied: whether stages hold copies of one parameter, so that a step is REDUCED in all of them or in none.
+
+    Raises:
+        ReCycleError: for a status from which the decision cannot be carried out.
+    """
+    found: list[Action] = []
+    version, reduced = status.version, status.reduced
+
+    def apply() -> None:
+        nonlocal version, reduced
+        if not reduced:
+            raise ReCycleError(f"No recovery: worker {rank} is to apply step {version}, whose gradient it lacks.")
+        found.append(Apply())
+        version, reduced = version + 1, False
+
+    if receivers := tuple(sorted(other for other, donor in donors.items() if donor == rank)):
+        found.append(Give(receivers))
+    if rank in donors:
+        found.append(Take(donors[rank]))
+        version, reduced = decision.version, False
+    adoptions = [adoption for adoption in decision.adoptions if adoption.stage == status.stage]
+    for adoption in adoptions:
+        if adoption.step == decision.version and version < decision.version:
+            apply()
+        lacks = version == adoption.step and not reduced
+        found.append(Adopt(adoption.step, adoption.donor, lacks))
+        reduced = reduced or lacks
+    if adoptions:
+        found.append(AwaitPeers())
+    if version < decision.version:
+        if commits and any(adoption.step == decision.version - 1 for adoption in decision.adoptions):
+            found.append(CommitTogether(decision.version - 1))
+        apply()
+    if tied and version == decision.version and reduced:
+        found.append(Forget())
+    if version > decision.version:
+        found.append(Serve(decision.version))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a worker does of a step.
+
+    Args:
+        reduces: whether it computes weight gradients and reduces them; one that is done with that runs F and B only,
+            for the others.
+        buffers: the step whose gradient buffers it writes to. There are two sets, for even and odd steps: what is done
+            must not change, so who is done writes to the other one.
+        applies: whether it steps its optimizer.
+        awaits_peers: whether it waits for its peers at the beginning. Nobody needs anything of a worker without
+            micro-batches, so the others could get two steps ahead of it; if the link to it was cut in the last
+            reduction, nobody could bring it there once its peers are gone.
+    """
+
+    reduces: bool
+    buffers: int
+    applies: bool
+    awaits_peers: bool
+
+
+def part_of(step: int, version: int, reduced: bool, idle_peer: bool) -> Part:
+    """What a worker does of ``step``.
+
+    Args:
+        step: the step that all run.
+        version: steps that the worker has applied.
+        reduced: whether it holds the complete reduced gradient of step ``version``.
+        idle_peer: whether the plan leaves a worker of its stage without micro-batches.
+    """
+    done = step < version or reduced
+    return Part(not done, step + 1 if done else step, step == version, idle_peer)

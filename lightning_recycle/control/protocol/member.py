@@ -1,0 +1,245 @@
+"""The worker's half of the protocol: what a worker knows of the run, and what each message means to it. Pure.
+
+Concept: :class:`Member` takes what the coordinator says (:meth:`Member.receive`, which returns what is to be answered)
+and tells the worker's main thread what holds: whether a generation was announced, whether a step may begin
+(:meth:`Member.begin`), and what it waits for, once that is there. What the main thread wants to say itself it gets from
+here as a message.
+
+Contract: messages of one coordinator arrive in order; each may arrive twice. Nothing here waits: a method that asks for
+something returns None until it is there. What a worker does in a recovery is
+:func:`~lightning_recycle.control.protocol.recovery.actions`.
+
+Must not know: locks, sockets, clocks, pickles. :class:`~lightning_recycle.control.client.ControlClient` is the shell
+around it, and the simulated histories drive the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+
+__all__ = ["Go", "Hold", "Interrupted", "Member"]
+
+
+class Interrupted(Exception):
+    """A new generation was announced: leave what you do and regroup."""
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """The step may begin; with a ``schedule``, under that one from now on."""
+
+    schedule: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The roster is about to change: the step may not begin yet.
+
+    Args:
+        replies: what to send.
+        place: what is known of the change; ask again when :attr:`Member.pause` is another one.
+    """
+
+    replies: tuple[Any, ...]
+    place: tuple[int, int | None]
+
+
+Message: TypeAlias = Any
+"""One of :mod:`~lightning_recycle.control.protocol.messages`."""
+
+
+class Member:
+    """What one worker process knows.
+
+    Args:
+        rank: its position; -1 until it has one.
+        joining: whether the training may have begun without it. Until it enters it is alone.
+
+    Attributes:
+        generation: that it has entered; -1 before the first.
+        roster: ranks of the live workers of that generation.
+        leader: the rank that speaks for the run; -1 before the first generation.
+        leader_applied: the newest step that the leader is known to have applied.
+        counters: numbers of the run so far, as of the newest loss that was asked for.
+        begun: the newest step that it has begun.
+        next_collective: number of its next control collective.
+        assignment: the position that it was given, if it was started by hand.
+        confirmed: number of the newest :class:`~lightning_recycle.control.protocol.messages.Confirm` that was answered.
+    """
+
+    def __init__(self, rank: int, joining: bool = False) -> None:
+        self.rank = rank
+        self.joining = joining
+        self.generation = -1
+        self.roster: tuple[int, ...] = ()
+        self.leader = -1
+        self.leader_applied = -1
+        self.counters: Mapping[str, float] = {}
+        self.begun = -1
+        self.next_collective = 0
+        self.assignment: messages.Assign | None = None
+        self.confirmed = -1
+        self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
+        self._announced: messages.Regroup | None = None
+        self._resume: messages.Resume | None = None
+        self._committed: messages.Committed | None = None
+        self._answers: dict[int, messages.Answer] = {}
+        self._losses: dict[int, messages.StepLoss] = {}
+        self._published: dict[str, bytes] = {}
+        self._paused_generation = -1
+        self._newest_pause = (-1, -1)  # generation and number
+        self._boundary: int | None = None
+        self._said: tuple[int, int] | None = None  # generation and step of the boundary that it has come to
+
+    # ------------------------------------------------------------------ what the coordinator says
+
+    def receive(self, message: Message) -> tuple[Message, ...]:
+        """Takes note of ``message``; returns what to answer at once."""
+        match message:
+            case messages.Regroup():
+                self._announced = message
+            case messages.Resume():
+                self._resume = message
+            case messages.StepLoss():
+                self._losses[message.step] = message
+                self.leader_applied = max(self.leader_applied, message.leader_applied)
+            case messages.Pause():
+                pause = (message.generation, message.number)
+                if pause > self._newest_pause:
+                    self._newest_pause = pause
+                    self._paused_generation, self._boundary = message.generation, None
+                return (messages.Paused(self.rank, message.generation, self.begun, message.number),)
+            case messages.Boundary(schedule=None):
+                if message.generation == self._paused_generation:
+                    self._boundary = message.step
+            case messages.Boundary():
+                if message.generation == self._paused_generation:
+                    self._paused_generation = -1  # nobody has to stop
+                    self.plans.append(message)
+            case messages.Confirmed():
+                self.confirmed = message.number
+            case messages.Assign():
+                self.assignment = message
+                self.rank, self.joining = message.rank, message.joining
+            case messages.Committed():
+                self._committed = message
+            case messages.Publish():
+                if message.generation == self.generation:
+                    self._published[message.key] = message.value
+            case messages.Answer():
+                self._answers[message.number] = message
+        return ()
+
+    # ------------------------------------------------------------------ generations
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a generation newer than the one that was entered is announced."""
+        return self._announced is not None and self._announced.generation > self.generation
+
+    def enter(self) -> messages.Regroup:
+        """Enters the newest announced generation."""
+        announced = self._announced
+        assert announced is not None
+        self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
+        self._published.clear()
+        self.plans.clear()
+        return announced
+
+    def report(self, status: WorkerStatus, payload: Any) -> messages.Report:
+        """What to say to the generation that was entered: what this worker holds, and what it brings to a commit."""
+        return messages.Report(self.rank, self.generation, status, payload, self.begun)
+
+    def resumed(self) -> messages.Resume | None:
+        """Where all go on in the generation that was entered."""
+        return self._resume if self._resume is not None and self._resume.generation == self.generation else None
+
+    def publish(self, key: str, value: bytes) -> messages.Publish:
+        """How to make ``value`` known to all workers of the generation."""
+        self._published[key] = value
+        return messages.Publish(self.rank, self.generation, key, value)
+
+    def published(self, key: str) -> bytes | None:
+        """What a worker of the generation has made known."""
+        return self._published.get(key)
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def pause(self) -> tuple[int, int | None]:
+        """What is known of a change at a step boundary: its generation (-1 for none), and the step once it is known."""
+        return self._paused_generation, self._boundary
+
+    @property
+    def pauses(self) -> int:
+        """How many changes at a step boundary were announced in the newest generation that had one; 0 for none ever."""
+        return self._newest_pause[1] + 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a change at a step boundary was announced in the generation that was entered."""
+        return self._paused_generation == self.generation
+
+    def begin(self, step: int) -> Go | Hold:
+        """Whether ``step`` may begin, which then counts as begun.
+
+        Raises:
+            Interrupted: when a generation was announced.
+        """
+        if self.interrupted:
+            raise Interrupted
+        paused = self.is_paused and step > self.begun
+        boundary = self._boundary if paused else None
+        if not paused or (boundary is not None and step < boundary):
+            self.begun = max(self.begun, step)
+            due = [plan for plan in self.plans if plan.step <= step]
+            self.plans = self.plans[len(due) :]
+            return Go(due[-1].schedule if due else None)
+        place = (self.generation, step)
+        if boundary is None or self._said == place:
+            return Hold((), self.pause)
+        self._said = place
+        return Hold((messages.AtBoundary(self.rank, self.generation, step),), self.pause)
+
+    def commit(self, step: int, payload: Any) -> messages.Commit:
+        """How to say that this worker is REDUCED in ``step``."""
+        return messages.Commit(self.rank, self.generation, step, payload)
+
+    def committed(self, step: int) -> messages.Committed | None:
+        """The word that every live worker is REDUCED in ``step``."""
+        found = self._committed
+        return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
+
+    def loss(self, step: int) -> messages.StepLoss | None:
+        """The mean loss of ``step``; those before it are forgotten then."""
+        found = self._losses.get(step)
+        if found is not None:
+            self._losses = {known: value for known, value in self._losses.items() if known >= step}
+            self.counters = found.counters
+        return found
+
+    # ------------------------------------------------------------------ control collectives
+
+    def arrive(self, name: str, payload: Any) -> messages.Arrive:
+        """How to take part in the next control collective, whatever generations come."""
+        self.next_collective += 1
+        return messages.Arrive(self.rank, self.next_collective - 1, name, payload)
+
+    def arrive_in_generation(self, name: str, payload: Any) -> messages.Arrive:
+        """As :meth:`arrive`, with a part that counts in this generation only: it is the next collective until it is
+        answered.
+        """
+        return messages.Arrive(self.rank, self.next_collective, name, payload, self.generation)
+
+    def answer(self, number: int) -> messages.Answer | None:
+        """What collective ``number`` came to; it is known once."""
+        found = self._answers.pop(number, None)
+        if found is not None:
+            self.leader = found.leader
+            self.next_collective = max(self.next_collective, number + 1)
+        return found
