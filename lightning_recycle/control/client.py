@@ -28,19 +28,17 @@ from typing import Any, NoReturn, TypeVar
 from lightning_recycle.control.connection import MessageConnection
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
+from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.control.protocol.state import Finished
 from lightning_recycle.errors import ControlPlaneError
+from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "LEFT", "ControlClient", "Interrupted"]
+__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupted"]
 
 log = logging.getLogger(__name__)
 
 EXIT_STOPPED = 75  # told to leave; BSD's EX_TEMPFAIL
 EXIT_LOST_COORDINATOR = 69  # BSD's EX_UNAVAILABLE
-
-LEFT = "Left"
-"""Reason of the Stop that a worker gets when it leaves at a step boundary, as it asked."""
 
 _LOOKUP_SECONDS = 0.1  # between two looks at whether the connecting was cancelled
 _LOSS_TIMEOUT = 300.0  # seconds; it is sent before the gradients that lead to a step
@@ -144,7 +142,7 @@ class ControlClient:
         with self._changed:
             return self.member.enter()
 
-    def begin_step(self, step: int) -> Any:
+    def begin_step(self, step: int) -> Schedule | None:
         """Says that this worker begins ``step`` now, or waits at its beginning if the roster is about to change there.
 
         Returns:
@@ -344,13 +342,13 @@ class ControlClient:
             except (EOFError, OSError):
                 self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
             if isinstance(message, messages.Stop):
-                if message.reason in (Finished.__name__, LEFT):
+                if message.reason in (StopReason.FINISHED, StopReason.LEFT):
                     self._leaving = True  # the results are delivered, or others go on: nothing is left to do here
                 spare = self.rank < 0  # it has nothing to go on with
-                if self._survives and not spare and message.reason == Finished.__name__:
+                if self._survives and not spare and message.reason is StopReason.FINISHED:
                     self._connection.close()
                     return
-                self._exit(f"was told to stop ({message.reason})", EXIT_STOPPED)
+                self._exit(f"was told to stop ({message.reason.value})", EXIT_STOPPED)
             with self._changed:
                 replies = self.member.receive(message)
                 self._changed.notify_all()

@@ -1,10 +1,9 @@
 """The coordinator: the one authority over membership, in a thread of the supervisor.
 
 A thin shell around the pure state machine of :mod:`~lightning_recycle.control.protocol.membership`: it turns
-connections, process exits and clocks into events, and carries out the commands. It plans, too: every generation's
-schedule is made here, so that no two workers can disagree about it. Who is silent or stuck it asks
-:mod:`~lightning_recycle.control.watch`, what is to become of an empty position
-:mod:`~lightning_recycle.control.vacancies`.
+connections, process exits and clocks into events, and carries out the commands. It asks
+:mod:`~lightning_recycle.control.watch` who is silent or stuck, :mod:`~lightning_recycle.control.vacancies` who fills an
+empty position, and :mod:`~lightning_recycle.control.plans.run_plans` what all run.
 """
 
 from __future__ import annotations
@@ -20,59 +19,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.client import LEFT
 from lightning_recycle.control.connection import MessageConnection
 from lightning_recycle.control.history import Event, History
 from lightning_recycle.control.listener import Listener
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
-from lightning_recycle.control.plans.background import BackgroundPlanning
-from lightning_recycle.control.plans.drift import DriftMonitor, Proposal, Question
-from lightning_recycle.control.plans.replanning import RunPlanner, schedules_kept
-from lightning_recycle.control.protocol import membership
-from lightning_recycle.control.protocol.messages import (
-    Applied,
-    Assign,
-    Boundary,
-    Broken,
-    Confirm,
-    Confirmed,
-    Connected,
-    Crash,
-    FaultInjected,
-    Heartbeat,
-    Hello,
-    Leave,
-    Paused,
-    Profiled,
-    Publish,
-    Ready,
-    Regroup,
-    Report,
-    Resume,
-    Saved,
-    StepLoss,
-    Stop,
-)
-from lightning_recycle.control.protocol.state import (
-    CandidateLost,
-    Evict,
-    Failed,
-    GraceElapsed,
-    Joined,
-    Lost,
-    MembershipEvent,
-    MovePlanned,
-    Outcome,
-    PlanReady,
-    Record,
-    Send,
-    StartGrace,
-    initial_state,
-    stage_leads,
-)
+from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_plans import RunPlans
+from lightning_recycle.control.protocol import membership, messages
+from lightning_recycle.control.protocol import state as protocol
+from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.vacancies import Vacancies
 from lightning_recycle.control.watch import Watch
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.schedule import Schedule
 
@@ -80,7 +38,7 @@ __all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
 
 log = logging.getLogger(__name__)
 
-_STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
+_FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, messages.Publish)
 _TICK = 0.1  # seconds between looks at the clock; everything else is event-driven
 
 
@@ -118,35 +76,26 @@ class Coordinator:
         self.grid = grid
         self.options = options or CoordinatorOptions()
         self.authkey = os.urandom(32) if authkey is None else authkey
-        self.schedules: list[Schedule] = []
-        self.operation_seconds: dict[int, dict[str, float]] = {}
         self._history = History(grid)
-        self._planner = planner
-        self._drift = None if self.options.drift is None else DriftMonitor(self.options.drift)
-        if self._drift is not None:
+        self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._wake)
+        if self._plans.watches_drift:
             self._history.counters["replans"] = 0.0
-            self._background = BackgroundPlanning(planner.planner, self._wake)
-        self._on_profile = on_profile
         self._setup = setup
-        self._profiled: dict[int, Profiled] = {}
-        self._steps_in_generation = 0
         self._wake_reader, self._wake_writer = os.pipe()
         self._wake_lock = threading.Lock()
         self._listener = Listener(
             (host, port), self.authkey, max(1.0, self.options.heartbeat_timeout), grid.num_workers, self._wake
         )
-        self._state = initial_state(grid)
+        self._state = protocol.initial_state(grid)
         self._connections: dict[int, MessageConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._watch = Watch(grid, self.options)
-        self._vacancies = Vacancies(self.options, start_worker, self._wake)
-        self._nodes: dict[int, str] = {}
+        self._vacancies = Vacancies(self.options, start_worker, self._wake, grid.stages)
         self._connected: set[int] = set()
-        self._may_move = self.options.normalize  # once for each failure: what is measured then differs a little
         self._graces: dict[int, tuple[float, str]] = {}
         self._unreachable: list[int] = []  # took no message
-        self._to_evict: list[Evict] = []
+        self._to_evict: list[protocol.Evict] = []
         self._done = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
@@ -163,6 +112,10 @@ class Coordinator:
     def history(self) -> list[Event]:
         return self._history.events
 
+    @property
+    def schedules(self) -> list[Schedule]:
+        return self._plans.schedules
+
     def start(self, processes: Mapping[int, WorkerProcess]) -> None:
         """Begins to serve; ``processes`` are watched for their exit, by rank. Positions without one are taken by
         workers that are started by hand.
@@ -173,7 +126,7 @@ class Coordinator:
         self._listener.start()
         self._thread.start()
 
-    def wait(self, timeout: float | None = None) -> Outcome | None:
+    def wait(self, timeout: float | None = None) -> protocol.Outcome | None:
         """Waits for the end of the run; None if ``timeout`` seconds pass before."""
         self._done.wait(timeout)
         return self._state.outcome
@@ -184,10 +137,7 @@ class Coordinator:
         self._wake()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
-        self._planner.close()
-        if self._drift is not None:
-            self._background.close()
-        self._retime_newest()
+        self._plans.close()
         self._listener.close()
         self._vacancies.close()
         for key in list(self._selector.get_map().values()):
@@ -224,7 +174,7 @@ class Coordinator:
                 self._on_tick(now)
         except Exception as error:
             log.exception("The coordinator failed")
-            self._finish(Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
+            self._finish(protocol.Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
 
     def _on_tick(self, now: float) -> None:
         if self._state.outcome is not None:
@@ -235,16 +185,16 @@ class Coordinator:
             self._evict(rank, cause)
         for rank, cause in self._watch.late_candidates(now).items():
             self._evict(rank, cause)
-        verdict = self._watch.judge(now, self._state, self.operation_seconds)
+        verdict = self._watch.judge(now, self._state, self._plans.operation_seconds)
         for rank, cause in verdict.stuck.items():
             self._evict(rank, cause)
         if verdict.deadlocked:
             reason = "a message was lost: all wait for each other, and nobody works."
-            self._handle(GraceElapsed(self._state.generation, reason))
+            self._handle(protocol.GraceElapsed(self._state.generation, reason))
         for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]
-                self._handle(GraceElapsed(generation, reason))
+                self._handle(protocol.GraceElapsed(generation, reason))
         self._fill_vacancies(now)
 
     # ------------------------------------------------------------------ workers come and go
@@ -263,9 +213,8 @@ class Coordinator:
             else:
                 self._processes[rank] = process
                 self._watch_exit(rank, process)
-        if self._drift is not None:
-            for question, proposal in self._background.take_answers():
-                self._consider(self._drift, question, proposal)
+        for plan in self._plans.better():
+            self._handle(plan)
 
     def _on_stranger(self, connection: MessageConnection) -> None:
         """The first message of a connection: it must be a worker's hello."""
@@ -275,13 +224,13 @@ class Coordinator:
         except (EOFError, OSError):
             connection.close()
             return
-        if not isinstance(hello, Hello) or not self._fits(hello):
+        if not isinstance(hello, messages.Hello) or not self._fits(hello):
             log.warning("Refused a connection that began with %r", hello)
             connection.close()
             return
         if self._state.outcome is not None:
             with contextlib.suppress(OSError):  # it went away by itself
-                connection.send(Stop(type(self._state.outcome).__name__))
+                connection.send(messages.Stop(StopReason.of(self._state.outcome)))
         if hello.rank is None:
             self._vacancies.spares.append((connection, hello.node))
             self._selector.register(connection, selectors.EVENT_READ, partial(self._on_spare, connection))
@@ -289,7 +238,7 @@ class Coordinator:
         else:
             self._admit(hello.rank, connection, hello.joining)
 
-    def _fits(self, hello: Hello) -> bool:
+    def _fits(self, hello: messages.Hello) -> bool:
         if hello.rank is None:
             return True
         if not 0 <= hello.rank < self.grid.num_workers or hello.rank in self._connections:
@@ -305,7 +254,7 @@ class Coordinator:
             self._watch.begin_start(time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ, partial(self._on_readable, rank))
         if not joining:
-            self._handle(Joined(rank))
+            self._handle(protocol.Joined(rank))
 
     def _on_spare(self, connection: MessageConnection) -> None:
         """A worker without a position has nothing to say but that it lives, or is gone."""
@@ -313,7 +262,7 @@ class Coordinator:
             connection.receive()
         except (EOFError, OSError):
             self._selector.unregister(connection)
-            self._vacancies.spares = [spare for spare in self._vacancies.spares if spare[0] is not connection]
+            self._vacancies.forget_spare(connection)
             connection.close()
 
     def _place_spares(self) -> None:
@@ -323,27 +272,18 @@ class Coordinator:
             free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
         else:
             free = [r for r in sorted(self._state.live) if r not in self._processes and r not in self._connections]
-        while free and self._vacancies.spares:
-            connection, node = self._vacancies.spares.pop(0)
-            rank = min(free, key=lambda rank: (*self._strangeness(rank, node), rank))
+        while placed := self._vacancies.place_spare(free):
+            rank, connection = placed
             free.remove(rank)
             self._selector.unregister(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
             try:
-                connection.send(Assign(rank, incarnation, joining, self._setup))
+                connection.send(messages.Assign(rank, incarnation, joining, self._setup))
             except OSError:
+                self._vacancies.leave_node(rank)
                 connection.close()
                 continue
-            self._nodes[rank] = node
             self._admit(rank, connection, joining)
-
-    def _strangeness(self, rank: int, node: str) -> tuple[bool, bool]:
-        """How little a worker of ``node`` fits the position: best into a pipeline with others of its node, so that the
-        loss of the node hits different stages, else into an empty one.
-        """
-        stages = self.grid.stages
-        pipeline = [self._nodes.get(r) for r in range(rank // stages * stages, (rank // stages + 1) * stages)]
-        return node not in pipeline, any(other not in (None, node) for other in pipeline)
 
     def _has_candidate(self, rank: int) -> bool:
         return rank in self._connections or rank in self._processes or self._vacancies.is_starting(rank)
@@ -360,10 +300,10 @@ class Coordinator:
                 self._history.add("restarting", self._state, rank)
                 self._vacancies.start(rank)
                 self._watch.expect(rank, now)
-            elif self._may_move and not self._state.moves:
-                mover = self._planner.propose_move(self._failed(), self.grid.worker(rank), self.operation_seconds)
+            elif self._vacancies.may_move and not self._state.moves:
+                mover = self._plans.propose_move(self._failed(), self.grid.worker(rank))
                 if mover is not None:
-                    self._handle(MovePlanned(rank, self.grid.rank(mover)))
+                    self._handle(protocol.MovePlanned(rank, self.grid.rank(mover)))
                     self._vacancies.start(rank, on=self.grid.rank(mover))
                     self._watch.expect(rank, now)
                     return
@@ -407,15 +347,15 @@ class Coordinator:
             self._selector.unregister(connection)
             connection.close()
         self._watch.forget(rank)
-        self._nodes.pop(rank, None)
+        self._vacancies.leave_node(rank)
         if rank in self._state.live:
-            self._handle(Lost(rank, cause))
+            self._handle(protocol.Lost(rank, cause))
         elif process is not None or connection is not None:
             self._candidate_gone(rank)
 
     def _candidate_gone(self, rank: int) -> None:
         self._vacancies.failed(rank, time.monotonic())
-        self._handle(CandidateLost(rank))
+        self._handle(protocol.CandidateLost(rank))
 
     def _evict(self, rank: int, cause: str) -> None:
         """Declares a worker dead that did not end by itself."""
@@ -430,7 +370,7 @@ class Coordinator:
         if connection is not None:
             self._selector.unregister(connection)
             with contextlib.suppress(OSError):  # it could not wait
-                connection.send(Stop(LEFT))
+                connection.send(messages.Stop(StopReason.LEFT))
             connection.close()
         process = self._processes.pop(rank, None)
         if process is not None:
@@ -441,74 +381,58 @@ class Coordinator:
     # ------------------------------------------------------------------ messages
 
     def _on_message(self, rank: int, message: Any) -> None:
-        if not isinstance(message, (Heartbeat, Leave, Paused, Publish)):  # these are from other threads
+        if not isinstance(message, _FROM_OTHER_THREADS):
             self._watch.acted(rank, time.monotonic())
         match message:
-            case Heartbeat():
+            case messages.Heartbeat():
                 self._watch.beat(rank, message, time.monotonic())
                 return
-            case Connected():
+            case messages.Connected():
                 self._on_connected(message)
                 return
-            case Profiled():
-                self._collect_profile(message)
+            case messages.Profiled():
+                self._plans.profiled(message)
                 return
-            case Publish():
+            case messages.Publish():
                 if message.generation == self._state.generation:
-                    self._send(Send(tuple(r for r in self._state.roster if r != rank), message))
+                    self._send(protocol.Send(tuple(r for r in self._state.roster if r != rank), message))
                     self._evict_unreachable()
                 return
-            case FaultInjected():
+            case messages.FaultInjected():
                 self._history.fault_injected(message)
                 return
-            case Saved():
+            case messages.Saved():
                 self._history.add("saved", self._state, rank, {"path": message.path}, step=message.step)
                 return
-            case Confirm():
+            case messages.Confirm():
                 if rank in self._state.live:
-                    self._send(Send((rank,), Confirmed(message.number)))
+                    self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
                     self._evict_unreachable()
                 return
-            case Report():
+            case messages.Report():
                 self._watch.reported(rank)
-            case Ready():
+            case messages.Ready():
                 self._vacancies.succeeded(rank)
                 self._watch.ready(rank)
-            case Leave() if rank not in self._state.live:  # it was to join; now it has been told to end
+            case messages.Leave() if rank not in self._state.live:  # it was to join; now it has been told to end
                 self._dismiss(rank)
                 self._candidate_gone(rank)
                 return
-            case Applied():
+            case messages.Applied():
                 self._watch.applied(rank)
-                if rank == stage_leads(self.grid, self._state.roster).get(self.grid.worker(rank).stage):
-                    self.operation_seconds[self.grid.worker(rank).stage] = dict(message.operation_seconds)
-                if self._drift is not None:
-                    self._drift.observe(self.grid.worker(rank), message.step, message.step_seconds)
-            case Broken():
+                worker = self.grid.worker(rank)
+                leads = rank == protocol.stage_leads(self.grid, self._state.roster).get(worker.stage)
+                self._plans.applied(worker, message, leads)
+            case messages.Broken():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
-            case Crash():
+            case messages.Crash():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
                 if message.fault:
                     self._gone(rank, message.summary)
                     return
         self._handle(message)
 
-    def _collect_profile(self, message: Profiled) -> None:
-        self._profiled.setdefault(self.grid.worker(message.rank).stage, message)
-        if len(self._profiled) == self.grid.stages:
-            parts = [self._profiled[stage] for stage in range(self.grid.stages)]
-            links = [part for part in parts if part.bandwidth]
-            self._on_profile(
-                Profile(
-                    stages=tuple(part.stage for part in parts),
-                    latency=max((link.latency for link in links), default=0.0),
-                    bandwidth=min((link.bandwidth for link in links), default=0.0),
-                    steps=min(part.steps for part in parts),
-                )
-            )
-            self._profiled = {}
-
-    def _on_connected(self, message: Connected) -> None:
+    def _on_connected(self, message: messages.Connected) -> None:
         if message.generation != self._state.generation:
             return
         self._connected.add(message.rank)
@@ -517,7 +441,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------ commands
 
-    def _handle(self, event: MembershipEvent) -> None:
+    def _handle(self, event: protocol.MembershipEvent) -> None:
         self._apply(event)
         while self._to_evict:
             command = self._to_evict.pop(0)
@@ -529,32 +453,33 @@ class Coordinator:
             rank = self._unreachable.pop()
             self._gone(rank, self._describe_exit(rank) or "it took no message")
 
-    def _apply(self, event: MembershipEvent) -> None:
+    def _apply(self, event: protocol.MembershipEvent) -> None:
         self._state, commands = membership.transition(self._state, event)
         for command in commands:
-            if isinstance(command, Send):
+            if isinstance(command, protocol.Send):
                 self._send(command)
-            elif isinstance(command, StartGrace):
+            elif isinstance(command, protocol.StartGrace):
                 self._graces.setdefault(command.generation, (time.monotonic() + self.options.grace, command.reason))
-            elif isinstance(command, Evict):
+            elif isinstance(command, protocol.Evict):
                 self._to_evict.append(command)
-            elif isinstance(command, Record):
+            elif isinstance(command, protocol.Record):
                 self._record(command)
             else:
                 self._finish(command)
 
-    def _send(self, command: Send) -> None:
+    def _send(self, command: protocol.Send) -> None:
         message = command.message
-        if isinstance(message, Resume):
-            message = replace(message, schedule=self._schedule())
+        if isinstance(message, messages.Resume):
+            joining = [self.grid.worker(rank) for rank in self._state.joining]
+            schedule = self._plans.begin_generation(self._failed(), joining, self._state.version)
+            message = replace(message, schedule=schedule)
             self._watch.end_regroup()
             self._connected = set()
-        elif isinstance(message, Boundary) and message.schedule is not None:
-            self._retime_newest()
-            self._begin_plan(message.schedule, message.step)
-        elif isinstance(message, Regroup):
+        elif isinstance(message, messages.Boundary) and message.schedule is not None:
+            self._plans.change(message.schedule, message.step)
+        elif isinstance(message, messages.Regroup):
             self._watch.begin_regroup(time.monotonic())
-        elif isinstance(message, StepLoss):
+        elif isinstance(message, messages.StepLoss):
             counters = {"live_workers": float(len(self._state.live)), **self._history.counters}
             newest = self._state.applied.get(self._state.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
@@ -569,72 +494,27 @@ class Coordinator:
             except OSError:  # gone, or stopped with a full buffer: a message cut short cannot be completed later
                 self._unreachable.append(rank)
 
-    def _failed(self) -> frozenset[Any]:
+    def _failed(self) -> frozenset[Worker]:
         return frozenset(
             self.grid.worker(rank) for rank in range(self.grid.num_workers) if rank not in self._state.live
         )
 
-    def _schedule(self) -> Schedule:
-        self._retime_newest()
-        if self._drift is not None:
-            self._planner.forget(self.grid.worker(rank) for rank in self._state.joining)
-        schedule = self._planner.plan(self._failed(), self.operation_seconds)
-        self._begin_plan(schedule, self._state.version)
-        return schedule
-
-    def _begin_plan(self, schedule: Schedule, first_step: int) -> None:
-        self.schedules.append(schedule)
-        del self.schedules[: -schedules_kept(self.grid)]
-        self._steps_in_generation = 0
-        if self._drift is not None:
-            self._drift.begin(schedule, first_step, self._planner.communication)
-
-    def _consider(self, drift: DriftMonitor, question: Question, proposal: Proposal | None) -> None:
-        """A better plan was looked for; ``proposal`` is what was found."""
-        gain = drift.accepts(question, proposal)
-        if gain is None or proposal is None or proposal.schedule is None:
-            return
-        schedule = proposal.schedule
-        self._planner.adopt(schedule)
-        roster = tuple(self.grid.rank(worker) for worker in schedule.live_workers)
-        factors = tuple((w.pipeline, w.stage, factor) for w, factor in schedule.problem.worker_factors)
-        details = {
-            "gain": gain,
-            "before": proposal.before,
-            "after": schedule.period,
-            "worker_factors": factors,
-            "planning_seconds": proposal.seconds,
-        }
-        self._handle(PlanReady(roster, schedule, details))
-
-    def _retime_newest(self) -> None:
-        """Gives the schedule of the generation that ends the times that were measured in it."""
-        if self.schedules and self._steps_in_generation:
-            self.schedules[-1] = self._planner.retime(self.schedules[-1], self.operation_seconds)
-
-    def _record(self, record: Record) -> None:
+    def _record(self, record: protocol.Record) -> None:
         if record.kind in ("failure", "moved"):
-            self._may_move = self.options.normalize and record.kind == "failure"
+            self._vacancies.may_move = self.options.normalize and record.kind == "failure"
         if record.kind in ("left", "moved") and record.rank is not None:
             self._dismiss(record.rank)
         if record.kind == "resumed" and not self._history.has_steps:
-            self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
+            self._plans.plan_ahead()
         self._history.record(record, self._state)
         if record.kind == "step":
-            self._steps_in_generation += 1
-            if self._steps_in_generation == _STEPS_BEFORE_PLANNING_AHEAD:
-                self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
-            if self._drift is not None:
-                self._drift.stepped(self._history.step_seconds)
-                if (question := self._drift.question()) is not None:
-                    self._background.ask(question)
+            self._plans.stepped(self._history.step_seconds)
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: protocol.Outcome) -> None:
         if self._state.outcome is None:
             self._state = replace(self._state, outcome=outcome)
         # Also when all went well: a worker may be waiting for a generation that nobody needs any more.
-        spares = [connection for connection, _ in self._vacancies.spares]
-        for connection in [*self._connections.values(), *spares]:
+        for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
             with contextlib.suppress(OSError):  # the run is ending; who is gone needs no message
-                connection.send(Stop(type(outcome).__name__))
+                connection.send(messages.Stop(StopReason.of(outcome)))
         self._done.set()

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from lightning_recycle.control.connection import MessageConnection
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
@@ -25,6 +25,12 @@ class Vacancies:
         options: how many.
         start_worker: starts the process for a rank, given its incarnation and the rank whose device it runs on.
         wake: called when :meth:`take_started` has something.
+        stages: of the grid.
+
+    Attributes:
+        spares: connections of workers that wait for a position, with the machine that each is on.
+        may_move: whether a worker of another stage may take a position: once for each failure, because what is measured
+            then differs a little.
     """
 
     def __init__(
@@ -32,8 +38,12 @@ class Vacancies:
         options: CoordinatorOptions,
         start_worker: Callable[[int, int, int], WorkerProcess] | None,
         wake: Callable[[], None],
+        stages: int = 1,
     ) -> None:
-        self.spares: list[tuple[MessageConnection, str]] = []  # and the machine that it is on
+        self.spares: list[tuple[MessageConnection, str]] = []
+        self.may_move = options.normalize
+        self._stages = stages
+        self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
         self._options = options
         self._start_worker = start_worker
         self._wake = wake
@@ -43,6 +53,35 @@ class Vacancies:
         self._incarnations: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
+
+    # ------------------------------------------------------------------ spares
+
+    def place_spare(self, free: Collection[int]) -> tuple[int, MessageConnection] | None:
+        """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one."""
+        if not free or not self.spares:
+            return None
+        connection, node = self.spares.pop(0)
+        rank = min(free, key=lambda rank: (*self._strangeness(rank, node), rank))
+        self._nodes[rank] = node
+        return rank, connection
+
+    def _strangeness(self, rank: int, node: str) -> tuple[bool, bool]:
+        """How little a worker of ``node`` fits the position: best into a pipeline with others of its node, so that the
+        loss of the node hits different stages, else into an empty one.
+        """
+        first = rank // self._stages * self._stages
+        pipeline = [self._nodes.get(r) for r in range(first, first + self._stages)]
+        return node not in pipeline, any(other not in (None, node) for other in pipeline)
+
+    def leave_node(self, rank: int) -> None:
+        """The worker at ``rank`` is gone."""
+        self._nodes.pop(rank, None)
+
+    def forget_spare(self, connection: MessageConnection) -> None:
+        """The spare behind ``connection`` is gone."""
+        self.spares = [spare for spare in self.spares if spare[0] is not connection]
+
+    # ------------------------------------------------------------------ replacements
 
     def next_incarnation(self, rank: int) -> int:
         self._incarnations[rank] = self._incarnations.get(rank, 0) + 1

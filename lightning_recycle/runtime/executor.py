@@ -488,6 +488,7 @@ class Executor:
         }
         with self._client.waiting("connections"):
             self._communicator.configure(resume.generation, resume.roster, peers, tie_rosters, check_links)
+        assert resume.schedule is not None, "the coordinator adds it"
         self._follow(resume.schedule)
         self._client.send(messages.Connected(self._client.rank, resume.generation))
 

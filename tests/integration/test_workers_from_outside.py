@@ -18,9 +18,10 @@ import pytest
 from growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
 from support import GLOBAL_BATCH, Regression, committed_steps, dataset, difference, failures, fit, plain_loop
 
-from lightning_recycle import ConfigurationError, worker
+from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
 from lightning_recycle.control.listener import Listener
+from lightning_recycle.launch import worker_process as worker
 
 HERE = Path(__file__).parent
 LENGTH = 16

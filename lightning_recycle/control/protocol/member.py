@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.planning.schedule import Schedule
 
 __all__ = ["Go", "Hold", "Interrupted", "Member"]
 
@@ -33,7 +34,7 @@ class Interrupted(Exception):
 class Go:
     """The step may begin; with a ``schedule``, under that one from now on."""
 
-    schedule: Any = None
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
 from lightning_recycle.planning.profile import StageProfile
+from lightning_recycle.planning.schedule import Schedule
 
 __all__ = [
     "Activity",
@@ -42,6 +44,7 @@ __all__ = [
     "Saved",
     "StepLoss",
     "Stop",
+    "StopReason",
 ]
 
 
@@ -346,7 +349,7 @@ class Boundary:
 
     generation: int
     step: int
-    schedule: Any = None
+    schedule: Schedule | None = None
     number: int = 0
 
 
@@ -378,7 +381,7 @@ class Resume:
     generation: int
     roster: tuple[int, ...]
     decision: Decision
-    schedule: Any
+    schedule: Schedule | None
     commits: Mapping[int, Any]
     """What the stages brought to the commit of step ``decision.version - 1``, by stage, as far as known."""
     donors: Mapping[int, int] = field(default_factory=dict)
@@ -421,8 +424,23 @@ class Answer:
     leader: int = -1
 
 
+class StopReason(Enum):
+    """Why a worker is told to leave: how the run ended, or that it left at a step boundary, as it asked."""
+
+    FINISHED = "Finished"
+    LEFT = "Left"
+    STAGE_LOST = "StageLost"
+    CRASHED = "Crashed"
+    FAILED = "Failed"
+
+    @classmethod
+    def of(cls, outcome: Any) -> StopReason:
+        """The reason that an outcome of the run is."""
+        return cls(type(outcome).__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The run is over; leave."""
+    """The run is over, or goes on without this worker; leave."""
 
-    reason: str
+    reason: StopReason

@@ -28,6 +28,7 @@ from lightning_recycle.control.protocol.messages import (
     Restored,
 )
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.schedule import Schedule
 
 __all__ = [
     "RESULT",
@@ -103,7 +104,7 @@ class PlanReady:
     """
 
     roster: tuple[int, ...]
-    schedule: Any
+    schedule: Schedule
     details: Mapping[str, Any] = field(default_factory=dict)
 
 

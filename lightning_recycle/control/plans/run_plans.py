@@ -1,0 +1,176 @@
+"""The plans of one run: what all run now, what is ready for the next failure, and when another plan is better.
+
+Concept: the coordinator says what happened (a generation begins, a step was applied, a question was answered) and gets
+schedules. Every schedule is made here, so no two workers can disagree about one.
+
+Contract: every method is called from the coordinator's thread. What takes long runs elsewhere: plans ahead in a thread
+(:mod:`~lightning_recycle.control.plans.replanning`), better ones in a process
+(:mod:`~lightning_recycle.control.plans.background`).
+
+Must not know: connections, generations' rosters beyond who failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from lightning_recycle.control.plans.background import BackgroundPlanning
+from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
+from lightning_recycle.control.plans.replanning import RunPlanner, schedules_kept
+from lightning_recycle.control.protocol.messages import Applied, Profiled
+from lightning_recycle.control.protocol.state import PlanReady
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.profile import Profile
+from lightning_recycle.planning.schedule import Schedule
+
+__all__ = ["RunPlans"]
+
+_STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
+
+
+class RunPlans:
+    """Chooses what the workers of ``grid`` run.
+
+    Args:
+        grid: of the run.
+        planner: makes the schedules.
+        drift: when to change the plan because operations take other times than it assumes; None for never.
+        on_profile: called with the profile of the model once all stages have measured.
+        wake: called from another thread when :meth:`better` has something to say.
+
+    Attributes:
+        schedules: the newest ones that were run, with the times that were measured in them.
+        operation_seconds: mean seconds of each kind of operation, by stage and name.
+        watches_drift: whether the plan may change within a generation.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        planner: RunPlanner,
+        drift: DriftOptions | None,
+        on_profile: Callable[[Profile], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.schedules: list[Schedule] = []
+        self.operation_seconds: dict[int, dict[str, float]] = {}
+        self.watches_drift = drift is not None
+        self._grid = grid
+        self._planner = planner
+        self._drift = None if drift is None else DriftMonitor(drift)
+        self._background = None if drift is None else BackgroundPlanning(planner.planner, wake)
+        self._on_profile = on_profile
+        self._profiled: dict[int, Profiled] = {}
+        self._steps = 0  # since the newest schedule began
+
+    # ------------------------------------------------------------------ what all run
+
+    def begin_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
+        """The schedule of a generation that begins at ``step`` without ``failed``.
+
+        Args:
+            failed: the positions that nobody holds.
+            joining: the positions that other processes hold than before.
+            step: the first that it runs.
+        """
+        self._retime_newest()
+        if self._drift is not None:
+            self._planner.forget(joining)
+        schedule = self._planner.plan(failed, self.operation_seconds)
+        self._begin(schedule, step)
+        return schedule
+
+    def change(self, schedule: Schedule, step: int) -> None:
+        """From ``step`` on all run ``schedule``, in the same generation."""
+        self._retime_newest()
+        self._begin(schedule, step)
+
+    def _begin(self, schedule: Schedule, step: int) -> None:
+        self.schedules.append(schedule)
+        del self.schedules[: -schedules_kept(self._grid)]
+        self._steps = 0
+        if self._drift is not None:
+            self._drift.begin(schedule, step, self._planner.communication)
+
+    def _retime_newest(self) -> None:
+        """Gives the newest schedule, which ends, the times that were measured in it."""
+        if self.schedules and self._steps:
+            self.schedules[-1] = self._planner.retime(self.schedules[-1], self.operation_seconds)
+
+    # ------------------------------------------------------------------ what is measured
+
+    def applied(self, worker: Worker, message: Applied, leads: bool) -> None:
+        """``worker`` has applied a step; ``leads``: its times are those of its stage."""
+        if leads:
+            self.operation_seconds[worker.stage] = dict(message.operation_seconds)
+        if self._drift is not None:
+            self._drift.observe(worker, message.step, message.step_seconds)
+
+    def profiled(self, message: Profiled) -> None:
+        """A stage was profiled."""
+        self._profiled.setdefault(self._grid.worker(message.rank).stage, message)
+        if len(self._profiled) < self._grid.stages:
+            return
+        parts = [part for _, part in sorted(self._profiled.items())]
+        links = [part for part in parts if part.bandwidth]
+        self._on_profile(
+            Profile(
+                stages=tuple(part.stage for part in parts),
+                latency=max((link.latency for link in links), default=0.0),
+                bandwidth=min((link.bandwidth for link in links), default=0.0),
+                steps=min(part.steps for part in parts),
+            )
+        )
+        self._profiled = {}
+
+    def stepped(self, seconds: float | None) -> None:
+        """A step was committed, so many ``seconds`` after the one before."""
+        self._steps += 1
+        if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
+            self.plan_ahead()
+        if self._drift is not None and self._background is not None:
+            self._drift.stepped(seconds)
+            if (question := self._drift.question()) is not None:
+                self._background.ask(question)
+
+    # ------------------------------------------------------------------ what may come
+
+    def plan_ahead(self) -> None:
+        """Begins to plan for every failure that may come next."""
+        self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
+
+    def better(self) -> list[PlanReady]:
+        """The better plans that were found since this was last called."""
+        if self._background is None:
+            return []
+        found = (self._accepted(question, proposal) for question, proposal in self._background.take_answers())
+        return [plan for plan in found if plan is not None]
+
+    def _accepted(self, question: Question, proposal: Proposal | None) -> PlanReady | None:
+        assert self._drift is not None
+        gain = self._drift.accepts(question, proposal)
+        if gain is None or proposal is None or proposal.schedule is None:
+            return None
+        schedule = proposal.schedule
+        self._planner.adopt(schedule)
+        roster = tuple(self._grid.rank(worker) for worker in schedule.live_workers)
+        factors = tuple((w.pipeline, w.stage, factor) for w, factor in schedule.problem.worker_factors)
+        details = {
+            "gain": gain,
+            "before": proposal.before,
+            "after": schedule.period,
+            "worker_factors": factors,
+            "planning_seconds": proposal.seconds,
+        }
+        return PlanReady(roster, schedule, details)
+
+    def propose_move(self, failed: Collection[Worker], vacant: Worker) -> Worker | None:
+        """A healthy worker of another stage that had better take the position ``vacant``, if there is one."""
+        return self._planner.propose_move(frozenset(failed), vacant, self.operation_seconds)
+
+    def close(self) -> None:
+        """The run is over: no plan is wanted any more."""
+        self._planner.close()
+        if self._background is not None:
+            self._background.close()
+        self._retime_newest()
