@@ -57,7 +57,7 @@ from lightning_recycle.runtime.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.stream import StreamLoader
 from lightning_recycle.runtime.tie_exchange import TieExchange
 from lightning_recycle.runtime.tying import ties_between_stages
-from lightning_recycle.snapshot import WorkerSnapshot, restore_snapshot, take_snapshot
+from lightning_recycle.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.takeover import show_progress_bar
 
 __all__ = ["ReCycleStrategy"]
@@ -189,6 +189,7 @@ class ReCycleStrategy(CheckpointingStrategy):
         self._count_in_batches: Callable[[], None] = _nothing
         self._relay: LogRelay | None = None
         self._recorder: OutputRecorder | None = None
+        self._joined_with: WorkerSnapshot | None = None
 
     @classmethod
     @override
@@ -357,8 +358,12 @@ class ReCycleStrategy(CheckpointingStrategy):
 
     def _take_over(self, trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
         assert self._context is not None
-        restore_snapshot(trainer, snapshot)
-        self._context.client.next_collective = snapshot.next_collective
+        client = self._context.client
+        client.joining = True  # what loaders ask all workers when they are read, this one answers itself
+        join_before_batch(trainer, snapshot)
+        client.joining = False
+        client.next_collective = snapshot.next_collective
+        self._joined_with = snapshot
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision_plugin.train_step_context() or nullcontext()
@@ -432,6 +437,9 @@ class ReCycleStrategy(CheckpointingStrategy):
             with module.logging_allowed(True):
                 apply(result)
 
+        if self._joined_with is not None:  # here its donor waited; hooks have done in both what they do before
+            restore_snapshot(module.trainer, self._joined_with)
+            self._joined_with = None
         with module.logging_allowed(False):
             return self.executor.run_step(handle, apply_with_hooks)
 
