@@ -55,7 +55,12 @@ _ATTRIBUTES = {  # of what the Trainer has, by path: what decides, but is in no 
     "fit_loop.epoch_loop": ("_skip_next_val",),
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
-_OF_CHECKPOINTS = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved")
+_OF_CHECKPOINTS = (
+    "current_score",
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",
+)
 
 
 @dataclass(frozen=True)
