@@ -27,7 +27,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -35,6 +35,7 @@ from lightning_recycle.builtin_callbacks import keep_monitors_going, show_whole_
 from lightning_recycle.checkpointing_strategy import CheckpointingStrategy
 from lightning_recycle.checks import check_batch, check_optimizers, check_parameters
 from lightning_recycle.collective_strategy import WorkerContext
+from lightning_recycle.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.loggers import LogRelay, keep_files
 from lightning_recycle.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
@@ -44,7 +45,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.resilience.messages import Event, Restored
+from lightning_recycle.resilience.messages import Event, Facts, Restored
 from lightning_recycle.runtime.batching import is_stream
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.data import MicrobatchLoader
@@ -190,6 +191,7 @@ class ReCycleStrategy(CheckpointingStrategy):
         self._relay: LogRelay | None = None
         self._recorder: OutputRecorder | None = None
         self._joined_with: WorkerSnapshot | None = None
+        self._digested = -1
 
     @classmethod
     @override
@@ -334,6 +336,7 @@ class ReCycleStrategy(CheckpointingStrategy):
             self.executor.record_output = lambda output, target, samples: self._record(
                 module.on_training_output, output, target, samples
             )
+        self.executor.describe_step = lambda step: self._describe_step(trainer, parameters, step)
         self.executor.take_snapshot = lambda: take_snapshot(trainer, context.client.next_collective)
         self.executor.restore_snapshot = lambda snapshot: self._take_over(trainer, snapshot)
         if fitting:
@@ -442,6 +445,19 @@ class ReCycleStrategy(CheckpointingStrategy):
             self._joined_with = None
         with module.logging_allowed(False):
             return self.executor.run_step(handle, apply_with_hooks)
+
+    def _describe_step(self, trainer: pl.Trainer, parameters: list[nn.Parameter], step: int) -> Facts:
+        """What this worker holds after ``step``, for the others to compare with."""
+        counters = {
+            "trainer.global_step": trainer.global_step,
+            "trainer.current_epoch": trainer.current_epoch,
+            "trainer.should_stop": trainer.should_stop,
+        }
+        options = optimizer_options(self.optimizers)
+        if step % DIGEST_EVERY == 0 or self._digested != self.generation:
+            self._digested = self.generation
+            options["digest of the parameters"] = digest(parameters)
+        return Facts(counters, options)
 
     def replay_outputs(self, outputs: Mapping[int, bytes]) -> None:
         """Logs what the module's hook did with the outputs of a training step."""

@@ -35,6 +35,7 @@ from lightning_recycle.resilience.messages import (
     Broken,
     Connected,
     Entered,
+    Facts,
     FaultInjected,
     Losses,
     Profiled,
@@ -129,6 +130,7 @@ class Executor:
         on_recovery: called in the middle of a regroup, with the step that is to be run.
         record_output: called on the last stage with (output, target, number of samples) of each micro-batch in
             training; what it returns reaches all workers with the step.
+        describe_step: called with a step that was just applied; returns what must be the same in other workers.
         take_snapshot: returns all that a worker that joins this stage must have, at a step boundary.
         restore_snapshot: takes that over.
     """
@@ -158,6 +160,7 @@ class Executor:
         self.on_generation: Callable[[], None] = lambda: None
         self.on_recovery: Callable[[int], None] = lambda step: None
         self.record_output: RecordOutput | None = None
+        self.describe_step: Callable[[int], Facts] = lambda step: Facts()
         self.take_snapshot: Callable[[], Any] = lambda: None
         self.restore_snapshot: Callable[[Any], None] = lambda snapshot: None
         self._client = client
@@ -337,8 +340,8 @@ class Executor:
         step.apply(result)
         self._timings.add(OpKind.STEP, time.perf_counter() - started)
         step.result = result
-        measured = self._timings.take_step()
-        self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds), measured))
+        measured, facts = self._timings.take_step(), self.describe_step(number)
+        self._client.send(Applied(self._client.rank, number, dict(self._timings.seconds), measured, facts))
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
 

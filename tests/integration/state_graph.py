@@ -23,7 +23,7 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def describe(trainer: L.Trainer, skip: Iterable[str]) -> dict[str, str]:
-    """What ``trainer`` holds; nothing at or below what matches a pattern in ``skip``: a path, or a class's full name."""
+    """What ``trainer`` holds; nothing from a path or class on whose name matches a pattern in ``skip``."""
     patterns = tuple(skip)
     seen: dict[int, tuple[str, Any]] = {}
     found: dict[str, str] = {}

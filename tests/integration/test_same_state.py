@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from growth import AwaitReplacement, rejoined
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
+from lightning_recycle import ReCycleError
 from lightning_recycle.callbacks import Fault
 
 EPOCH = 5  # steps
@@ -135,7 +137,7 @@ ALLOWED = {  # path or class -> why workers may differ there
     "lightning.pytorch.utilities.combined_loader.*": "the same",
     "trainer._loggers*": "only the leader writes",
     "lightning.pytorch.callbacks.timer.Timer": "clocks; the leader decides for all (broadcast)",
-    "lightning.pytorch.callbacks.lr_monitor.LearningRateMonitor": "what it has passed on to loggers; it decides nothing",
+    "lightning.pytorch.callbacks.lr_monitor.LearningRateMonitor": "what it gave to loggers; decides nothing",
     "fsspec.*": "identity of the process",
     "trainer._last_val_time": "a clock; the leader decides for all",
     "trainer.callbacks*._last_time_checked": "a clock; the leader decides for all",
@@ -202,3 +204,30 @@ def test_who_joins_holds_what_its_peers_hold(tmp_path: Path) -> None:
             peer = path.with_name(path.name.replace(f"{2 + stage}-1-", f"{stage}-0-"))
             found = differences(json.loads(path.read_text()), json.loads(peer.read_text()))
             assert not found, f"{path.name} differs from {peer.name}"
+
+
+class ChangesItsRate(L.Callback):
+    """One worker steps with a learning rate of its own."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 2 and trainer.global_step == 3:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.0625
+
+
+def test_a_worker_with_another_learning_rate_than_its_peers_ends_the_run() -> None:
+    with pytest.raises(ReCycleError, match=r"After step 3 .*lr is 0\.(2|0625) on worker .*0\.(2|0625)"):
+        fit(Plateau().double(), 2, 2, data=DATA, callbacks=[ChangesItsRate()], max_steps=10)
+
+
+class ChangesItsWeights(L.Callback):
+    """A weight of one worker changes by one bit."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_rank == 2 and trainer.global_step == 3:
+            weight = next(module.parameters()).data.view(torch.int64).flatten()
+            weight[0] ^= 1 << 20  # 1e-10 of it; the lowest bits are rounded away in a step
+
+
+def test_a_worker_with_other_weights_than_its_peers_ends_the_run_after_the_next_regroup() -> None:
+    with pytest.raises(ReCycleError, match="digest of the parameters"):
+        fit(Plateau().double(), 3, 2, [Fault("kill", 2, 0, step=5)], data=DATA, callbacks=[ChangesItsWeights()])
