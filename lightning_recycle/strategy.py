@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.control.history import Event
-from lightning_recycle.control.protocol.messages import Restored
+from lightning_recycle.control.protocol.messages import Facts, Restored
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import is_stream
 from lightning_recycle.data.steps import StepHandle, StepLoader
@@ -54,11 +54,12 @@ from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.session.checkpoints import CheckpointingStrategy
 from lightning_recycle.session.checks import check_batch, check_optimizers, check_parameters
 from lightning_recycle.session.collectives import WorkerContext
+from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_whole_run
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
-from lightning_recycle.session.snapshot import WorkerSnapshot, restore_snapshot, take_snapshot
+from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.takeover import show_progress_bar
 
 __all__ = ["ReCycleStrategy"]
@@ -191,6 +192,8 @@ class ReCycleStrategy(CheckpointingStrategy):
         self._count_in_batches: Callable[[], None] = _nothing
         self._relay: LogRelay | None = None
         self._recorder: OutputRecorder | None = None
+        self._joined_with: WorkerSnapshot | None = None
+        self._digested = -1
 
     @classmethod
     @override
@@ -360,8 +363,27 @@ class ReCycleStrategy(CheckpointingStrategy):
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         assert self._context is not None
         assert self.lightning_module is not None
-        restore_snapshot(self.lightning_module.trainer, snapshot)
-        self._context.client.member.next_collective = snapshot.next_collective
+        member = self._context.client.member
+        member.joining = True  # what loaders ask all workers when they are read, this one answers itself
+        join_before_batch(self.lightning_module.trainer, snapshot)
+        member.joining = False
+        member.next_collective = snapshot.next_collective
+        self._joined_with = snapshot
+
+    def describe_step(self, step: int) -> Facts:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        counters = {
+            "trainer.global_step": trainer.global_step,
+            "trainer.current_epoch": trainer.current_epoch,
+            "trainer.should_stop": trainer.should_stop,
+        }
+        options = optimizer_options(self.optimizers)
+        if step % DIGEST_EVERY == 0 or self._digested != self.generation:
+            self._digested = self.generation
+            options["digest of the parameters"] = digest(module.parameters())
+        return Facts(counters, options)
 
     def on_recovery(self, step: int) -> None:
         self._reach("recovery", step)
@@ -445,6 +467,9 @@ class ReCycleStrategy(CheckpointingStrategy):
             with module.logging_allowed(True):
                 apply(result)
 
+        if self._joined_with is not None:  # here its donor waited; hooks have done in both what they do before
+            restore_snapshot(module.trainer, self._joined_with)
+            self._joined_with = None
         with module.logging_allowed(False):
             return self.executor.run_step(handle, apply_with_hooks)
 

@@ -113,6 +113,9 @@ class Host(Protocol):
     def on_recovery(self, step: int) -> None:
         """In the middle of a regroup: ``step`` is to be run."""
 
+    def describe_step(self, step: int) -> messages.Facts:
+        """Called when ``step`` was applied: what must be the same in other workers."""
+
     def take_snapshot(self) -> Any:
         """All that a worker that joins this stage must have, at a step boundary."""
 
@@ -349,8 +352,9 @@ class Executor:
         step.apply(result)
         self._timings.add(OpKind.STEP, time.perf_counter() - started)
         step.result = result
-        measured = self._timings.take_step()
-        self._client.send(messages.Applied(self._client.rank, number, dict(self._timings.seconds), measured))
+        measured, facts = self._timings.take_step(), self._host.describe_step(number)
+        seconds = dict(self._timings.seconds)
+        self._client.send(messages.Applied(self._client.rank, number, seconds, measured, facts))
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
 

@@ -30,7 +30,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.session.optimizer_states import to_cpu
 
-__all__ = ["OutputRecorder", "concatenate"]
+__all__ = ["OutputRecorder", "concatenate", "metric_states", "set_metric_states"]
 
 _States = dict[str, Any]
 
@@ -75,7 +75,7 @@ class OutputRecorder:
     def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
         """Calls ``hook(*args)`` and returns what it did, for :meth:`replay`."""
         module = self._module
-        before = {path: _states(metric) for path, metric in self._metrics.items()}
+        before = {path: metric_states(metric) for path, metric in self._metrics.items()}
         for metric in self._metrics.values():
             metric.reset()
         module.recorded_logs = []
@@ -83,11 +83,11 @@ class OutputRecorder:
             with torch.no_grad():
                 result = hook(*args)
             logs = tuple(self._portable(*log) for log in module.recorded_logs)
-            gained = {path: to_cpu(_states(m)) for path, m in self._metrics.items() if m._update_count}
+            gained = {path: to_cpu(metric_states(m)) for path, m in self._metrics.items() if m._update_count}
         finally:
             module.recorded_logs = None
             for path, metric in self._metrics.items():
-                _set_states(metric, before[path])
+                set_metric_states(metric, before[path])
         return pickle.dumps(_Record(samples, logs, gained, to_cpu(result)))
 
     def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
@@ -195,28 +195,30 @@ def concatenate(parts: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------------- states of a metric
 
 
-def _states(metric: Metric) -> _States:
+def metric_states(metric: Metric) -> _States:
+    """What ``metric`` has accumulated, and what it has cached of that."""
     names = (*metric._defaults, "_update_count", "_forward_cache", "_computed")
     # Lists are extended in place by some metrics.
     return {n: list(v) if isinstance(v := getattr(metric, n), list) else v for n in names}
 
 
-def _set_states(metric: Metric, states: _States) -> None:
+def set_metric_states(metric: Metric, states: _States) -> None:
+    """Sets what :func:`metric_states` returned."""
     for name, value in states.items():
         setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
 def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: bool) -> None:
     """Adds what ``metric`` gained in a step; its step value becomes that of the step alone if that is wanted."""
-    before = _states(metric)
+    before = metric_states(metric)
     step = gained[0]
     for more in gained[1:]:
         step = _merged(metric, path, step, more)
     value = None
     if keep_step_value:
-        _set_states(metric, {**step, "_computed": None})
+        set_metric_states(metric, {**step, "_computed": None})
         value = metric.compute()
-    _set_states(metric, _merged(metric, path, before, step) if before["_update_count"] else step)
+    set_metric_states(metric, _merged(metric, path, before, step) if before["_update_count"] else step)
     metric._forward_cache = value
     metric._computed = None
 

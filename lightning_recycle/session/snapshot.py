@@ -1,23 +1,29 @@
 """All that a worker must know to take part in a running training: the state of one step boundary.
 
 A donor takes the snapshot while it waits at the beginning of a step; Lightning's counters then say that the batch of
-that step has begun, and are set back by it in the worker that joins, which begins that batch itself. Callbacks are
-asked for their state as for a checkpoint. Hooks such as ``on_train_epoch_start`` are not called again, as when
-Lightning resumes in the middle of an epoch.
+that step has begun, and what hooks did at its start is done. The worker that joins restores it twice. First it goes
+back to right before that batch and begins it itself, so that hooks find what they expect; when it comes to the point
+where the donor waits, all is set as it is there, so that nothing that those hooks logged or changed counts twice.
+Callbacks are asked for their state as for a checkpoint. Hooks such as ``on_train_epoch_start`` are not called again, as
+when Lightning resumes in the middle of an epoch.
 
-Private Lightning API used here, and nowhere else: ``_ResultCollection`` as the epoch loop's ``_results`` and what is in
-it (``_ResultMetric``, ``_Metadata``, ``_Sync``), the metrics of the ``_LoggerConnector``,
+Private Lightning API used here, and nowhere else: ``_ResultCollection`` as ``_results`` of the epoch loop and of its
+validation loop, and what is in it (``_ResultMetric``, ``_Metadata``, ``_Sync``), the metrics, ``_first_loop_iter`` and
+``_current_fx`` of the ``_LoggerConnector``, the attributes in ``_ATTRIBUTES`` and ``_OF_CHECKPOINTS``,
 ``call._call_callbacks_state_dict`` and its counterpart, ``_load_from_state_dict`` of the loops, ``RestartStage``, and
 the progress trackers' fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import copy, deepcopy
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker
@@ -31,10 +37,30 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torchmetrics import Metric
 
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop
+from lightning_recycle.session.outputs import metric_states, set_metric_states
 
-__all__ = ["WorkerSnapshot", "load_progress", "restore_snapshot", "take_snapshot"]
+__all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "take_snapshot"]
 
-_CONNECTOR_METRICS = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
+_VALIDATION = "fit_loop.epoch_loop.val_loop"
+_RESULTS = ("fit_loop.epoch_loop", _VALIDATION)
+_ATTRIBUTES = {  # of what the Trainer has, by path: what decides, but is in no state dict
+    "_logger_connector": (
+        "_progress_bar_metrics",
+        "_logged_metrics",
+        "_callback_metrics",
+        "_first_loop_iter",
+        "_current_fx",
+    ),
+    "fit_loop": ("_last_train_dl_reload_epoch",),
+    "fit_loop.epoch_loop": ("_skip_next_val",),
+    _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
+}
+_OF_CHECKPOINTS = (
+    "current_score",
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",
+)
 
 
 @dataclass(frozen=True)
@@ -59,9 +85,12 @@ class WorkerSnapshot:
         schedulers: state dicts.
         precision: state dict of the precision plugin.
         loops: of the fit loop, with the place in a stream of data.
-        results: what was logged in this epoch.
-        connector: the metrics that callbacks and loggers see.
+        results: what was logged in this epoch and in the newest validation.
+        attributes: of the Trainer's parts, by their paths, in no state dict.
         callbacks: their states.
+        checkpoints: attributes of each ModelCheckpoint that are not in its state.
+        data: state dict of the data module, if there is one.
+        has_validated: whether the loaders of the validation have been read.
         should_stop: whether somebody asked to stop.
         next_collective: number of the next control collective.
     """
@@ -72,9 +101,12 @@ class WorkerSnapshot:
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
     loops: dict[str, Any]
-    results: tuple[_Logged, ...]
-    connector: dict[str, Any]
+    results: tuple[tuple[_Logged, ...], ...]
+    attributes: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
+    checkpoints: list[dict[str, Any]]
+    data: dict[str, Any]
+    has_validated: bool
     should_stop: bool
     next_collective: int
 
@@ -82,54 +114,38 @@ class WorkerSnapshot:
 def take_snapshot(trainer: pl.Trainer, next_collective: int) -> WorkerSnapshot:
     """The state of this worker, at the beginning of a step; tensors are not copied."""
     module = trainer.lightning_module
+    datamodule = getattr(trainer, "datamodule", None)
     return WorkerSnapshot(
         module=module.state_dict(),
-        metrics={
-            name: {state: getattr(metric, state) for state in (*metric._defaults, "_update_count")}
-            for name, metric in module.named_modules()
-            if isinstance(metric, Metric)
-        },
+        metrics={name: metric_states(m) for name, m in module.named_modules() if isinstance(m, Metric)},
         optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         precision=trainer.precision_plugin.state_dict(),
         loops=trainer.fit_loop.state_dict(),
-        results=_logged(trainer.fit_loop.epoch_loop._results),
-        connector={name: getattr(trainer._logger_connector, name) for name in _CONNECTOR_METRICS},
+        results=tuple(_logged(attrgetter(path)(trainer)._results) for path in _RESULTS),
+        attributes={path: _attributes(attrgetter(path)(trainer), names) for path, names in _ATTRIBUTES.items()},
         callbacks=call._call_callbacks_state_dict(trainer),
+        checkpoints=[_attributes(c, _OF_CHECKPOINTS) for c in _model_checkpoints(trainer)],
+        data=datamodule.state_dict() if datamodule is not None else {},
+        has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         should_stop=trainer.should_stop,
         next_collective=next_collective,
     )
 
 
-def restore_snapshot(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
-    """Makes this worker's Trainer as if it had been there: its fit loop goes on with the batch of that step."""
-    module = trainer.lightning_module
-    module.load_state_dict(snapshot.module)
-    for name, metric in module.named_modules():
-        for attribute, value in snapshot.metrics.get(name, {}).items():
-            setattr(metric, attribute, value)
-    for optimizer, state in zip(trainer.optimizers, snapshot.optimizers, strict=True):
-        optimizer.load_state_dict(state)
-    for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
-        config.scheduler.load_state_dict(state)
-    trainer.precision_plugin.load_state_dict(snapshot.precision)
-    call._call_callbacks_load_state_dict(trainer, {"callbacks": snapshot.callbacks})
-    trainer.should_stop = snapshot.should_stop
-    for name, value in snapshot.connector.items():
-        setattr(trainer._logger_connector, name, value)
-    _restore_loops(trainer, snapshot)
+def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+    """Makes this worker's Trainer as if it had been there: its fit loop goes on with the batch of that step.
 
-
-def _restore_loops(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+    Loaders that the donor has read (again) in the meantime are read here; the others do not take part in that.
+    """
     loop = trainer.fit_loop
     assert isinstance(loop, PipelineFitLoop)
-    load_progress(loop, snapshot.loops)
+    _read_loaders(trainer, snapshot)
+    restore_snapshot(trainer, snapshot)
+    loop.on_load_checkpoint(snapshot.loops["state_dict"])
     loop.find_places()
-    epoch = loop.epoch_loop
-    epoch._results.clear()
-    for logged in snapshot.results:
-        epoch._results[logged.key] = _result_metric(trainer, logged)
     # The batch of this step is about to begin here; in the donor it has.
+    epoch = loop.epoch_loop
     batches = epoch.batch_progress
     for counts in (batches.total, batches.current):
         assert isinstance(counts, _ProcessedTracker)
@@ -139,10 +155,71 @@ def _restore_loops(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
         epoch.automatic_optimization.optim_progress.optimizer.zero_grad.current,
     ):
         zeroed.ready = zeroed.completed = max(0, zeroed.completed - 1)
-    epoch.batch_progress.is_last_batch = False
+    batches.is_last_batch = False
+    connector = trainer._logger_connector
+    connector._first_loop_iter = None if connector._first_loop_iter else False
     loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # the epoch has begun
     assert isinstance(epoch, PipelineEpochLoop)
     epoch.enters_mid_epoch = True
+
+
+def restore_snapshot(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+    """Sets what the donor had when it took the snapshot, but for the place in a stream of data."""
+    module = trainer.lightning_module
+    module.load_state_dict(snapshot.module)
+    for name, metric in module.named_modules():
+        if name in snapshot.metrics:
+            assert isinstance(metric, Metric)
+            set_metric_states(metric, snapshot.metrics[name])
+    for optimizer, state in zip(trainer.optimizers, snapshot.optimizers, strict=True):
+        optimizer.load_state_dict(state)
+    for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
+        config.scheduler.load_state_dict(deepcopy(state))
+    trainer.precision_plugin.load_state_dict(snapshot.precision)
+    load_progress(trainer.fit_loop, snapshot.loops)
+    trainer.fit_loop._combined_loader_states_to_load = []
+    for path, logged in zip(_RESULTS, snapshot.results, strict=True):
+        results = attrgetter(path)(trainer)._results
+        results.clear()
+        results.update({one.key: _result_metric(trainer, one) for one in logged})
+    for path, attributes in snapshot.attributes.items():
+        _set_attributes(attrgetter(path)(trainer), attributes)
+    call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(snapshot.callbacks)})
+    for callback, attributes in zip(_model_checkpoints(trainer), snapshot.checkpoints, strict=True):
+        _set_attributes(callback, attributes)
+    if snapshot.data:
+        trainer.datamodule.load_state_dict(deepcopy(snapshot.data))  # type: ignore[attr-defined]
+    trainer.should_stop = snapshot.should_stop
+
+
+def _read_loaders(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+    """Asks the user for the loaders that the donor has asked for since this worker was set up, in the same epoch."""
+    fit, val = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    train_epoch = snapshot.attributes["fit_loop"]["_last_train_dl_reload_epoch"]
+    if train_epoch != fit._last_train_dl_reload_epoch:
+        fit.epoch_progress.current.completed = train_epoch
+        fit._combined_loader = None
+        fit.setup_data()
+    val_epoch = snapshot.attributes[_VALIDATION]["_last_val_dl_reload_epoch"]
+    if snapshot.has_validated and (val._combined_loader is None or val_epoch != val._last_val_dl_reload_epoch):
+        fit.epoch_progress.current.completed = max(0, val_epoch)
+        val._combined_loader = None
+        trainer.validating = True
+        val.setup_data()
+        trainer.training = True
+
+
+def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _attributes(owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names}
+
+
+def _set_attributes(owner: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(owner, name, copy(value))
 
 
 def _logged(results: _ResultCollection) -> tuple[_Logged, ...]:

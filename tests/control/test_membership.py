@@ -1,5 +1,7 @@
 """The membership state machine, event by event."""
 
+import math
+
 import pytest
 from membership_feed import (
     ALL,
@@ -25,6 +27,7 @@ from lightning_recycle.control.protocol.messages import (
     Commit,
     Committed,
     Crash,
+    Facts,
     Losses,
     Regroup,
     Report,
@@ -295,6 +298,40 @@ def test_stages_that_are_one_step_apart_complete_every_step_once_and_in_order() 
     events = [*applied((0, 2), 0), *applied((1, 3), 0), *applied((0, 2), 1), *applied((1,), 1), *applied((3,), 1)]
     _, commands = feed(running(), *events)
     assert commands == [Record("step", 0), Record("step", 1)]
+
+
+def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step: int = 0) -> Applied:
+    return Applied(rank, step, {}, facts=Facts(everywhere, stage))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}), ["lr", "0.1", "0.2", "(0, 0)"], id="peers"),
+        pytest.param(holds(0, {}, {"lr": 0.1}), holds(1, {}, {"lr": 0.2}), [], id="options-of-another-stage"),
+        pytest.param(holds(0, {"epoch": 1}, {}), holds(1, {"epoch": 2}, {}), ["epoch", "(0, 1)"], id="counters"),
+        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.2}, 1), [], id="another-step"),
+        pytest.param(holds(0, {}, {"digest": 7}), holds(2, {}, {"lr": 0.1}), [], id="told-by-one-only"),
+        pytest.param(holds(0, {}, {"digest": 2**60}), holds(2, {}, {"digest": 2**60 + 1}), ["digest"], id="digests"),
+        pytest.param(holds(0, {}, {"lr": 0.1}), holds(2, {}, {"lr": 0.1 + 1e-17}), [], id="rounded"),
+        pytest.param(holds(0, {}, {"lr": math.nan}), holds(2, {}, {"lr": math.nan}), [], id="nan"),
+    ],
+)
+def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_named(
+    first: Applied, second: Applied, named: list[str]
+) -> None:
+    state, _ = feed(running(), first, second)
+    assert isinstance(state.outcome, Failed) == bool(named)
+    assert all(word in str(state.outcome) for word in named)
+
+
+def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_long() -> None:
+    state, _ = feed(running(), holds(3, {}, {"lr": 0.1}), Lost(3, "gone"), *reports((0, 1, 2), 1))
+    state, _ = feed(
+        state, *(holds(rank, {"epoch": step}, {"lr": 0.2}, step) for step in range(9) for rank in (0, 1, 2))
+    )
+    assert state.outcome is None
+    assert (state.version, state.facts) == (9, {})
 
 
 def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() -> None:

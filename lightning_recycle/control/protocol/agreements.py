@@ -1,13 +1,15 @@
 """What the workers agree on while the roster stays: losses, commits, applied steps, control collectives. Pure.
 
 The losses of a step are collected by micro-batch, whoever computed them and however often. A step counts as committed
-once every live worker has applied it. Where stages must agree before they step (see Commit), they are answered once
-every live worker is REDUCED. Control collectives are numbered by the workers' own program order, outlive generations,
-and complete when every live worker has arrived.
+once every live worker has applied it; what workers then hold is compared as they tell it. Where stages must agree
+before they step (see Commit), they are answered once every live worker is REDUCED. Control collectives are numbered by
+the workers' own program order, outlive generations, and complete when every live worker has arrived.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning_recycle.control.protocol.messages import (
     Arrive,
     Commit,
     Committed,
+    Facts,
     Losses,
     StepLoss,
 )
@@ -77,10 +80,45 @@ def add_losses(state: MembershipState, event: Losses) -> tuple[MembershipState, 
 
 
 def add_applied(state: MembershipState, event: Applied) -> tuple[MembershipState, tuple[Command, ...]]:
-    """A worker has applied a step."""
+    """A worker has applied a step. Ends the run if it now holds something else than the others."""
     if event.step <= state.applied.get(event.rank, -1):
         return state, ()
-    return count_steps(replace(state, applied={**state.applied, event.rank: event.step}))
+    known = {rank: facts for rank, facts in state.facts.get(event.step, {}).items() if rank in state.live}
+    difference = _difference(state, event.rank, event.facts, known)
+    if difference:
+        return end(
+            state,
+            Failed(
+                f"After step {event.step} workers hold different values that must be the same: {difference}. Hooks,"
+                " callbacks and schedulers must do the same on all workers: decide on values that are the same"
+                " everywhere, such as trainer.callback_metrics, and keep what you decide from in state_dict(), so that"
+                " a replacement has it."
+            ),
+        )
+    facts = {**state.facts, event.step: {**known, event.rank: event.facts}}
+    return count_steps(replace(state, facts=facts, applied={**state.applied, event.rank: event.step}))
+
+
+def _difference(state: MembershipState, rank: int, mine: Facts, known: Mapping[int, Facts]) -> str:
+    """Names and values that differ between worker ``rank`` and one of the others; empty if there are none."""
+    for other, theirs in sorted(known.items()):
+        pairs = [(mine.everywhere, theirs.everywhere)]
+        if state.stage_of(other) == state.stage_of(rank):
+            pairs.append((mine.stage, theirs.stage))
+        differ = [
+            f"{name} is {b[name]!r} on worker {state.grid.worker(other)} and {a[name]!r} on {state.grid.worker(rank)}"
+            for a, b in pairs
+            for name in sorted(a.keys() & b.keys())
+            if not _same(a[name], b[name])
+        ]
+        if differ:
+            return "; ".join(differ)
+    return ""
+
+
+def _same(a: float, b: float) -> bool:
+    """Floats may come from the mathematical libraries of different machines; integers are counters and digests."""
+    return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-12)) or (a != a and b != b)
 
 
 def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
@@ -89,7 +127,8 @@ def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command,
     if version <= state.version:
         return state, ()
     records = tuple(Record("step", step) for step in range(state.version, version))
-    return replace(state, version=version, disturbances=0), records
+    facts = {step: told for step, told in state.facts.items() if step >= version}
+    return replace(state, version=version, disturbances=0, facts=facts), records
 
 
 def add_commit(state: MembershipState, event: Commit) -> tuple[MembershipState, tuple[Command, ...]]:

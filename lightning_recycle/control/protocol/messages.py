@@ -27,6 +27,7 @@ __all__ = [
     "Connected",
     "Crash",
     "Entered",
+    "Facts",
     "FaultInjected",
     "Heartbeat",
     "Hello",
@@ -218,6 +219,19 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """Numbers by name that a worker holds after a step, to be compared.
+
+    Args:
+        everywhere: the same on all workers, such as counters.
+        stage: the same on the workers of one stage, such as options of the optimizer; all need not tell the same names.
+    """
+
+    everywhere: Mapping[str, float] = field(default_factory=dict)
+    stage: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Applied:
     """The worker has applied ``step``.
 
@@ -226,12 +240,14 @@ class Applied:
         step: the step.
         operation_seconds: its mean time by kind of operation, without waiting, smoothed over steps.
         step_seconds: the mean times in this step alone, of the kinds that it had.
+        facts: what must be the same elsewhere.
     """
 
     rank: int
     step: int
     operation_seconds: Mapping[str, float]
     step_seconds: Mapping[str, float] = field(default_factory=dict)
+    facts: Facts = Facts()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from lightning_recycle.control.protocol.messages import (
     Commit,
     Crash,
     Entered,
+    Facts,
     Leave,
     Losses,
     Paused,
@@ -252,6 +253,7 @@ class MembershipState:
         committed: the newest step whose commit was answered in the current generation; -1 if there is none.
         answered: step and payloads, by stage, of the newest commit that was answered.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
+        facts: of the steps that not every live worker has applied: step -> rank -> what it told of the step.
         losses: of the steps that are not complete: step -> global micro-batch -> loss.
         outputs: of the same steps: step -> global micro-batch -> what hooks did with its output.
         summed: steps whose loss is known.
@@ -282,6 +284,7 @@ class MembershipState:
     committed: int = -1
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
     applied: Mapping[int, int] = field(default_factory=dict)
+    facts: Mapping[int, Mapping[int, Facts]] = field(default_factory=dict)
     losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
     summed: int = 0
