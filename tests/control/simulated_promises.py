@@ -21,17 +21,8 @@ from typing import Any
 
 from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
+from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.links import Pair
-from lightning_recycle.control.protocol.messages import (
-    Answer,
-    Arrive,
-    Boundary,
-    Committed,
-    Pause,
-    Regroup,
-    Resume,
-    StepLoss,
-)
 from lightning_recycle.control.protocol.state import Failed, Finished, MembershipState, Record, StageLost
 from lightning_recycle.planning.grid import Grid
 
@@ -96,7 +87,7 @@ class Promises:
         if worker.schedule != expected[-1]:
             raise Violation(f"{worker} runs step {step} under schedule {worker.schedule} instead of {expected[-1]}")
 
-    def on_arrival(self, worker: SimulatedWorker, message: Arrive) -> None:
+    def on_arrival(self, worker: SimulatedWorker, message: messages.Arrive) -> None:
         self._arrivals.add((worker.process, message.number))
 
     def on_applied(self, worker: SimulatedWorker, step: int, gradient: int, state: MembershipState) -> None:
@@ -118,22 +109,22 @@ class Promises:
             raise Violation(f"{message} goes to {ranks} instead of {state.roster}")
         members = [worker for rank in ranks if (worker := self.members.get(rank)) is not None]
         match message:
-            case Regroup():
+            case messages.Regroup():
                 self._check_regroup(message)
-            case Resume():
+            case messages.Resume():
                 self._check_resume(message)
-            case Answer():
+            case messages.Answer():
                 self._check_answer(message, members, state)
-            case StepLoss():
+            case messages.StepLoss():
                 losses = [loss_of(message.step, m) for m in range(self.grid.global_microbatches)]
                 if message.loss != sum(losses) / len(losses):
                     raise Violation(f"the loss of step {message.step} is told as {message.loss}")
                 self._summed.append(message.step)
-            case Committed():
+            case messages.Committed():
                 for worker in members:
                     if worker.alive and worker.version <= message.step and not worker.reduced:
                         raise Violation(f"step {message.step} is committed before {worker} is reduced")
-            case Boundary():
+            case messages.Boundary():
                 for worker in members:
                     if worker.generation == message.generation and worker.member.begun >= message.step:
                         raise Violation(
@@ -141,10 +132,10 @@ class Promises:
                         )
                 if message.schedule is not None:
                     self._expected.append((message.generation, message.step, message.schedule))
-            case Pause() if state.regrouping:
+            case messages.Pause() if state.regrouping:
                 raise Violation("a pause in the middle of a regroup")
 
-    def _check_regroup(self, message: Regroup) -> None:
+    def _check_regroup(self, message: messages.Regroup) -> None:
         if message.generation != len(self._rosters):
             raise Violation(f"generation {message.generation} after {len(self._rosters)} generations")
         self._rosters[message.generation] = message.roster
@@ -158,7 +149,7 @@ class Promises:
             raise Violation(f"{old} lives, and rank {message.leader} takes the lead from it")
         self._leader = message.leader
 
-    def _check_resume(self, message: Resume) -> None:
+    def _check_resume(self, message: messages.Resume) -> None:
         if message.generation in self._resumed or message.roster != self._rosters[message.generation]:
             raise Violation(f"generation {message.generation} is resumed twice, or with another roster")
         self._resumed.add(message.generation)
@@ -174,7 +165,7 @@ class Promises:
             if giver is not None and not giver.has_state:
                 raise Violation(f"rank {rank} is to get the state of {giver}, which has none")
 
-    def _check_answer(self, message: Answer, members: list[SimulatedWorker], state: MembershipState) -> None:
+    def _check_answer(self, message: messages.Answer, members: list[SimulatedWorker], state: MembershipState) -> None:
         if message.number in self._answered:
             raise Violation(f"collective {message.number} is answered twice")
         self._answered.add(message.number)

@@ -30,16 +30,8 @@ from simulated_workers import (
     SimulatedWorker,
 )
 
-from lightning_recycle.control.protocol import membership
+from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol.links import Pair
-from lightning_recycle.control.protocol.messages import (
-    Arrive,
-    Boundary,
-    Losses,
-    Regroup,
-    Report,
-    Resume,
-)
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
     Evict,
@@ -176,15 +168,20 @@ class Run:
     def send(self, worker: SimulatedWorker, message: Any) -> None:
         if worker.process in self._cut:
             return
-        if isinstance(message, Arrive):
+        if isinstance(message, messages.Arrive):
             self.promises.on_arrival(worker, message)
-        elif isinstance(message, Losses) and self._follow_ups and self.random() < 0.05 and worker in self._victims():
+        elif (
+            isinstance(message, messages.Losses)
+            and self._follow_ups
+            and self.random() < 0.05
+            and worker in self._victims()
+        ):
             self._follow_ups -= 1  # the losses are gone, the gradients are not
             self._break(worker)
             return
         self._up[worker.process] = arrival = max(self._up[worker.process], self.now + self.delay())
         self._at_time(arrival, self._on_message, worker, message)
-        if self.duplicates and self.random() < (0.6 if isinstance(message, Report) else 0.2):
+        if self.duplicates and self.random() < (0.6 if isinstance(message, messages.Report) else 0.2):
             # At once, or so late that it says what was.
             again = arrival if self.random() < 0.5 else arrival + 5 * self.delay()
             self._at_time(again, self._on_message, worker, message)
@@ -339,7 +336,7 @@ class Run:
         for command in commands:
             if isinstance(command, Send):
                 message = command.message
-                if isinstance(message, Resume):
+                if isinstance(message, messages.Resume):
                     message = replace(message, schedule=(message.roster, self._plans.get(message.roster, 0)))
                 self.promises.on_message(command.ranks, message, self.state)
                 self._follow_up(message)
@@ -467,7 +464,7 @@ class Run:
 
     def _follow_up(self, message: Any) -> None:
         """Now and then the next fault comes while one is being dealt with."""
-        if isinstance(message, Resume):
+        if isinstance(message, messages.Resume):
             decision = message.decision
             self.met["adoption"] += len(decision.adoptions)
             self.met["ahead"] += bool(decision.ahead)
@@ -480,11 +477,11 @@ class Run:
                 if victim is not None:
                     self.met[f"{who} hit"] += 1
                     self._at(self.delay() * 3, self._crash_if_alive, victim)
-        elif isinstance(message, Boundary) and message.schedule is not None:
+        elif isinstance(message, messages.Boundary) and message.schedule is not None:
             if self._follow_ups and self.random() < 0.5:
                 self._follow_ups -= 1
                 self._at(self.delay() * 2, self._fault)
-        elif isinstance(message, Regroup) and self._follow_ups and self.random() < 0.3:
+        elif isinstance(message, messages.Regroup) and self._follow_ups and self.random() < 0.3:
             self._follow_ups -= 1
             self._at(self.delay(), self._fault)
 

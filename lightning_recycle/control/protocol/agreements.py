@@ -13,16 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_recycle.control.protocol.messages import (
-    Answer,
-    Applied,
-    Arrive,
-    Commit,
-    Committed,
-    Facts,
-    Losses,
-    StepLoss,
-)
+from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.state import (
     RESULT,
     Command,
@@ -60,7 +51,7 @@ def forget_retracted(state: MembershipState) -> MembershipState:
     return replace(state, collectives={number: arrived for number, arrived in kept.items() if arrived})
 
 
-def add_losses(state: MembershipState, event: Losses) -> tuple[MembershipState, tuple[Command, ...]]:
+def add_losses(state: MembershipState, event: messages.Losses) -> tuple[MembershipState, tuple[Command, ...]]:
     """Losses of micro-batches; the mean goes to all once those of the whole step are there."""
     if event.step < state.summed:
         return state, ()  # a redone step, computed again
@@ -76,10 +67,10 @@ def add_losses(state: MembershipState, event: Losses) -> tuple[MembershipState, 
         outputs={step: value for step, value in state.outputs.items() if step > event.step},
         summed=event.step + 1,
     )
-    return state, (Send(state.roster, StepLoss(event.step, loss, outputs=outputs)),)
+    return state, (Send(state.roster, messages.StepLoss(event.step, loss, outputs=outputs)),)
 
 
-def add_applied(state: MembershipState, event: Applied) -> tuple[MembershipState, tuple[Command, ...]]:
+def add_applied(state: MembershipState, event: messages.Applied) -> tuple[MembershipState, tuple[Command, ...]]:
     """A worker has applied a step. Ends the run if it now holds something else than the others."""
     if event.step <= state.applied.get(event.rank, -1):
         return state, ()
@@ -99,7 +90,7 @@ def add_applied(state: MembershipState, event: Applied) -> tuple[MembershipState
     return count_steps(replace(state, facts=facts, applied={**state.applied, event.rank: event.step}))
 
 
-def _difference(state: MembershipState, rank: int, mine: Facts, known: Mapping[int, Facts]) -> str:
+def _difference(state: MembershipState, rank: int, mine: messages.Facts, known: Mapping[int, messages.Facts]) -> str:
     """Names and values that differ between worker ``rank`` and one of the others; empty if there are none."""
     for other, theirs in sorted(known.items()):
         pairs = [(mine.everywhere, theirs.everywhere)]
@@ -131,7 +122,7 @@ def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command,
     return replace(state, version=version, disturbances=0, facts=facts), records
 
 
-def add_commit(state: MembershipState, event: Commit) -> tuple[MembershipState, tuple[Command, ...]]:
+def add_commit(state: MembershipState, event: messages.Commit) -> tuple[MembershipState, tuple[Command, ...]]:
     """A worker is REDUCED and asks whether all others are."""
     if event.generation != state.generation or state.regrouping or event.step <= state.committed:
         return state, ()
@@ -145,10 +136,10 @@ def add_commit(state: MembershipState, event: Commit) -> tuple[MembershipState, 
     for rank, commit in sorted(state.commits.items()):
         payloads.setdefault(state.stage_of(rank), commit.payload)
     state = replace(state, commits={}, committed=event.step, answered=(event.step, payloads))
-    return state, (Send(state.roster, Committed(state.generation, event.step, payloads)),)
+    return state, (Send(state.roster, messages.Committed(state.generation, event.step, payloads)),)
 
 
-def add_arrival(state: MembershipState, event: Arrive) -> tuple[MembershipState, tuple[Command, ...]]:
+def add_arrival(state: MembershipState, event: messages.Arrive) -> tuple[MembershipState, tuple[Command, ...]]:
     """A worker has arrived at a control collective."""
     if event.number < state.next_collective:
         return state, ()
@@ -178,10 +169,10 @@ def _answer_if_complete(state: MembershipState, number: int) -> tuple[Membership
     collectives = {other: value for other, value in state.collectives.items() if other != number}
     state = replace(state, collectives=collectives, next_collective=number + 1)
     if next(iter(arrived.values())).name != RESULT:
-        return state, (Send(state.roster, Answer(number, payloads, state.leader)),)
+        return state, (Send(state.roster, messages.Answer(number, payloads, state.leader)),)
     # The payloads stay here: the results are big, and only the supervisor wants them. The workers learn who delivered.
     delivered = {rank: payload is not None for rank, payload in payloads.items()}
-    answer = Send(state.roster, Answer(number, delivered, state.leader))
+    answer = Send(state.roster, messages.Answer(number, delivered, state.leader))
     stages = {state.stage_of(rank) for rank, yes in delivered.items() if yes}
     if len(stages) < state.grid.stages:
         return state, (answer,)  # a stage's speaker died on the way: the workers ask again with the new one

@@ -28,28 +28,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.protocol import agreements, links
+from lightning_recycle.control.protocol import agreements, links, messages
 from lightning_recycle.control.protocol import state as _state
 from lightning_recycle.control.protocol.agreements import end
-from lightning_recycle.control.protocol.messages import (
-    Applied,
-    Arrive,
-    AtBoundary,
-    Boundary,
-    Broken,
-    Commit,
-    Crash,
-    Entered,
-    Leave,
-    Losses,
-    Pause,
-    Paused,
-    Ready,
-    Regroup,
-    Report,
-    Restored,
-    Resume,
-)
 from lightning_recycle.control.protocol.recovery import decide
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
@@ -95,7 +76,7 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
     match event:
         case GraceElapsed():
             return _grace_elapsed(state, event)
-        case Ready():
+        case messages.Ready():
             return (state, ()) if event.rank in state.live else (replace(state, ready=state.ready | {event.rank}), ())
         case CandidateLost():
             moves = {rank: mover for rank, mover in state.moves.items() if rank != event.rank}
@@ -112,33 +93,33 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return _begin_if_complete(replace(state, joined=state.joined | {event.rank}))
         case Lost():
             return _lose(state, event)
-        case Crash(fault=True):
+        case messages.Crash(fault=True):
             return _lose(state, Lost(event.rank, event.summary))
-        case Crash():
+        case messages.Crash():
             return end(state, Crashed(event))
-        case Broken():
+        case messages.Broken():
             return _broken(state, event)
-        case Report():
+        case messages.Report():
             return _report(state, event)
-        case Leave():
+        case messages.Leave():
             return replace(state, leaving=state.leaving | {event.rank}), ()
-        case Paused():
+        case messages.Paused():
             return _paused(state, event)
-        case AtBoundary():
+        case messages.AtBoundary():
             return _at_boundary(state, event)
-        case Entered():
+        case messages.Entered():
             return _entered(state, event)
-        case Restored():
+        case messages.Restored():
             if state.applied or event.version <= state.version:
                 return state, ()
             return replace(state, version=event.version, summed=event.version), ()
-        case Losses():
+        case messages.Losses():
             return agreements.add_losses(state, event)
-        case Applied():
+        case messages.Applied():
             return agreements.add_applied(state, event)
-        case Commit():
+        case messages.Commit():
             return agreements.add_commit(state, event)
-        case Arrive():
+        case messages.Arrive():
             return agreements.add_arrival(state, event)
 
 
@@ -166,7 +147,7 @@ def _begin_generation(state: MembershipState) -> _Next:
         plan=None,
         broken_pairs=frozenset(),
     )
-    regroup = Regroup(state.generation, state.roster, state.leader, check_links=state.disturbances > 0)
+    regroup = messages.Regroup(state.generation, state.roster, state.leader, check_links=state.disturbances > 0)
     return state, (Send(state.roster, regroup),)
 
 
@@ -213,7 +194,7 @@ def _with(before: tuple[Command, ...], then: _Next) -> _Next:
     return then[0], before + then[1]
 
 
-def _report(state: MembershipState, event: Report) -> _Next:
+def _report(state: MembershipState, event: messages.Report) -> _Next:
     if event.generation != state.generation or not state.regrouping:
         return state, ()
     state = replace(state, reports={**state.reports, event.rank: event})
@@ -249,7 +230,7 @@ def _report(state: MembershipState, event: Report) -> _Next:
         "redone": any(report.begun >= decision.version for report in state.reports.values()),
     }
     return state, (
-        Send(state.roster, Resume(state.generation, state.roster, decision, None, commits, donors)),
+        Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors)),
         Record("resumed", decision.version, None, details),
     )
 
@@ -257,7 +238,7 @@ def _report(state: MembershipState, event: Report) -> _Next:
 # ---------------------------------------------------------------------- broken connections without a death
 
 
-def _broken(state: MembershipState, event: Broken) -> _Next:
+def _broken(state: MembershipState, event: messages.Broken) -> _Next:
     if event.generation != state.generation or state.regrouping:
         return state, ()
     pairs = {(min(event.rank, other), max(event.rank, other)) for other in event.unreachable}
@@ -339,10 +320,10 @@ def _pause_if_wanted(state: MembershipState) -> _Next:
     if not any(_wanted(state)) and state.plan is None:
         return state, ()
     pause = PauseState(state.pauses)
-    return replace(state, pause=pause), (Send(state.roster, Pause(state.generation, pause.number)),)
+    return replace(state, pause=pause), (Send(state.roster, messages.Pause(state.generation, pause.number)),)
 
 
-def _paused(state: MembershipState, event: Paused) -> _Next:
+def _paused(state: MembershipState, event: messages.Paused) -> _Next:
     pause = state.pause
     if pause is None or (event.generation, event.number) != (state.generation, pause.number):
         return state, ()
@@ -356,17 +337,17 @@ def _paused(state: MembershipState, event: Paused) -> _Next:
     if state.plan is not None and not any(_wanted(state)):
         return _change_plan(state, state.plan, boundary)
     state = replace(state, pause=replace(pause, boundary=boundary))
-    return state, (Send(state.roster, Boundary(state.generation, boundary, None, pause.number)),)
+    return state, (Send(state.roster, messages.Boundary(state.generation, boundary, None, pause.number)),)
 
 
 def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> _Next:
     """From ``boundary`` on all run ``plan``; for that nobody has to stop."""
-    message = Boundary(state.generation, boundary, plan.schedule, state.pauses)
+    message = messages.Boundary(state.generation, boundary, plan.schedule, state.pauses)
     state = replace(state, pause=None, pauses=state.pauses + 1, plan=None)
     return state, (Send(state.roster, message), Record("replanned", boundary, None, plan.details))
 
 
-def _at_boundary(state: MembershipState, event: AtBoundary) -> _Next:
+def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
     pause = state.pause
     if pause is None or event.generation != state.generation or event.step != pause.boundary:
         return state, ()
@@ -397,7 +378,7 @@ def _at_boundary(state: MembershipState, event: AtBoundary) -> _Next:
     return _with(tuple(commands), _begin_generation(state))
 
 
-def _entered(state: MembershipState, event: Entered) -> _Next:
+def _entered(state: MembershipState, event: messages.Entered) -> _Next:
     if event.rank not in state.joining:
         return state, ()
     return replace(state, joining=state.joining - {event.rank}), (Record("rejoined", state.version, event.rank),)

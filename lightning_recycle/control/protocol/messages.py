@@ -1,4 +1,7 @@
-"""What workers and coordinator say to each other: frozen values, pickled onto one connection per worker."""
+"""What workers and coordinator say to each other: frozen values, pickled onto one connection per worker.
+
+Every name here is public; import the module, not the names.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +13,6 @@ from typing import Any
 from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
 from lightning_recycle.planning.profile import StageProfile
 from lightning_recycle.planning.schedule import Schedule
-
-__all__ = [
-    "Activity",
-    "Answer",
-    "Applied",
-    "Arrive",
-    "Assign",
-    "AtBoundary",
-    "Boundary",
-    "Broken",
-    "Commit",
-    "Committed",
-    "Confirm",
-    "Confirmed",
-    "Connected",
-    "Crash",
-    "Entered",
-    "Facts",
-    "FaultInjected",
-    "Heartbeat",
-    "Hello",
-    "Leave",
-    "Losses",
-    "Pause",
-    "Paused",
-    "Profiled",
-    "Publish",
-    "Ready",
-    "Regroup",
-    "Report",
-    "Restored",
-    "Resume",
-    "Saved",
-    "StepLoss",
-    "Stop",
-    "StopReason",
-]
-
 
 # ---------------------------------------------------------------------- worker -> coordinator
 

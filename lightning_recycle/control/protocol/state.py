@@ -11,51 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.links import Pair
-from lightning_recycle.control.protocol.messages import (
-    Applied,
-    Arrive,
-    AtBoundary,
-    Broken,
-    Commit,
-    Crash,
-    Entered,
-    Facts,
-    Leave,
-    Losses,
-    Paused,
-    Ready,
-    Report,
-    Restored,
-)
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.schedule import Schedule
-
-__all__ = [
-    "RESULT",
-    "CandidateLost",
-    "Command",
-    "Crashed",
-    "Evict",
-    "Failed",
-    "Finished",
-    "GraceElapsed",
-    "Joined",
-    "Lost",
-    "MembershipEvent",
-    "MembershipState",
-    "MovePlanned",
-    "Outcome",
-    "PauseState",
-    "PlanReady",
-    "Record",
-    "Send",
-    "StageLost",
-    "StartGrace",
-    "initial_state",
-    "leader",
-    "stage_leads",
-]
 
 RESULT = "result"
 """Name of the collective that brings the results of the run; the coordinator keeps its payloads."""
@@ -124,19 +83,19 @@ MembershipEvent: TypeAlias = (
     | MovePlanned
     | PlanReady
     | GraceElapsed
-    | Report
-    | Broken
-    | Losses
-    | Applied
-    | Commit
-    | Arrive
-    | Crash
-    | Ready
-    | Leave
-    | Paused
-    | AtBoundary
-    | Entered
-    | Restored
+    | messages.Report
+    | messages.Broken
+    | messages.Losses
+    | messages.Applied
+    | messages.Commit
+    | messages.Arrive
+    | messages.Crash
+    | messages.Ready
+    | messages.Leave
+    | messages.Paused
+    | messages.AtBoundary
+    | messages.Entered
+    | messages.Restored
 )
 
 
@@ -196,7 +155,7 @@ class StageLost:
 class Crashed:
     """A worker raised the user's own exception: every worker would meet it."""
 
-    crash: Crash
+    crash: messages.Crash
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +231,7 @@ class MembershipState:
     generation: int = -1
     leader: int = -1
     regrouping: bool = False
-    reports: Mapping[int, Report] = field(default_factory=dict)
+    reports: Mapping[int, messages.Report] = field(default_factory=dict)
     joining: frozenset[int] = frozenset()
     ready: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
@@ -280,15 +239,15 @@ class MembershipState:
     pause: PauseState | None = None
     pauses: int = 0
     plan: PlanReady | None = None
-    commits: Mapping[int, Commit] = field(default_factory=dict)
+    commits: Mapping[int, messages.Commit] = field(default_factory=dict)
     committed: int = -1
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
     applied: Mapping[int, int] = field(default_factory=dict)
-    facts: Mapping[int, Mapping[int, Facts]] = field(default_factory=dict)
+    facts: Mapping[int, Mapping[int, messages.Facts]] = field(default_factory=dict)
     losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
     summed: int = 0
-    collectives: Mapping[int, Mapping[int, Arrive]] = field(default_factory=dict)
+    collectives: Mapping[int, Mapping[int, messages.Arrive]] = field(default_factory=dict)
     next_collective: int = 0
     causes: Mapping[int, str] = field(default_factory=dict)
     version: int = 0
