@@ -109,31 +109,12 @@ class ReCycleStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.options = Options(
-            pipeline_parallel_size,
-            num_microbatches,
-            planner,
-            plan_library,
-            partition,
-            layer_seconds,
-            profile,
-            decoupled,
-            staggered,
-            shadow,
-            restart_workers,
-            max_restarts,
-            normalize,
-            on_stage_lost,
-            in_flight_limit,
-            save_distributed_checkpoint,
-            seed,
-        )
+            pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
+            decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
+            save_distributed_checkpoint, seed,
+        )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """The name is registered by importing the package."""
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid:
         """Returns the grid for ``num_workers`` devices; ``batch_size`` (per pipeline) helps to choose M if it is known.
@@ -169,8 +150,6 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_session": None, "_launcher": None}
-
-    # ------------------------------------------------------------------ what happened, in the launching process
 
     @property
     def history(self) -> list[Event]:

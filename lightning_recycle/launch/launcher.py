@@ -269,14 +269,9 @@ class SupervisorLauncher(_Launcher):
                 grid.stages,
                 grid.microbatches,
             )
+        listens = "RECYCLE_LISTEN" in os.environ
         setup = RunSetup(
-            grid,
-            heartbeat.interval,
-            parts,
-            batch_pipelines=grid.pipelines,
-            weights_only=weights_only,
-            outsiders="RECYCLE_LISTEN" in os.environ,
-            has_run=self._has_run,
+            grid, heartbeat.interval, parts, grid.pipelines, weights_only, outsiders=listens, has_run=self._has_run
         )
         return setup, heartbeat
 

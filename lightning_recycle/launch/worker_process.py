@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -42,6 +42,7 @@ __all__ = ["Call", "Extras", "WorkerStart", "global_state", "run_outside", "work
 
 _COORDINATOR_SECONDS = 60.0  # that a worker outside waits for somebody to listen
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, for nobody's good
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")  # attributes of a Trainer
 _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, a worker outside, ended a run
 
 
@@ -72,13 +73,11 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class Extras:
-    """What the leader tells besides the weights."""
+    """What the leader tells besides the weights; ``metrics`` by attribute of the Trainer."""
 
     trainer_state: TrainerState
     should_stop: bool
-    callback_metrics: dict[str, Any]
-    logged_metrics: dict[str, Any]
-    progress_bar_metrics: dict[str, Any]
+    metrics: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
     fit_loop: dict[str, Any]
     returned: Any
@@ -225,16 +224,6 @@ def _watch_supervisor(pid: int) -> None:
 
 
 def _extras(trainer: pl.Trainer, returned: Any) -> Extras:
-    def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
-
-    return Extras(
-        trainer.state,
-        trainer.should_stop,
-        plain(trainer.callback_metrics),
-        plain(trainer.logged_metrics),
-        plain(trainer.progress_bar_metrics),
-        call._call_callbacks_state_dict(trainer),
-        trainer.fit_loop.state_dict(),
-        to_cpu(returned),
-    )
+    metrics = {name: to_cpu(getattr(trainer, name)) for name in _METRICS}
+    callbacks, loop = call._call_callbacks_state_dict(trainer), trainer.fit_loop.state_dict()
+    return Extras(trainer.state, trainer.should_stop, metrics, callbacks, loop, to_cpu(returned))

@@ -166,18 +166,7 @@ class Checkpoints:
             shard[f"optimizer_{index}"] = state
         if self._stage > 0:  # the groups are the same for all stages
             shard = {name: {k: v for k, v in part.items() if k != "param_groups"} for name, part in shard.items()}
-        collectives = self.collectives
-        named = save_sharded(
-            path,
-            lambda: shard,
-            checkpoint,
-            collectives.gather,
-            lambda: collectives.speaks,
-            lambda: collectives.leads,
-            collectives.grid.stages,
-            self._before_writing,
-        )
-        if named:
+        if save_sharded(path, shard, checkpoint, self.collectives, self._before_writing):
             self._announce(path)
 
     def deliver_result(self, extras: Callable[[], Any]) -> None:

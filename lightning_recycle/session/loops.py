@@ -35,14 +35,7 @@ from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.runtime.executor import StepResult
 from lightning_recycle.session.checks import check_batch
 
-__all__ = [
-    "PipelineEpochLoop",
-    "PipelineFitLoop",
-    "PipelineOptimization",
-    "StepRunner",
-    "count_in_steps",
-    "tell_batch_sizes",
-]
+__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "count_in_steps", "tell_batch_sizes"]
 
 
 _COUNTED_IN_BATCHES = ("limit_train_batches", "val_check_interval", "accumulate_grad_batches")
@@ -52,17 +45,13 @@ _COUNTED_IN_BATCHES = ("limit_train_batches", "val_check_interval", "accumulate_
 class StepRunner(Protocol):
     """What the loops ask of the worker that they run in."""
 
-    def enter_training(self) -> None:
-        """Before the first epoch."""
+    def enter_training(self) -> None: ...
 
-    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
-        """Runs a step; ``apply`` is called when its gradient is complete."""
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult: ...
 
-    def as_loss(self, value: float) -> torch.Tensor:
-        """The mean loss of a step as a tensor."""
+    def as_loss(self, value: float) -> torch.Tensor: ...
 
-    def replay_outputs(self, outputs: Mapping[int, bytes]) -> None:
-        """Logs what the module's hook did with the outputs."""
+    def replay_outputs(self, outputs: Mapping[int, bytes]) -> None: ...
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -90,14 +79,8 @@ class PipelineOptimization(_AutomaticOptimization):
                 return loss
 
             self.optim_progress.optimizer.step.increment_ready()
-            call._call_lightning_module_hook(
-                trainer,
-                "optimizer_step",
-                trainer.current_epoch,
-                batch_idx,
-                strategy._lightning_optimizers[0],
-                backward_is_done,
-            )
+            arguments = (trainer.current_epoch, batch_idx, strategy._lightning_optimizers[0], backward_is_done)
+            call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
             self.optim_progress.optimizer.step.increment_completed()
 
         profiler = trainer.profiler  # type: ignore[attr-defined]

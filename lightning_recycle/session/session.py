@@ -113,7 +113,7 @@ class Session:
 
     def setup(self) -> None:
         """Makes a stage of the model, and what runs it."""
-        trainer, strategy, client = self.trainer, self.trainer.strategy, self.client
+        trainer, strategy = self.trainer, self.trainer.strategy
         module = trainer.lightning_module
         assert isinstance(module, PipelineModule)
         assert strategy.accelerator is not None
@@ -127,30 +127,19 @@ class Session:
         double = any(p.dtype is torch.float64 for p in module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
         sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
-        self._transfers = strategy.root_device.type != "cpu" or any(
-            is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources
-        )
-        ties = TieExchange(
-            ties_between_stages(module.tied_groups(), self.run.parts),
-            self.worker.stage,
-            dict(module.named_parameters()),
-        )
-        executor = self.executor = self._build_executor(ties)
+        overridden = any(is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources)
+        self._transfers = strategy.root_device.type != "cpu" or overridden
+        tied = ties_between_stages(module.tied_groups(), self.run.parts)
+        ties = TieExchange(tied, self.worker.stage, dict(module.named_parameters()))
+        self.executor = self._build_executor(ties)
+        sharded, weights_only = self.options.save_distributed_checkpoint, self.run.weights_only
         self.checkpoints = Checkpoints(
-            module,
-            self.collectives,
-            executor,
-            ties.copies,
-            self.options.save_distributed_checkpoint,
-            self.run.weights_only,
-            self.reach,
+            module, self.collectives, self.executor, ties.copies, sharded, weights_only, self.reach
         )
-        self._relay = LogRelay(
-            trainer, lambda: self.collectives.leads, lambda: executor.version, lambda: client.leader_applied
-        )
+        self._relay = LogRelay(trainer, self.collectives, self.executor)
         if self._fitting:
             PipelineFitLoop.install(trainer, self)
-        if client.joining:
+        if self.client.joining:
             trainer.num_sanity_val_steps = 0  # the others are past it
         self.reach("setup", 0)
 
@@ -226,19 +215,15 @@ class Session:
             for old in [loader for loader in self._loaders if not loader.evaluation]:
                 old.close()
                 self._loaders.remove(old)
-        options: dict[str, Any] = {
-            "batch_pipelines": self.run.batch_pipelines,
-            "evaluation": not training,
-            "batches_per_step": self._batches_per_step if training else 1,
-        }
+        grid, worker, seed = self.grid, self.worker, self._seed
+        batches = self._batches_per_step if training else 1
+        steps = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training, "batches_per_step": batches}
         loader: StepLoader
         if is_stream(dataloader):
-            loader = StreamLoader(dataloader, self.grid, self._seed, **options)
+            loader = StreamLoader(dataloader, grid, seed, **steps)
         else:
-            needs_data = self.worker.stage in (0, self.grid.stages - 1)
-            loader = MicrobatchLoader(
-                dataloader, self.grid, self.worker.pipeline, self._seed, prefetch=needs_data, **options
-            )
+            reads = worker.stage in (0, grid.stages - 1)
+            loader = MicrobatchLoader(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
         loader.prepare = partial(self._on_device, loader)
         if training and loader.unused_samples >= loader.global_batch_size / loader.batches_per_step:
             rank_zero_warn(
@@ -313,13 +298,10 @@ class Session:
     def predict(self, step: tuple[Any, ...]) -> Any:
         """What the user's hook returned for a batch, on every worker."""
         module = self.module
-        return concatenate(
-            self.evaluate(
-                step,
-                lambda output, _: module.on_predict_output(output),
-                lambda data: (module.predict_input(data), None),
-            )
+        outputs = self.evaluate(
+            step, lambda output, _: module.on_predict_output(output), lambda data: (module.predict_input(data), None)
         )
+        return concatenate(outputs)
 
     def evaluate(
         self,
@@ -339,11 +321,7 @@ class Session:
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         with self.module.logging_allowed(False):
-            records = self.executor.evaluate(
-                handle,
-                split or self.split,
-                lambda output, target, samples: self._record(hook, output, target, samples),
-            )
+            records = self.executor.evaluate(handle, split or self.split, partial(self._record, hook))
         with self._forward_context():
             return self._recorder.replay(records, on_step=False)
 
