@@ -15,7 +15,7 @@ __all__ = ["MOVED", "install"]
 MOVED = {
     "lightning_recycle.adapters": "lightning_recycle.model",
     "lightning_recycle.adapters.huggingface": "lightning_recycle.model.huggingface",
-    "lightning_recycle.adapters.sequential": "lightning_recycle.model.sequential",
+    "lightning_recycle.adapters.sequential": "lightning_recycle.model.module",
     "lightning_recycle.module": "lightning_recycle.model.module",
     "lightning_recycle.partition": "lightning_recycle.model.partition",
     "lightning_recycle.resilience": "lightning_recycle.control",

@@ -100,6 +100,10 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
+    "lightning_recycle.session.session": [
+        "lightning.pytorch:LightningModule._on_before_batch_transfer",
+        "lightning.pytorch:LightningModule._apply_batch_transfer_handler",
+    ],
     "lightning_recycle.data.addressed": ["torch.utils.data._utils.worker:WorkerInfo"],
     "lightning_recycle.data.huggingface_streams": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.lightning_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],

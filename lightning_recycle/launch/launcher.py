@@ -21,14 +21,14 @@ import os
 import signal
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
@@ -36,24 +36,24 @@ from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.history import Event
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.state import Finished, Outcome, StageLost
 from lightning_recycle.control.standalone import address_from, key_from_environment
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.processes import Crew, LocalWorker
 from lightning_recycle.launch.results import error_of, take_results
-from lightning_recycle.launch.worker_process import RunSetup, WorkerStart, global_state, run_outside, worker_main
+from lightning_recycle.launch.worker_process import Call, WorkerStart, global_state, run_outside, worker_main
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import stage_layers
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.checks import check_loaders, check_module, check_trainer
-
-if TYPE_CHECKING:
-    from lightning_recycle.strategy import ReCycleStrategy
+from lightning_recycle.session.options import Options, Place, RunSetup
 
 __all__ = ["INCARNATIONS_PER_START", "SupervisorLauncher"]
 
@@ -69,10 +69,22 @@ _CKPT_PATH = 4  # position of ckpt_path among the arguments of Trainer._fit_impl
 
 
 class SupervisorLauncher(_Launcher):
-    """Runs a Trainer function in worker processes and brings its results home."""
+    """Runs a Trainer function in worker processes and brings its results home.
 
-    def __init__(self, strategy: ReCycleStrategy) -> None:
-        self._strategy = strategy
+    Args:
+        options: the user's.
+
+    Attributes:
+        history: what happened in the newest run.
+        schedules: of the newest run, one for each generation.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.history: list[Event] = []
+        self.schedules: list[Schedule] = []
+        self._options = options
+        self._interrupted = False
+        self._has_run = False
 
     @property
     @override
@@ -89,87 +101,63 @@ class SupervisorLauncher(_Launcher):
             Exception: the user's own, raised in a worker, with that worker's traceback.
         """
         assert trainer is not None
-        strategy = self._strategy
-        strategy.interrupted = True
-        grid, heartbeat = self._prepare(trainer, args)
-        strategy.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+        self._interrupted = True
+        weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+        setup, heartbeat = self._prepare(trainer, args, weights_only)
         if "RECYCLE_COORDINATOR" in os.environ:
             returned = run_outside(
                 address_from(os.environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR"),
                 key_from_environment(),
                 os.environ.get("RECYCLE_HOST"),
-                partial(self._own_setup, trainer, grid, heartbeat),
-                trainer,
-                function,
-                args,
-                kwargs,
+                partial(self._own_setup, setup),
+                (trainer, function, args, kwargs),
             )
-            strategy.interrupted = False
+            self._interrupted = False
             return returned
-        strategy.history, strategy.schedules = [], []
-        batch_pipelines = grid.pipelines
+        self.history, self.schedules = [], []
         for attempt in itertools.count():
-            outcome, survivors = self._run(function, args, kwargs, trainer, grid, heartbeat, batch_pipelines, attempt)
-            strategy.has_run = True
+            outcome, survivors = self._run((trainer, function, args, kwargs), setup, heartbeat.timeout, attempt)
+            self._has_run = True
             if isinstance(outcome, Finished):
-                strategy.interrupted = False
+                self._interrupted = False
                 return take_results(trainer, outcome.results)
-            error = error_of(outcome, grid, strategy.history)
+            error = error_of(outcome, setup.grid, self.history)
             fitting = trainer.state.fn == TrainerFn.FITTING
-            if not isinstance(outcome, StageLost) or strategy.on_stage_lost != "restart" or not fitting:
+            if not isinstance(outcome, StageLost) or self._options.on_stage_lost != "restart" or not fitting:
                 raise error
-            smaller, checkpoint = _smaller_grid(grid, survivors), _newest_checkpoint(strategy)
+            smaller = _smaller_grid(setup.grid, survivors)
+            checkpoint = _newest_checkpoint(self.history, trainer.strategy.checkpoint_io)
             if smaller is None or checkpoint is None:
                 raise error
             log.warning("%s Going on from %s with %d pipelines.", error, checkpoint, smaller.pipelines)
-            grid, args = smaller, (*args[:_CKPT_PATH], checkpoint, *args[_CKPT_PATH + 1 :])
-            strategy.weights_only = False  # the file is this run's own
+            args = (*args[:_CKPT_PATH], checkpoint, *args[_CKPT_PATH + 1 :])
+            setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # the file is this run's own
 
-    def _run(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        trainer: pl.Trainer,
-        grid: Grid,
-        heartbeat: HeartbeatCallback,
-        batch_pipelines: int,
-        attempt: int,
-    ) -> tuple[Outcome | None, int]:
-        """Runs the workers of ``grid`` once; returns how it ended, and how many workers were alive then."""
-        strategy = self._strategy
-        technique = Technique(decoupled=strategy.decoupled, staggered=strategy.staggered)
+    def _run(self, call: Call, setup: RunSetup, timeout: float, attempt: int) -> tuple[Outcome | None, int]:
+        """Runs the workers of a grid once; returns how it ended, and how many workers were alive then."""
+        options, trainer, grid = self._options, call[0], setup.grid
         profile_path, profile = self._find_profile(trainer, grid)
+        setup = replace(setup, profiles=profile_path is not None and profile is None)
         planner = RunPlanner(
             grid,
-            strategy.planner,
-            technique,
-            strategy.in_flight_limit,
+            options.planner,
+            Technique(decoupled=options.decoupled, staggered=options.staggered),
+            options.in_flight_limit,
             costs=None if profile is None else profile.costs(),
-            library=_library(strategy.plan_library, strategy.planner),
+            library=_library(options.plan_library, options.planner),
         )
         planner.prepare()
-        module = trainer.lightning_module
-        assert isinstance(module, PipelineModule)
-        setup = RunSetup(
-            grid,
-            heartbeat.interval,
-            profile_path is not None and profile is None,
-            batch_pipelines=batch_pipelines,
-            parts=stage_layers(module, grid.stages, strategy.partition, strategy.layer_seconds),
-            outsiders="RECYCLE_LISTEN" in os.environ,
-        )
         fitting = trainer.state.fn == TrainerFn.FITTING  # else there are no steps to enter between
-        options = CoordinatorOptions(
-            heartbeat_timeout=heartbeat.timeout,
-            restart_workers=strategy.restart_workers and fitting,
-            max_restarts=strategy.max_restarts,
-            normalize=strategy.normalize and fitting,
+        coordinator_options = CoordinatorOptions(
+            heartbeat_timeout=timeout,
+            restart_workers=options.restart_workers and fitting,
+            max_restarts=options.max_restarts,
+            normalize=options.normalize and fitting,
             drift=_drift_options(trainer) if fitting else None,
         )
-        listen = "RECYCLE_LISTEN" in os.environ
+        listen = setup.outsiders
         host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN") if listen else (_HOST, 0)
-        with Crew(worker_main, (trainer, function, args, kwargs, global_state())) as crew:
+        with Crew(worker_main, (call, global_state())) as crew:
 
             def start(rank: int, incarnation: int, device: int, joining: bool = True) -> LocalWorker:
                 incarnation += attempt * INCARNATIONS_PER_START  # whatever happened to a position once has happened
@@ -177,15 +165,15 @@ class SupervisorLauncher(_Launcher):
                 if listen and address[0] == "0.0.0.0":
                     address = (_HOST, address[1])
                 argument = WorkerStart(
-                    rank, incarnation, device, joining, setup, address, coordinator.authkey,
-                    crew.payload_path, os.getpid(),
+                    Place(rank, incarnation, device), joining, setup, address, coordinator.authkey, crew.payload_path,
+                    os.getpid(),
                 )  # fmt: skip
                 return crew.start(argument, f"recycle-worker-{rank}")
 
             coordinator = Coordinator(
                 grid,
                 planner,
-                options,
+                coordinator_options,
                 host=host,
                 port=port,
                 authkey=key_from_environment() if listen else None,
@@ -202,24 +190,39 @@ class SupervisorLauncher(_Launcher):
             finally:
                 crew.end(patience=_EXIT_SECONDS if isinstance(outcome, Finished) else 0.0)
                 coordinator.close()
-                strategy.history = [*strategy.history, *coordinator.history]
-                strategy.schedules = [*strategy.schedules, *coordinator.schedules]
+                self.history = [*self.history, *coordinator.history]
+                self.schedules = [*self.schedules, *coordinator.schedules]
         return outcome, len(coordinator.roster)
 
-    def _own_setup(self, trainer: pl.Trainer, grid: Grid, heartbeat: HeartbeatCallback, wanted: Grid) -> RunSetup:
+    def _own_setup(self, setup: RunSetup, wanted: Grid) -> RunSetup:
         """What a worker outside runs with when the coordinator knows the grid only."""
-        strategy, module = self._strategy, trainer.lightning_module
-        assert isinstance(module, PipelineModule)
+        grid = setup.grid
         if (grid.pipelines, grid.stages) != (wanted.pipelines, wanted.stages) or (
-            strategy.num_microbatches not in (None, wanted.microbatches)
+            self._options.num_microbatches not in (None, wanted.microbatches)
         ):
             raise ConfigurationError(
                 f"This script wants a grid of {grid}, the coordinator has {wanted} (pipelines x stages x"
                 " micro-batches): use the same devices * num_nodes, pipeline_parallel_size and num_microbatches"
                 " in both."
             )
-        parts = stage_layers(module, wanted.stages, strategy.partition, strategy.layer_seconds)
-        return RunSetup(wanted, heartbeat.interval, False, wanted.pipelines, parts, outsiders=True)
+        return replace(setup, grid=wanted, outsiders=True)
+
+    def may_save(self, checkpoint: Mapping[str, Any], path: Any) -> bool:
+        """Whether this process can write ``checkpoint``: it has the weights of a run that has ended well.
+
+        Raises:
+            UnsupportedFeatureError: if the checkpoint needs more than these.
+        """
+        if self._interrupted:
+            log.warning("%s is not written: the run failed, and its newest weights were those of the workers.", path)
+            return False
+        if "optimizer_states" in checkpoint:
+            raise UnsupportedFeatureError(
+                f"trainer.save_checkpoint({os.fspath(path)!r}) was called in the launching process, which has the"
+                " weights but not the optimizer's state: that is gone with the workers. Use"
+                " trainer.save_checkpoint(..., weights_only=True), or a ModelCheckpoint callback."
+            )
+        return True
 
     @override
     def kill(self, signum: Any) -> None:
@@ -227,9 +230,11 @@ class SupervisorLauncher(_Launcher):
 
     # ------------------------------------------------------------------ before
 
-    def _prepare(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> tuple[Grid, HeartbeatCallback]:
+    def _prepare(
+        self, trainer: pl.Trainer, args: tuple[Any, ...], weights_only: bool | None
+    ) -> tuple[RunSetup, HeartbeatCallback]:
         """Checks everything that can be checked without a worker, and settles what all workers must agree on."""
-        strategy = self._strategy
+        options = self._options
         module = trainer.lightning_module
         assert trainer.state.fn is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -242,12 +247,12 @@ class SupervisorLauncher(_Launcher):
         check_module(module)
         loaders = args[1] if len(args) > 1 else None
         batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
-        grid = strategy.choose_grid(strategy.world_size * trainer.num_nodes, batch_size)
+        grid = options.choose_grid(trainer.world_size * trainer.num_nodes, batch_size)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:
             check_loaders(args[_VAL_LOADERS], None)
             grid = replace(grid, microbatches=grid.microbatches * trainer.accumulate_grad_batches)
-        stage_layers(module, grid.stages, strategy.partition, strategy.layer_seconds)
+        parts = stage_layers(module, grid.stages, options.partition, options.layer_seconds)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]
         if heartbeat is None:
             heartbeat = HeartbeatCallback()
@@ -257,18 +262,22 @@ class SupervisorLauncher(_Launcher):
                 callback.check(grid)
         for logger in trainer.loggers:
             _ = logger.version  # chosen here, or every new leader would choose a new one
-        if None in (strategy.pipeline_parallel_size, strategy.num_microbatches):
+        if None in (options.pipeline_parallel_size, options.num_microbatches):
             log.info(
                 "Grid: %d pipelines x %d stages, %d micro-batches per pipeline.",
                 grid.pipelines,
                 grid.stages,
                 grid.microbatches,
             )
-        return grid, heartbeat
+        listens = "RECYCLE_LISTEN" in os.environ
+        setup = RunSetup(
+            grid, heartbeat.interval, parts, grid.pipelines, weights_only, outsiders=listens, has_run=self._has_run
+        )
+        return setup, heartbeat
 
     def _find_profile(self, trainer: pl.Trainer, grid: Grid) -> tuple[Path | None, Profile | None]:
         """Where the profile is to be, and what is there already."""
-        wanted = self._strategy.profile
+        wanted = self._options.profile
         if wanted is None:
             return None, None
         if wanted == "auto":
@@ -319,10 +328,10 @@ def _drift_options(trainer: pl.Trainer) -> DriftOptions | None:
     return next(monitors, None)
 
 
-def _newest_checkpoint(strategy: ReCycleStrategy) -> str | None:
+def _newest_checkpoint(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
     """The newest checkpoint of this run that is still there and whole."""
-    saved = [str(event.details["path"]) for event in strategy.history if event.kind == "saved"]
-    checksums = isinstance(strategy.checkpoint_io, TorchCheckpointIO)
+    saved = [str(event.details["path"]) for event in history if event.kind == "saved"]
+    checksums = isinstance(checkpoint_io, TorchCheckpointIO)
     return next((path for path in reversed(saved) if _is_whole(path, checksums)), None)
 
 

@@ -46,9 +46,8 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
     module.load_state_dict(state)
     trainer.state = extras.trainer_state
     trainer.should_stop = extras.should_stop
-    trainer.callback_metrics.update(extras.callback_metrics)
-    trainer.logged_metrics.update(extras.logged_metrics)
-    trainer.progress_bar_metrics.update(extras.progress_bar_metrics)
+    for name, metrics in extras.metrics.items():
+        getattr(trainer, name).update(metrics)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):  # it takes no results from another directory than its own
             found = extras.callbacks.get(callback.state_key, {})

@@ -17,9 +17,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
@@ -32,47 +32,37 @@ from lightning_recycle.control.client import EXIT_STOPPED, ControlClient
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.data.addressed import die_with_parent
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
-from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.options import Options, Place, RunSetup
+from lightning_recycle.session.session import Session
 
-__all__ = ["Extras", "RunSetup", "WorkerStart", "global_state", "run_outside", "worker_main"]
+__all__ = ["Call", "Extras", "WorkerStart", "global_state", "run_outside", "worker_main"]
 
 
 _COORDINATOR_SECONDS = 60.0  # that a worker outside waits for somebody to listen
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, for nobody's good
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")  # attributes of a Trainer
 _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, a worker outside, ended a run
 
 
-@dataclass(frozen=True)
-class RunSetup:
-    """What is the same for all workers of a run.
+Call: TypeAlias = tuple[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""What every worker runs: a Trainer, a bound method of it, and that one's arguments."""
 
-    Args:
-        grid: of the run.
-        heartbeat_interval: seconds between two signs of life.
-        profiles: whether the model is to be measured.
-        batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
-        parts: the layers of each stage.
-        outsiders: whether there may be workers that go on in their own process afterwards: in the end all workers
-            exchange the whole model then.
-    """
 
-    grid: Grid
-    heartbeat_interval: float
-    profiles: bool
-    batch_pipelines: int
-    parts: tuple[range, ...]
-    outsiders: bool = False
+class _Strategy(Protocol):
+    """What this module needs of the strategy."""
+
+    options: Options
+
+    def enter(self, session: Session | None) -> None: ...
 
 
 @dataclass(frozen=True)
 class WorkerStart:
     """What a worker process of this machine is started with."""
 
-    rank: int
-    incarnation: int
-    device: int
+    place: Place
     joining: bool
     setup: RunSetup
     address: tuple[str, int]
@@ -83,13 +73,11 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class Extras:
-    """What the leader tells besides the weights."""
+    """What the leader tells besides the weights; ``metrics`` by attribute of the Trainer."""
 
     trainer_state: TrainerState
     should_stop: bool
-    callback_metrics: dict[str, Any]
-    logged_metrics: dict[str, Any]
-    progress_bar_metrics: dict[str, Any]
+    metrics: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
     fit_loop: dict[str, Any]
     returned: Any
@@ -115,15 +103,15 @@ def worker_main(start: WorkerStart) -> None:
         # A fork server's child would start one of its own for DataLoader processes, which outlives a killed worker.
         multiprocessing.set_start_method("fork", force=True)
     client = ControlClient(
-        start.rank, start.address, start.authkey, start.setup.heartbeat_interval, joining=start.joining
+        start.place.rank, start.address, start.authkey, start.setup.heartbeat_interval, joining=start.joining
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     with _crashes_reported(client):
         with open(start.payload_path, "rb") as file:
-            trainer, function, args, kwargs, (states, default_dtype) = pickle.load(file)
+            function_call, (states, default_dtype) = pickle.load(file)
         states.restore()
         torch.set_default_dtype(default_dtype)
-        _run(client, start.setup, trainer, function, args, kwargs, start.incarnation, start.device)
+        _run(client, start.setup, start.place, function_call)
 
 
 def run_outside(
@@ -131,10 +119,7 @@ def run_outside(
     authkey: bytes,
     host: str | None,
     own_setup: Callable[[Grid], RunSetup],
-    trainer: pl.Trainer,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function_call: Call,
 ) -> Any:
     """Runs as a worker in this process, which was started by hand or by a cluster manager.
 
@@ -145,6 +130,7 @@ def run_outside(
         authkey: the run's.
         host: the address that this worker exchanges data at; by default that on the way to the coordinator.
         own_setup: what this process would run with, for a grid; used where the coordinator knows no more than that.
+        function_call: what it runs.
 
     Raises:
         ConfigurationError: if nobody listens at ``address``, or the key is not the run's.
@@ -173,63 +159,29 @@ def run_outside(
     with _crashes_reported(client):
         setup = own_setup(assignment.setup) if isinstance(assignment.setup, Grid) else assignment.setup
         client.heartbeat_interval = setup.heartbeat_interval
-        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-        returned = _run(
-            client,
-            setup,
-            trainer,
-            function,
-            args,
-            kwargs,
-            assignment.incarnation,
-            local,
-            host or client.local_host,
-            keep_model=True,
-        )
+        device = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        place = Place(client.rank, assignment.incarnation, device, host or client.local_host)
+        returned = _run(client, setup, place, function_call, keep_model=True)
     _run_ended = time.monotonic()
     return returned
 
 
-def _run(
-    client: ControlClient,
-    setup: RunSetup,
-    trainer: pl.Trainer,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    incarnation: int,
-    device: int,
-    host: str | None = None,
-    keep_model: bool = False,
-) -> Any:
-    from lightning_recycle.session.collectives import WorkerContext
-    from lightning_recycle.strategy import ReCycleStrategy
-
+def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Call, keep_model: bool = False) -> Any:
+    trainer, function, args, kwargs = function_call
     _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
-    strategy = trainer.strategy
-    assert isinstance(strategy, ReCycleStrategy)
-    strategy.enter_worker(
-        WorkerContext(
-            client.rank,
-            setup.grid,
-            client,
-            host or "127.0.0.1",
-            setup.profiles,
-            incarnation,
-            device,
-            setup.batch_pipelines,
-            setup.parts,
-        )
-    )
+    # Every PipelineModule has a validation_step, whether validation is wanted or not.
+    warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+    strategy = cast(_Strategy, trainer.strategy)
+    session = Session(strategy.options, setup, place, client, trainer)
+    strategy.enter(session)
     returned = function(*args, **kwargs)
-    whole = strategy.whole_state() if setup.outsiders else None
-    strategy.deliver_result(lambda: _extras(trainer, returned))
+    whole = session.checkpoints.whole_state() if setup.outsiders else None
+    session.checkpoints.deliver_result(lambda: _extras(trainer, returned))
     client.leave()
     if whole is not None and keep_model:
-        strategy.leave_worker()
-        module = trainer.lightning_module
-        assert isinstance(module, PipelineModule)
-        module.rebuild(whole)
+        session.leave()
+        strategy.enter(None)
+        session.module.rebuild(whole)
     return returned
 
 
@@ -271,16 +223,6 @@ def _watch_supervisor(pid: int) -> None:
 
 
 def _extras(trainer: pl.Trainer, returned: Any) -> Extras:
-    def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
-
-    return Extras(
-        trainer.state,
-        trainer.should_stop,
-        plain(trainer.callback_metrics),
-        plain(trainer.logged_metrics),
-        plain(trainer.progress_bar_metrics),
-        call._call_callbacks_state_dict(trainer),
-        trainer.fit_loop.state_dict(),
-        to_cpu(returned),
-    )
+    metrics = {name: to_cpu(getattr(trainer, name)) for name in _METRICS}
+    callbacks, loop = call._call_callbacks_state_dict(trainer), trainer.fit_loop.state_dict()
+    return Extras(trainer.state, trainer.should_stop, metrics, callbacks, loop, to_cpu(returned))

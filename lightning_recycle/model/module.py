@@ -1,46 +1,34 @@
-"""The user's model: a LightningModule whose layers are a sequence that can be cut into pipeline stages.
+"""The user's model: what it computes besides its layers, on one device and in a pipeline.
 
-The layers live in ``self.layers``, an ``nn.ModuleList`` with one entry per layer of the whole model on every worker.
-Entries that a worker does not own are parameterless :class:`AbsentLayer` placeholders, so names in a state dict are
-``layers.<index>...`` on every grid and ``self.parameters()`` is local to the stage.
+:class:`PipelineModule` is what users derive from; :class:`SequentialPipeline` makes one of any ``nn.Sequential``.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewhere, tie
-from lightning_recycle.model.tying import merge_groups, shared_parameters, split_name
+from lightning_recycle.model.layered import LayeredModule, global_seed
+from lightning_recycle.model.layers import AbsentLayer, LayerSpec
+from lightning_recycle.model.optimizers import OptimizerFactory, check_factory, make_optimizers
 
-if TYPE_CHECKING:
-    from lightning_recycle.model.sequential import SequentialPipeline
-
-__all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "global_seed"]
+__all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "SequentialPipeline", "global_seed"]
 
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 
 
-def global_seed() -> int:
-    """Returns the seed given to ``seed_everything``, or 0."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-class PipelineModule(pl.LightningModule):
+class PipelineModule(LayeredModule):
     """A LightningModule for :class:`~lightning_recycle.ReCycleStrategy`; trains unchanged on one device too.
 
     Implement :meth:`configure_pipeline`, :meth:`loss` and ``configure_optimizers`` (which sees the parameters of one
@@ -61,19 +49,11 @@ class PipelineModule(pl.LightningModule):
     ones. LayerNorm, GroupNorm and RMSNorm have no such state and are exact on every grid.
     """
 
-    _tied: tuple[tuple[str, ...], ...] = ()
     recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
     """While a hook runs whose logging is put down instead of done: (name, value, further arguments)."""
     _may_log = True
 
     # ------------------------------------------------------------------ what the user implements
-
-    def configure_pipeline(self) -> nn.Sequential | Sequence[nn.Module | LayerSpec]:
-        """Returns the layers of the whole model, in order."""
-        raise ConfigurationError(
-            f"{type(self).__name__} must implement configure_pipeline() and return an nn.Sequential or a list of"
-            " nn.Module and LayerSpec."
-        )
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Returns the mean loss over a micro-batch, a scalar."""
@@ -119,14 +99,6 @@ class PipelineModule(pl.LightningModule):
         """Called once per step with the mean loss of the global batch; logs it as ``train_loss``."""
         self.log("train_loss", loss, prog_bar=True)
 
-    def tied_parameters(self) -> Iterable[Sequence[str]]:
-        """Returns groups of names of parameters that are one, e.g. ``[("layers.0.weight", "layers.9.logits.weight")]``.
-
-        Needed for layers given as :class:`LayerSpec`; that concrete modules share a parameter is seen by itself. Called
-        once, after :meth:`configure_pipeline`. The members of a group must have the same shape.
-        """
-        return ()
-
     @classmethod
     def from_sequential(
         cls,
@@ -146,15 +118,13 @@ class PipelineModule(pl.LightningModule):
         Raises:
             ConfigurationError: if one of them is something else.
         """
-        from lightning_recycle.model.sequential import SequentialPipeline
-
         if issubclass(cls, SequentialPipeline):
             return cls(model, loss, optimizer)
         if cls is not PipelineModule:
             raise ConfigurationError(
                 f"{cls.__name__}.from_sequential() would ignore what {cls.__name__} defines. Call"
                 " PipelineModule.from_sequential(), or derive the class from"
-                " lightning_recycle.model.sequential.SequentialPipeline to override hooks."
+                " lightning_recycle.model.module.SequentialPipeline to override hooks."
             )
         return SequentialPipeline(model, loss, optimizer)
 
@@ -232,179 +202,62 @@ class PipelineModule(pl.LightningModule):
         """The hook is for data; what Lightning's loops hold is an address."""
         return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
 
-    @override
-    def configure_model(self) -> None:
-        """Builds the layers that exist as specs only; under the pipeline strategy those of this stage."""
-        self._build_layers()
-        if self._fabric is None and self._trainer is not None and getattr(self.trainer.strategy, "owns_layers", False):
-            return  # the strategy's setup keeps the layers of this stage and materialises those
-        self.materialize()
 
-    # ------------------------------------------------------------------ layers
+class SequentialPipeline(PipelineModule):
+    """The children of an ``nn.Sequential`` as layers, with a loss and an optimizer.
 
-    def _build_layers(self) -> nn.ModuleList:
-        """Calls configure_pipeline() once and registers the result."""
-        if "layers" in self._modules:
-            return self._modules["layers"]  # type: ignore[return-value]
-        described = self.configure_pipeline()
-        if not isinstance(described, (nn.Sequential, nn.ModuleList, list, tuple)):
+    What :meth:`PipelineModule.from_sequential` makes; its arguments are described there. Names in the state dict are
+    those of the model behind ``layers.``. A 1-tuple reaches the next layer as its item.
+
+    To load from a checkpoint, pass the same arguments:
+    ``SequentialPipeline.load_from_checkpoint(path, model=..., loss=..., optimizer=...)``.
+
+    Raises:
+        ConfigurationError: if an argument is of the wrong kind.
+    """
+
+    def __init__(self, model: nn.Sequential, loss: Callable[[Any, Any], Tensor], optimizer: OptimizerFactory) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Sequential):
             raise ConfigurationError(
-                f"{type(self).__name__}.configure_pipeline() returned a {type(described).__name__};"
-                " return an nn.Sequential, or a list of nn.Module and LayerSpec."
+                f"from_sequential() got a {type(model).__name__} as model; it takes an nn.Sequential. For other models"
+                " derive a class from PipelineModule and return the layers from configure_pipeline()."
             )
-        entries = list(described)
-        if not entries:
-            raise ConfigurationError(f"{type(self).__name__}.configure_pipeline() returned no layers.")
-        layers = nn.ModuleList()
-        for index, entry in enumerate(entries):
-            if isinstance(entry, LayerSpec):
-                layers.append(AbsentLayer(entry))
-            elif isinstance(entry, nn.Module):
-                layers.append(entry)
-            else:
-                raise ConfigurationError(
-                    f"{type(self).__name__}.configure_pipeline() returned {entry!r} as layer {index}; every layer must"
-                    " be an nn.Module or a LayerSpec."
-                )
-        self._modules["layers"] = layers  # add_module() would look the name up first, and so come back here
-        try:
-            groups = merge_groups([*shared_parameters(list(layers)), *map(self._checked_group, self.tied_parameters())])
-            tie(layers, groups)
-        except BaseException:
-            del self._modules["layers"]  # the next access meets the same error, not layers half made
-            raise
-        self._tied = groups
-        return layers
-
-    def materialize(self, indices: Iterable[int] | None = None, seed: int | None = None) -> None:
-        """Builds layers given as :class:`LayerSpec`, and ties their parameters.
-
-        A parameter tied to one of a layer that is not here starts as there: that layer is built too, for a moment, if
-        it is a LayerSpec.
-
-        Args:
-            indices: which layers; by default all that belong to this process.
-            seed: of the initialisation; by default the one given to ``seed_everything``, else 0.
-        """
-        layers = self._build_layers()
-        seed = global_seed() if seed is None else seed
-        absent: dict[int, AbsentLayer] = {}
-        for index in range(len(layers)) if indices is None else indices:
-            layer = layers[index]
-            if isinstance(layer, AbsentLayer) and not layer.elsewhere:
-                layers[index] = layer.build(index, seed).train(self.training)
-                absent[index] = layer
-        if absent:
-            try:
-                tie(layers, self._tied, absent, seed)
-            except BaseException:
-                for index, layer in absent.items():  # the next attempt meets the same error
-                    layers[index] = layer
-                raise
-
-    def rebuild(self, state: Mapping[str, Any]) -> None:
-        """Makes a module of which only a stage is left whole again, with ``state``."""
-        training = self.training
-        self._modules.pop("layers", None)
-        self.materialize()
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            if name in state:
-                tensor.data = tensor.data.to(state[name].dtype)
-        self.load_state_dict(state)
-        self.train(training)
-
-    def keep_layers(self, indices: range) -> None:
-        """Replaces every layer outside ``indices`` by a placeholder and frees it; :meth:`tied_groups` stay known."""
-        layers = self._build_layers()
-        kept = needed_elsewhere(layers, self._tied, indices)
-        for index in range(len(layers)):
-            if index not in indices:
-                layer = layers[index]
-                if not isinstance(layer, AbsentLayer):
-                    layers[index] = layer = AbsentLayer()
-                layer.elsewhere = True
-                layer.kept.update(kept.get(index, {}))
-
-    def without_storage(self) -> PipelineModule:
-        """A copy of the whole model whose parameters are on torch's meta device: for what only looks at shapes."""
-        layers = self._build_layers()
-        copied: dict[int, Any] = {}  # the memo of deepcopy: tensors that are in it already are not copied
-        for tensor in (*layers.parameters(), *layers.buffers()):
-            if not isinstance(tensor, UninitializedParameter):
-                empty = tensor.detach().to("meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                copied[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        copies = nn.ModuleList()
-        for index, layer in enumerate(layers):
-            if isinstance(layer, AbsentLayer) and layer.spec is not None:
-                built = layer.spec.build_without_storage(index).train(self.training)
-                copies.append(built if layer.dtype is None else built.to(layer.dtype))
-            else:
-                copies.append(copy.deepcopy(layer, copied))
-        tie(copies, self._tied)
-        double: PipelineModule = object.__new__(type(self))
-        double.__dict__.update(self.__dict__)
-        double.__dict__["_modules"] = {**self._modules, "layers": copies}
-        double.__dict__["_device"] = torch.device("meta")
-        return double
-
-    def tied_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each parameter that several layers share, in the order of the layers, whoever owns these.
-
-        The answer is the same in every process. On one device and within a stage the members of a group are one object.
-        Across stages every stage owns a copy, and the run time must keep the copies equal; what that takes is written
-        in :mod:`lightning_recycle.model.tying`.
-        """
-        self._build_layers()
-        return self._tied
-
-    def _checked_group(self, group: Sequence[str]) -> tuple[str, ...]:
-        if isinstance(group, str) or len(set(group)) < 2:
+        if isinstance(loss, type) or not callable(loss):
             raise ConfigurationError(
-                f"{type(self).__name__}.tied_parameters() returned the group {group!r}; a group is at least two"
-                " different names, such as ('layers.0.weight', 'layers.9.weight')."
+                f"from_sequential() got loss={loss!r}; pass a function of (output, target), such as"
+                " torch.nn.functional.cross_entropy, or a module, such as nn.CrossEntropyLoss()."
             )
-        count = len(self._modules["layers"])  # type: ignore[arg-type]
-        for name in group:
-            if split_name(name)[0] >= count:
-                raise ConfigurationError(
-                    f"{type(self).__name__}.tied_parameters() names {name!r}; the model has {count} layers."
-                )
-        return tuple(group)
-
-    # Everything below makes ``layers`` exist on first access, whichever of nn.Module's doors it comes through.
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "layers" and "layers" not in self.__dict__.get("_modules", {}):
-            return self._build_layers()
-        return super().__getattr__(name)
-
-    @override
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+            raise ConfigurationError(
+                f"The loss {type(loss).__name__} has parameters; only layers can have some. Make it the last layer,"
+                " with a loss function behind it."
+            )
+        check_factory(optimizer)
+        self.criterion = loss
+        self._optimizer = optimizer
+        self._children = list(model)
+        for layer in self._children:
+            layer.register_forward_pre_hook(_pack)
         self._build_layers()
-        yield from super().named_modules(*args, **kwargs)
+        self._children = []  # the layers of other stages are to be freed
 
     @override
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        self._build_layers()
-        return super().named_children()
+    def configure_pipeline(self) -> list[nn.Module]:
+        return self._children
 
     @override
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._build_layers()
-        return super().state_dict(*args, **kwargs)
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return self.criterion(output, target)
 
     @override
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        layers = self._build_layers()
-        prefixes = {key.split(".")[1] for key in state_dict if key.startswith("layers.")}
-        self.materialize(index for index in range(len(layers)) if str(index) in prefixes)
-        return super().load_state_dict(state_dict, *args, **kwargs)
+    def configure_optimizers(self) -> Any:
+        return make_optimizers(self._optimizer, self.parameters())
 
-    @override
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        self._build_layers()
-        return super()._apply(fn, *args, **kwargs)
+
+def _pack(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward pre-hook: several arguments are what the layer before returned as a tuple."""
+    return arguments if len(arguments) == 1 else (arguments,)
 
 
 def _detached(output: Any) -> Any:

@@ -77,7 +77,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         )
     for name, reason in _REFUSED_CALLBACKS.items():
         refused = getattr(pl_callbacks, name, None)
-        for callback in _callbacks(trainer):
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if refused is not None and isinstance(callback, refused):
                 raise UnsupportedFeatureError(
                     f"strategy='recycle' does not support the callback {type(callback).__name__}: {reason}."
@@ -152,10 +152,6 @@ def check_batch(batch: Any) -> None:
             " batch from one. Return one DataLoader from train_dataloader(), and from the other hooks one or a list,"
             " without CombinedLoader."
         )
-
-
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def check_parameters(module: PipelineModule, worker: Worker, grid: Grid) -> None:

@@ -1,10 +1,11 @@
 """What Lightning's own callbacks need to show the whole run, from a worker that has one stage of it.
 
 Concept: Lightning's callbacks run in the workers, where they find one stage of the model and a batch that all workers
-share. Where that would make them say something else than on one device, they are given what they expect.
+share. Where that would make them say something else than on one device, they are given what they expect. Those that
+only the leader's process shows are brought to where the old leader's were when another worker becomes the leader.
 
 Private Lightning API used here, and nowhere else: ``ModelSummary._summary``; ``_throughputs``, ``_t0s``, ``_samples``,
-``_batches`` and ``_lengths`` of ``ThroughputMonitor``.
+``_batches`` and ``_lengths`` of ``ThroughputMonitor``; ``ProgressBar._trainer``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, ThroughputMonitor
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_recycle.model.module import PipelineModule
 
-__all__ = ["keep_monitors_going", "show_whole_run"]
+__all__ = ["keep_monitors_going", "show_progress_bar", "show_whole_run"]
+
+_EVALUATIONS = {  # stage -> its name in hooks
+    RunningStage.SANITY_CHECKING: "validation",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "predict",
+}
 
 
 def show_whole_run(trainer: pl.Trainer, module: PipelineModule) -> None:
@@ -84,3 +92,32 @@ def keep_monitors_going(trainer: pl.Trainer) -> None:
                 if stage not in callback._t0s:
                     callback._t0s[stage] = time.perf_counter()
                     callback._samples[stage] = callback._batches[stage] = callback._lengths[stage] = 0
+
+
+def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
+    """Lets the progress bar of a new leader take over where the old leader's ended, whatever is under way.
+
+    The bar of a worker that is not the leader is disabled: it has seen all hooks and shown nothing. Those that begin
+    what is under way are called again.
+
+    Args:
+        trainer: of this worker.
+        dataloader_idx: which loader an evaluation is at.
+    """
+    bar, module = trainer.progress_bar_callback, trainer.lightning_module
+    if bar is None:
+        return
+    bar.enable()
+    if bar._trainer is None or trainer.state.stage is None:
+        return  # nothing has begun yet, or all is over
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if trainer.sanity_checking:
+        bar.on_sanity_check_start(trainer, module)
+    elif fitting and trainer.fit_loop.epoch_progress.current.ready:
+        bar.on_train_start(trainer, module)
+        bar.on_train_epoch_start(trainer, module)
+    phase = _EVALUATIONS.get(trainer.state.stage)
+    if phase is not None:
+        bar.reset_dataloader_idx_tracker()
+        getattr(bar, f"on_{phase}_start")(trainer, module)
+        getattr(bar, f"on_{phase}_batch_start")(trainer, module, None, 0, dataloader_idx)

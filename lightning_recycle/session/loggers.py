@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import csv
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger
+
+from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.session.collectives import Collectives
 
 __all__ = ["LogRelay", "keep_files"]
 
@@ -25,15 +28,12 @@ class LogRelay:
 
     Args:
         trainer: of this worker.
-        leads: whether this worker is the leader.
-        step: the number of steps that this worker has applied.
-        written: the newest step that the leader is known to have applied: all rows before it are written.
+        collectives: this worker among the others.
+        executor: knows how many steps this worker has applied.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, leads: Callable[[], bool], step: Callable[[], int], written: Callable[[], int]
-    ) -> None:
-        self._leads, self._step, self._written = leads, step, written
+    def __init__(self, trainer: pl.Trainer, collectives: Collectives, executor: Executor) -> None:
+        self._collectives, self._executor = collectives, executor
         self._loggers = list(trainer.loggers)
         self._log = [logger.log_metrics for logger in self._loggers]
         self._log_hyperparams = [logger.log_hyperparams for logger in self._loggers]
@@ -43,14 +43,19 @@ class LogRelay:
             logger.log_metrics = partial(self._on_metrics, index)  # type: ignore[method-assign]
             logger.log_hyperparams = partial(self._on_hyperparams, index)  # type: ignore[method-assign]
 
+    @property
+    def _written(self) -> int:
+        """The newest step that the leader is known to have applied: all rows before it are written."""
+        return self._collectives.client.leader_applied
+
     def _on_metrics(self, index: int, *args: Any, **kwargs: Any) -> None:
-        if self._leads():
+        if self._collectives.leads:
             self._log[index](*args, **kwargs)
             _flush(self._loggers[index])
             return
-        while self._rows and self._rows[0][0] <= self._written():
+        while self._rows and self._rows[0][0] <= self._written:
             self._rows.popleft()
-        self._rows.append((self._step(), index, args, kwargs))
+        self._rows.append((self._executor.version, index, args, kwargs))
 
     def _on_hyperparams(self, index: int, *args: Any, **kwargs: Any) -> None:
         self._hyperparams[index] = (args, kwargs)
@@ -62,7 +67,7 @@ class LogRelay:
         for index, (args, kwargs) in self._hyperparams.items():
             self._log_hyperparams[index](*args, **kwargs)
         for step, index, args, kwargs in self._rows:
-            if step > self._written() and not _is_known(known[index], *args, **kwargs):
+            if step > self._written and not _is_known(known[index], *args, **kwargs):
                 self._log[index](*args, **kwargs)
         self._rows.clear()
         for logger in self._loggers:

@@ -16,8 +16,8 @@ the fit loop's ``_combined_loader`` and what is loaded into it (``_load_combined
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -35,32 +35,43 @@ from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.runtime.executor import StepResult
 from lightning_recycle.session.checks import check_batch
 
-if TYPE_CHECKING:
-    from lightning_recycle.strategy import ReCycleStrategy
-
-__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "PipelineOptimization", "count_in_steps", "tell_batch_sizes"]
+__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "count_in_steps", "tell_batch_sizes"]
 
 
 _COUNTED_IN_BATCHES = ("limit_train_batches", "val_check_interval", "accumulate_grad_batches")
 """Attributes of a Trainer; an interval in seconds has no ``val_check_interval``."""
 
 
+class StepRunner(Protocol):
+    """What the loops ask of the worker that they run in."""
+
+    def enter_training(self) -> None: ...
+
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult: ...
+
+    def as_loss(self, value: float) -> torch.Tensor: ...
+
+    def replay_outputs(self, outputs: Mapping[int, bytes]) -> None: ...
+
+
 class PipelineOptimization(_AutomaticOptimization):
     """Runs one step of the schedule and lets Lightning's ``optimizer_step`` apply it."""
+
+    def __init__(self, trainer: pl.Trainer, runner: StepRunner) -> None:
+        super().__init__(trainer)
+        self.runner = runner
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         trainer = self.trainer
-        strategy: ReCycleStrategy = trainer.strategy  # type: ignore[assignment]
-        module = trainer.lightning_module
+        strategy, module = trainer.strategy, trainer.lightning_module
         handle = kwargs["batch"]
         check_batch(handle)
         self._on_before_zero_grad(optimizer)
         self.optim_progress.optimizer.zero_grad.increment_completed()
 
         def apply(result: StepResult) -> None:
-            strategy.gradient_norm = result.gradient_norm
-            loss = strategy.as_loss(result.loss)
+            loss = self.runner.as_loss(result.loss)
 
             def backward_is_done() -> torch.Tensor:
                 strategy.precision_plugin.pre_backward(loss, module)
@@ -68,32 +79,25 @@ class PipelineOptimization(_AutomaticOptimization):
                 return loss
 
             self.optim_progress.optimizer.step.increment_ready()
-            call._call_lightning_module_hook(
-                trainer,
-                "optimizer_step",
-                trainer.current_epoch,
-                batch_idx,
-                strategy._lightning_optimizers[0],
-                backward_is_done,
-            )
+            arguments = (trainer.current_epoch, batch_idx, strategy._lightning_optimizers[0], backward_is_done)
+            call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
             self.optim_progress.optimizer.step.increment_completed()
 
         profiler = trainer.profiler  # type: ignore[attr-defined]
         with profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):
-            result = strategy.run_step(handle, apply)
-        loss = strategy.as_loss(result.loss)
-        self._log(module, loss, result)
+            result = self.runner.run_step(handle, apply)
+        loss = self.runner.as_loss(result.loss)
+        self._log(handle, loss, result)
         return {"loss": loss}
 
-    def _log(self, module: pl.LightningModule, loss: torch.Tensor, result: StepResult) -> None:
+    def _log(self, handle: StepHandle, loss: torch.Tensor, result: StepResult) -> None:
         """Calls the module's hooks in the place of ``training_step``, where Lightning allows logging."""
-        strategy: ReCycleStrategy = self.trainer.strategy  # type: ignore[assignment]
-        results = self.trainer._results
+        results, module = self.trainer._results, self.trainer.lightning_module
         if results is not None:
-            results.batch_size = strategy.global_batch_size
+            results.batch_size = handle.loader.global_batch_size
         previous, module._current_fx_name = module._current_fx_name, "training_step"
         try:
-            strategy.replay_outputs(result.outputs)
+            self.runner.replay_outputs(result.outputs)
             module.on_training_loss(loss)  # type: ignore[operator]
         finally:
             module._current_fx_name = previous
@@ -102,9 +106,9 @@ class PipelineOptimization(_AutomaticOptimization):
 class PipelineEpochLoop(_TrainingEpochLoop):
     """The epoch loop; it keeps its parent's attribute names, which are keys in checkpoints."""
 
-    def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
+    def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int, runner: StepRunner) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self.automatic_optimization = PipelineOptimization(trainer)
+        self.automatic_optimization = PipelineOptimization(trainer, runner)
         self.enters_mid_epoch = False
         """Whether this worker joins at the present batch: the counters are right as they are."""
 
@@ -152,14 +156,18 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 class PipelineFitLoop(_FitLoop):
     """The fit loop; it keeps its parent's attribute names, which are keys in checkpoints."""
 
+    runner: StepRunner
+
     @classmethod
-    def install(cls, trainer: pl.Trainer) -> None:
+    def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
         """Replaces the fit loop and the epoch loop of ``trainer``, keeping what they were given."""
         old = trainer.fit_loop
-        if isinstance(old, cls):
+        if isinstance(old, cls):  # of an earlier run in this process
+            old.runner = old.epoch_loop.automatic_optimization.runner = runner  # type: ignore[attr-defined]
             return
         new = cls(trainer, old.min_epochs, old.max_epochs)
-        new.epoch_loop = PipelineEpochLoop(trainer, old.epoch_loop.min_steps, old.epoch_loop.max_steps)
+        new.runner = runner
+        new.epoch_loop = PipelineEpochLoop(trainer, old.epoch_loop.min_steps, old.epoch_loop.max_steps, runner)
         new.epoch_loop.val_loop = old.epoch_loop.val_loop
         new._data_source = old._data_source
         new._combined_loader_states_to_load = old._combined_loader_states_to_load
@@ -195,8 +203,7 @@ class PipelineFitLoop(_FitLoop):
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
-        strategy: ReCycleStrategy = self.trainer.strategy  # type: ignore[assignment]
-        strategy.enter_training()
+        self.runner.enter_training()
 
 
 def count_in_steps(trainer: pl.Trainer) -> Callable[[], None]:

@@ -26,10 +26,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _Em
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-__all__ = ["is_sharded", "load_sharded", "save_sharded"]
+from lightning_recycle.session.collectives import Collectives
 
-Gather = Callable[[str, Any], Mapping[int, Any]]
-"""(name, this worker's part) -> the parts of all live workers, by rank."""
+__all__ = ["is_sharded", "load_sharded", "save_sharded"]
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
@@ -39,30 +38,24 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
 
 def save_sharded(
     path: str | os.PathLike[str],
-    shard: Callable[[], dict[str, Any]],
+    shard: dict[str, Any],
     rest: dict[str, Any],
-    gather: Gather,
-    speaks: Callable[[], bool],
-    leads: Callable[[], bool],
-    num_stages: int,
+    collectives: Collectives,
     before_naming: Callable[[], None],
 ) -> bool:
     """Writes this worker's shard together with all others; every live worker takes part.
 
     Args:
         path: of the folder, the same on all workers; replaced if it exists.
-        shard: returns the state of this worker's stage, in nested dicts.
+        shard: the state of this worker's stage, in nested dicts.
         rest: what does not belong to a stage.
-        gather: the control collective.
-        speaks: whether this worker writes for its stage.
-        leads: whether this worker writes for the run.
-        num_stages: of the grid.
+        collectives: this worker among the others.
         before_naming: called by the leader right before the folder gets its name.
 
     Returns:
         Whether this worker gave the folder its name.
     """
-    path = Path(path)
+    path, gather, num_stages = Path(path), collectives.gather, collectives.grid.stages
     attempt = 0
     while True:
         folder = path.with_name(f".{path.name}.writing.{attempt}")
@@ -71,9 +64,9 @@ def save_sharded(
         writer.set_up_storage_writer(is_coordinator=True)
         planner = DefaultSavePlanner()
         mine = None
-        if speaks():
+        if collectives.speaks:
             # Each shard has keys of its own, so each worker is the coordinator of what is not a tensor in it.
-            planner.set_up_planner(shard(), writer.storage_meta(), is_coordinator=True)
+            planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
             mine = writer.prepare_local_plan(planner.create_local_plan())
         plans = {rank: plan for rank, plan in gather("checkpoint plan", mine).items() if plan is not None}
         if len(plans) < num_stages:
@@ -90,7 +83,7 @@ def save_sharded(
         if len(results) < num_stages:
             continue
         named = False
-        if leads():
+        if collectives.leads:
             writer.finish(metadata, results)
             torch.save(rest, folder / _METADATA_FILENAME)
             before_naming()

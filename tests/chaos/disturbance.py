@@ -13,7 +13,6 @@ from chaos.scenario import LateFault
 from lightning_recycle.callbacks import failing
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.ops import Op
-from lightning_recycle.strategy import ReCycleStrategy
 
 __all__ = ["LateFaults", "Pace"]
 
@@ -37,8 +36,7 @@ class LateFaults(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, ReCycleStrategy)
+        strategy: Any = trainer.strategy
         if strategy.incarnation == 1:
             position = strategy.worker
             self._mine = [f for f in self._faults if Worker(f.pipeline, f.stage) == position]
@@ -47,8 +45,7 @@ class LateFaults(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, ReCycleStrategy)
+        strategy: Any = trainer.strategy
         if self._mine and strategy.executor is not None:
             strategy.executor.before_operation.append(self._before)
 
@@ -78,7 +75,6 @@ class Pace(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, ReCycleStrategy)
+        strategy: Any = trainer.strategy
         if len(strategy.live_workers) < strategy.grid.num_workers:
             time.sleep(self._seconds)

@@ -31,7 +31,7 @@ class AwaitReplacement(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        client = strategy._context.client
+        client = strategy.session.client
         time.sleep(self._pace)
         if trainer.global_step not in self._steps:
             return

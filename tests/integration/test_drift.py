@@ -35,7 +35,7 @@ class AwaitChange(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        client = strategy._context.client
+        client = strategy.session.client
         deadline = time.monotonic() + LONGEST_WAIT
         while trainer.global_step == CHANGE and not client.member.pauses and time.monotonic() < deadline:
             if client.interrupted or client.generation > 0:  # somebody died: there is no change for that generation

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ConfigurationError, PipelineModule
 from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.sequential import SequentialPipeline
+from lightning_recycle.model.module import SequentialPipeline
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)

@@ -115,10 +115,8 @@ class Book:
         self.folder, self.who = folder, who
 
     def note(self, trainer: Any, hook: str, *args: Any) -> None:
-        context = getattr(trainer.strategy, "_context", None)
-        rank = 0 if context is None else trainer.global_rank
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"{self.who}-{rank}-{os.getpid()}.jsonl", "a") as file:
+        with open(self.folder / f"{self.who}-{trainer.global_rank}-{os.getpid()}.jsonl", "a") as file:
             progress = [trainer.current_epoch, trainer.global_step, str(trainer.state.stage)]
             file.write(json.dumps([hook, progress, [brief(a) for a in args]]) + "\n")
 

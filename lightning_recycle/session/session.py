@@ -1,0 +1,388 @@
+"""One worker under Lightning: all that its process holds while a function of the Trainer runs in it.
+
+It is created when the process knows its place, before Lightning begins. What needs the model and the optimizer exists
+from Lightning's ``strategy.setup()`` on, which is :meth:`Session.setup`. The executor runs the steps; it asks this
+object, its host, for what only Lightning and the user's module know.
+
+Private Lightning API used here, and nowhere else: ``_on_before_batch_transfer`` and ``_apply_batch_transfer_handler``
+of ``LightningModule``.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol.messages import Facts, Restored
+from lightning_recycle.data.addressed import MicrobatchLoader
+from lightning_recycle.data.batching import is_stream
+from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.streams import StreamLoader
+from lightning_recycle.model.module import PipelineModule, global_seed
+from lightning_recycle.model.tying import ties_between_stages
+from lightning_recycle.randomness import layer_randomness, seeded_everything
+from lightning_recycle.runtime.communicator import Communicator
+from lightning_recycle.runtime.executor import Executor, StepResult
+from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.profiling import StageProfiler
+from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.session.checks import check_batch, check_optimizers, check_parameters
+from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
+from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_progress_bar, show_whole_run
+from lightning_recycle.session.loggers import LogRelay, keep_files
+from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
+from lightning_recycle.session.options import Options, Place, RunSetup
+from lightning_recycle.session.outputs import OutputRecorder, concatenate
+from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
+
+__all__ = ["Session"]
+
+log = logging.getLogger(__name__)
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Session:
+    """One worker.
+
+    Args:
+        options: the user's.
+        run: what all workers have in common.
+        place: of this worker.
+        client: its connection to the coordinator.
+        trainer: of this process.
+
+    Attributes:
+        collectives: this worker among the others.
+        at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
+        module: with the layers of this stage; like what follows it exists from :meth:`setup` on.
+        executor: runs the steps.
+        checkpoints: this worker's part of them.
+    """
+
+    module: PipelineModule
+    executor: Executor
+    checkpoints: Checkpoints
+
+    def __init__(
+        self, options: Options, run: RunSetup, place: Place, client: ControlClient, trainer: pl.Trainer
+    ) -> None:
+        self.options, self.run, self.place, self.client, self.trainer = options, run, place, client, trainer
+        self.collectives = Collectives(run.grid, client)
+        self.grid, self.worker = run.grid, self.collectives.worker
+        self.at_point: list[Callable[[str, int], None]] = []
+        self._fitting = trainer.state.fn == TrainerFn.FITTING
+        self._loaders: list[StepLoader] = []
+        self._count_in_batches: Callable[[], None] = lambda: None
+        self._gradient_norm = 0.0
+        self._joined_with: WorkerSnapshot | None = None
+        self._digested = -1  # the generation in which a digest of the parameters was told
+        self._dataloader_idx = 0  # of the evaluation that is under way
+        self._follow_leader()
+
+    def leave(self) -> None:
+        """The run is over, but this process goes on, as the launching process of the next."""
+        self._count_in_batches()
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+
+    def reach(self, point: str, step: int) -> None:
+        for hook in self.at_point:
+            hook(point, step)
+
+    # ------------------------------------------------------------------ setup
+
+    def keep_log_files(self) -> None:
+        """The Trainer's loggers go on after an earlier run, as they do in one process."""
+        if self.run.has_run and self.collectives.leads:
+            keep_files(self.trainer.loggers)
+
+    def setup(self) -> None:
+        """Makes a stage of the model, and what runs it."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        module = trainer.lightning_module
+        assert isinstance(module, PipelineModule)
+        assert strategy.accelerator is not None
+        self.module = module
+        strategy.accelerator.setup(trainer)
+        show_whole_run(trainer, module)
+        tell_batch_sizes(trainer)
+        self._build_model()
+        self._recorder = OutputRecorder(module)
+        self._records_training = is_overridden("on_training_output", module, PipelineModule)
+        double = any(p.dtype is torch.float64 for p in module.parameters())
+        self._loss_dtype = torch.float64 if double else torch.float32
+        sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
+        overridden = any(is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources)
+        self._transfers = strategy.root_device.type != "cpu" or overridden
+        tied = ties_between_stages(module.tied_groups(), self.run.parts)
+        ties = TieExchange(tied, self.worker.stage, dict(module.named_parameters()))
+        self.executor = self._build_executor(ties)
+        sharded, weights_only = self.options.save_distributed_checkpoint, self.run.weights_only
+        self.checkpoints = Checkpoints(
+            module, self.collectives, self.executor, ties.copies, sharded, weights_only, self.reach
+        )
+        self._relay = LogRelay(trainer, self.collectives, self.executor)
+        if self._fitting:
+            PipelineFitLoop.install(trainer, self)
+        if self.client.joining:
+            trainer.num_sanity_val_steps = 0  # the others are past it
+        self.reach("setup", 0)
+
+    def _build_model(self) -> None:
+        """Builds the layers of this stage, on the device, and their optimizer."""
+        trainer, strategy, module = self.trainer, self.trainer.strategy, self.module
+        owned = self.run.parts[self.worker.stage]
+        module.keep_layers(owned)
+        with strategy.precision_plugin.module_init_context():
+            module.materialize(owned, self._seed)
+        strategy.model = strategy.precision_plugin.convert_module(module)
+        strategy.model_to_device()
+        check_parameters(module, self.worker, self.grid)
+        if self._fitting:
+            self._batches_per_step = trainer.accumulate_grad_batches
+            self._count_in_batches = count_in_steps(trainer)
+            strategy.setup_optimizers(trainer)
+        strategy.setup_precision_plugin()
+        if self._fitting:
+            check_optimizers(strategy.optimizers)
+        strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _build_executor(self, ties: TieExchange) -> Executor:
+        trainer, module, device = self.trainer, self.module, self.trainer.strategy.root_device
+        owned = self.run.parts[self.worker.stage]
+        parameters = list(module.parameters()) if self._fitting else []  # nothing else trains them
+        stage = Stage(
+            [module.layers[i] for i in owned],
+            owned.start,
+            self._seed,
+            device,
+            loss=module.loss if self.worker.stage == self.grid.stages - 1 else None,
+            forward_context=self._forward_context,
+        )
+        return Executor(
+            self.worker,
+            self.grid,
+            self.client,
+            Communicator(self.place.rank, self.place.host, device, self.client),
+            stage,
+            parameters,
+            GradientBuffers(parameters, device),
+            self,
+            staggered=self.options.staggered,
+            shadow_on_host=self.options.shadow == "host",
+            profiler=StageProfiler(parameters) if self.run.profiles else None,
+            ties=ties,
+            needs_norm=is_overridden("configure_gradient_clipping", module)
+            or (trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"),
+        )
+
+    @property
+    def _seed(self) -> int:
+        return global_seed() if self.options.seed is None else self.options.seed
+
+    def _forward_context(self) -> AbstractContextManager[Any]:
+        return self.trainer.strategy.precision_plugin.train_step_context() or nullcontext()
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips by the norm over all stages, which the commit brought; the plugin's own sees one stage only."""
+        scale = min(1.0, clip_val / (self._gradient_norm + 1e-6))  # the formula of torch.nn.utils.clip_grad_norm_
+        plugin = self.trainer.strategy.precision_plugin
+        grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
+        if grads and scale < 1.0:
+            torch._foreach_mul_(grads, scale)
+
+    # ------------------------------------------------------------------ data
+
+    def process_dataloader(self, dataloader: object) -> StepLoader:
+        """A source of steps that reads what ``dataloader`` would."""
+        training = self.trainer.training
+        if training:  # if the Trainer reloads, what the old one reads ahead is not wanted
+            for old in [loader for loader in self._loaders if not loader.evaluation]:
+                old.close()
+                self._loaders.remove(old)
+        grid, worker, seed = self.grid, self.worker, self._seed
+        batches = self._batches_per_step if training else 1
+        steps = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training, "batches_per_step": batches}
+        loader: StepLoader
+        if is_stream(dataloader):
+            loader = StreamLoader(dataloader, grid, seed, **steps)
+        else:
+            reads = worker.stage in (0, grid.stages - 1)
+            loader = MicrobatchLoader(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
+        loader.prepare = partial(self._on_device, loader)
+        if training and loader.unused_samples >= loader.global_batch_size / loader.batches_per_step:
+            rank_zero_warn(
+                f"The last {loader.unused_samples} samples of each epoch are left out: they do not fill a step of"
+                f" {loader.global_batch_size} samples (accumulate_grad_batches={loader.batches_per_step})."
+            )
+        self._loaders.append(loader)
+        return loader
+
+    def close_loaders(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step."""
+        (loader,) = (loader for loader in self._loaders if not loader.evaluation)
+        return loader.global_batch_size
+
+    def _on_device(self, loader: StepLoader, data: Any, seed: int) -> Any:
+        """Converts and moves what was collated, by the user's hooks; what these draw depends on the data's address."""
+        data = self.trainer.strategy.precision_plugin.convert_input(data)
+        if not self._transfers:
+            return data
+        device = self.trainer.strategy.root_device
+        with seeded_everything() as reseed, layer_randomness(device) as generator:
+            reseed(seed)
+            generator.manual_seed(seed)
+            data = self.module._on_before_batch_transfer(data, loader.dataloader_idx)
+            return self.module._apply_batch_transfer_handler(data, device, loader.dataloader_idx)
+
+    # ------------------------------------------------------------------ training
+
+    def enter_training(self) -> None:
+        """Before the first epoch: a worker that joins a running training waits until it is let in."""
+        client, restored = self.client, self.checkpoints.restored_steps
+        if threading.current_thread() is threading.main_thread():
+            # In the place of Lightning's handler: a worker that is told to end leaves at the next step boundary.
+            signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
+        if client.joining:
+            self.executor.join()
+        elif restored:
+            self.executor.version = restored
+            client.send(Restored(self.place.rank, restored))
+
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
+        if self._joined_with is not None:  # here its donor waited; hooks have done in both what they do before
+            restore_snapshot(self.trainer, self._joined_with)
+            self._joined_with = None
+
+        def apply_with_hooks(result: StepResult) -> None:
+            self._gradient_norm = result.gradient_norm
+            with self.module.logging_allowed(True):
+                apply(result)
+
+        with self.module.logging_allowed(False):
+            return self.executor.run_step(handle, apply_with_hooks)
+
+    def as_loss(self, value: float) -> Tensor:
+        """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
+        return torch.tensor(value, dtype=self._loss_dtype, device=self.trainer.strategy.root_device)
+
+    def replay_outputs(self, outputs: Mapping[int, bytes]) -> None:
+        """Logs what the module's hook did with the outputs of a training step."""
+        if outputs:
+            with self._forward_context():
+                self._recorder.replay(outputs, on_step=True)
+
+    def end_training(self) -> None:
+        """Waits until every stage has applied the last step; from then on no step can be redone."""
+        self.reach("end", self.executor.version)
+        self.collectives.barrier("end of training")
+
+    # ------------------------------------------------------------------ evaluation
+
+    def predict(self, step: tuple[Any, ...]) -> Any:
+        """What the user's hook returned for a batch, on every worker."""
+        module = self.module
+        outputs = self.evaluate(
+            step, lambda output, _: module.on_predict_output(output), lambda data: (module.predict_input(data), None)
+        )
+        return concatenate(outputs)
+
+    def evaluate(
+        self,
+        step: tuple[Any, ...],
+        hook: Callable[[Any, Any], Any],
+        split: Callable[[Any], tuple[Any, Any]] | None = None,
+    ) -> list[Any]:
+        """Runs a batch through the pipelines; returns what ``hook`` returned for each micro-batch, on every worker.
+
+        Args:
+            step: (batch, its index, and that of the DataLoader if there are several).
+            hook: called with (output, target).
+            split: turns a micro-batch into (input, target).
+        """
+        handle = step[0]
+        check_batch(handle)
+        handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
+        self.reach("validation", self.executor.version)
+        with self.module.logging_allowed(False):
+            records = self.executor.evaluate(handle, split or self.split, partial(self._record, hook))
+        with self._forward_context():
+            return self._recorder.replay(records, on_step=False)
+
+    def _record(self, hook: Callable[..., Any], output: Any, target: Any, samples: int) -> bytes:
+        """Calls a hook that sees outputs, as in a step on one device; what it did is for the recorder's replay."""
+        with self._forward_context():
+            return self._recorder.record(hook, output, target, samples=samples)
+
+    # ------------------------------------------------------------------ what the executor asks
+
+    def split(self, data: Any) -> tuple[Any, Any]:
+        return self.module.split_batch(data)
+
+    def record_output(self, output: Any, target: Any, samples: int) -> bytes | None:
+        if not self._records_training:
+            return None
+        return self._record(self.module.on_training_output, output, target, samples)
+
+    def on_generation(self) -> None:
+        """A new generation is complete: this worker may have become the leader."""
+        was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        self._follow_leader()
+        if self.collectives.leads and not was_leader:
+            log.info("Worker %s speaks for the run from now on.", self.worker)
+            show_progress_bar(self.trainer, self._dataloader_idx)
+            keep_monitors_going(self.trainer)
+            self._relay.take_over()
+
+    def _follow_leader(self) -> None:
+        rank_zero_only.rank = 0 if self.collectives.leads else max(1, self.place.rank)  # type: ignore[attr-defined]
+
+    def on_recovery(self, step: int) -> None:
+        self.reach("recovery", step)
+
+    def describe_step(self, step: int) -> Facts:
+        trainer = self.trainer
+        counters = {
+            "trainer.global_step": trainer.global_step,
+            "trainer.current_epoch": trainer.current_epoch,
+            "trainer.should_stop": trainer.should_stop,
+        }
+        options = optimizer_options(trainer.strategy.optimizers)
+        if step % DIGEST_EVERY == 0 or self._digested != self.client.generation:
+            self._digested = self.client.generation
+            options["digest of the parameters"] = digest(self.module.parameters())
+        return Facts(counters, options)
+
+    def take_snapshot(self) -> WorkerSnapshot:
+        return take_snapshot(self.trainer, self.client.member.next_collective)
+
+    def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
+        member = self.client.member
+        member.joining = True  # what loaders ask all workers when they are read, this one answers itself
+        join_before_batch(self.trainer, snapshot)
+        member.joining = False
+        member.next_collective = snapshot.next_collective
+        self._joined_with = snapshot
