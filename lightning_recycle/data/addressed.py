@@ -2,17 +2,11 @@
 
 Step t of an epoch covers a contiguous block of the sampler's order, which every worker knows. Own micro-batches are
 prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched directly.
-
-Private torch API used here, and nowhere else: the ``dataset`` of a ``WorkerInfo`` is written to.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,10 +16,11 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from lightning_recycle.data.batching import batching_of, drops_last
 from lightning_recycle.data.steps import AddressedSample, StepHandle, StepLoader
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.parent import die_with_parent, end_with
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
-__all__ = ["MicrobatchLoader", "WorkerInit", "die_with_parent"]
+__all__ = ["MicrobatchLoader", "WorkerInit"]
 
 
 class _Addressed(Dataset[Any]):
@@ -66,28 +61,11 @@ class WorkerInit:
     def __call__(self, worker_id: int) -> None:
         if os.getppid() == self.owner:
             die_with_parent()
-        threading.Thread(target=self._end_with_owner, name="recycle-owner-watch", daemon=True).start()
+        end_with(self.owner, 0)
         # Write-protected; but users share a dataset out among the processes by what they find here.
         object.__setattr__(get_worker_info(), "dataset", self.dataset)
         if self.user is not None:
             self.user(worker_id)
-
-    def _end_with_owner(self) -> None:
-        while True:
-            try:
-                os.kill(self.owner, 0)
-            except ProcessLookupError:
-                os._exit(0)
-            time.sleep(0.5)
-
-
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the one that started it dies (Linux; elsewhere does nothing)."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    except (OSError, AttributeError):
-        return  # no prctl on this system: the process ends when its pipes close
 
 
 class MicrobatchLoader(StepLoader):

@@ -7,8 +7,6 @@ newest checkpoint.
 
 A process with ``RECYCLE_COORDINATOR`` in its environment is no supervisor: it becomes a worker of the run that listens
 there.
-
-Private Lightning API used here, and nowhere else: ``_Launcher``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The worker processes of this machine: how they are started, watched and ended.
-
-Private Lightning API used here, and nowhere else: ``PyTorchProfiler._default_schedule``.
-"""
+"""The worker processes of this machine: how they are started, watched and ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a run leaves in the launching process: weights and metrics, or the error that ended it.
-
-Private Lightning API used here, and nowhere else: ``call._call_callbacks_load_state_dict``.
-"""
+"""What a run leaves in the launching process: weights and metrics, or the error that ended it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The life of a worker process: it connects, runs the Trainer's function, delivers its part of the result.
-
-Private Lightning API used here, and nowhere else: ``_GlobalStateSnapshot``, ``_set_num_threads_if_needed`` and
-``call._call_callbacks_state_dict``.
-"""
+"""The life of a worker process: it connects, runs the Trainer's function, delivers its part of the result."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -30,8 +25,8 @@ from lightning.pytorch.trainer.states import TrainerState
 
 from lightning_recycle.control.client import EXIT_STOPPED, ControlClient
 from lightning_recycle.control.protocol.messages import Crash
-from lightning_recycle.data.addressed import die_with_parent
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
+from lightning_recycle.parent import die_with_parent, end_with
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.options import Options, Place, RunSetup
@@ -94,7 +89,7 @@ def worker_main(start: WorkerStart) -> None:
     # What the fork server imported is never garbage; a collection that walked through it would hold up every thread,
     # the heartbeat too, and copy its pages (measured: 0.7 s with four workers on a busy machine).
     gc.freeze()
-    _watch_supervisor(start.supervisor_pid)
+    end_with(start.supervisor_pid, EXIT_STOPPED)  # also before it is connected, and when the fork server dies
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")  # Lightning 2.6 on newer torch
     # Data is addressed: any epoch can go on in its middle.
     warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
@@ -204,22 +199,6 @@ def _crashes_reported(client: ControlClient) -> Any:
         client.send(Crash(client.rank, fault, summary, data, text))
         client.leave()
         sys.exit(1)
-
-
-def _watch_supervisor(pid: int) -> None:
-    """Ends this process soon after the supervisor: covers the time before it is connected and a death of the fork
-    server's.
-    """
-
-    def watch() -> None:
-        while True:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                os._exit(EXIT_STOPPED)
-            time.sleep(1.0)
-
-    threading.Thread(target=watch, name="recycle-supervisor-watch", daemon=True).start()
 
 
 def _extras(trainer: pl.Trainer, returned: Any) -> Extras:

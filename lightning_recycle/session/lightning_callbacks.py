@@ -3,9 +3,6 @@
 Concept: Lightning's callbacks run in the workers, where they find one stage of the model and a batch that all workers
 share. Where that would make them say something else than on one device, they are given what they expect. Those that
 only the leader's process shows are brought to where the old leader's were when another worker becomes the leader.
-
-Private Lightning API used here, and nowhere else: ``ModelSummary._summary``; ``_throughputs``, ``_t0s``, ``_samples``,
-``_batches`` and ``_lengths`` of ``ThroughputMonitor``; ``ProgressBar._trainer``.
 """
 
 from __future__ import annotations

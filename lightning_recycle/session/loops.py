@@ -5,12 +5,6 @@ running training goes through the same loops, and stops before its first epoch u
 
 Lightning's hooks around a step keep their order. They all concern the whole global batch: ``on_before_backward`` and
 ``on_after_backward`` come with its mean loss when its gradient is complete, right before ``on_before_optimizer_step``.
-
-Private Lightning API used here, and nowhere else: the loop classes ``_Loop``, ``_FitLoop``, ``_TrainingEpochLoop``
-(with its ``_should_check_val_fx``) and ``_AutomaticOptimization``, their progress attributes and stages of a restart,
-the fit loop's ``_combined_loader`` and what is loaded into it (``_load_combined_loader_states``), ``trainer._results``,
-``trainer._val_check_time_interval``, ``trainer._logger_connector.on_batch_start`` and
-``call._call_lightning_module_hook``.
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ callbacks take the same decisions everywhere.
 Values that were logged are combined as ``reduce_fx`` says: the mean weighted by samples, the sum, the extremes.
 Metric states are combined by the reduction that each state declares. A hook must not look at what it logged or at
 metrics of earlier micro-batches.
-
-Private torchmetrics API used here, and nowhere else: ``_defaults``, ``_reductions``, ``_update_count``,
-``_forward_cache``, ``_computed`` of ``Metric``, ``_enable_compute_groups`` and ``_groups`` of ``MetricCollection``.
 """
 
 from __future__ import annotations

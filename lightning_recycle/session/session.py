@@ -3,9 +3,6 @@
 It is created when the process knows its place, before Lightning begins. What needs the model and the optimizer exists
 from Lightning's ``strategy.setup()`` on, which is :meth:`Session.setup`. The executor runs the steps; it asks this
 object, its host, for what only Lightning and the user's module know.
-
-Private Lightning API used here, and nowhere else: ``_on_before_batch_transfer`` and ``_apply_batch_transfer_handler``
-of ``LightningModule``.
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ again. It gets its name when it is complete.
 
 Layout, as Lightning writes and ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` reads it: ``model`` and
 ``optimizer_0`` in the shards, everything else in ``meta.pt``.
-
-Private API used here, and nowhere else: torch's ``_EmptyStateDictLoadPlanner`` and ``_load_state_dict``, Lightning's
-``_METADATA_FILENAME``.
 """
 
 from __future__ import annotations

@@ -6,12 +6,6 @@ back to right before that batch and begins it itself, so that hooks find what th
 where the donor waits, all is set as it is there, so that nothing that those hooks logged or changed counts twice.
 Callbacks are asked for their state as for a checkpoint. Hooks such as ``on_train_epoch_start`` are not called again, as
 when Lightning resumes in the middle of an epoch.
-
-Private Lightning API used here, and nowhere else: ``_ResultCollection`` as ``_results`` of the epoch loop and of its
-validation loop, and what is in it (``_ResultMetric``, ``_Metadata``, ``_Sync``), the metrics, ``_first_loop_iter`` and
-``_current_fx`` of the ``_LoggerConnector``, the attributes in ``_ATTRIBUTES`` and ``_OF_CHECKPOINTS``,
-``call._call_callbacks_state_dict`` and its counterpart, ``_load_from_state_dict`` of the loops, ``RestartStage``, and
-the progress trackers' fields.
 """
 
 from __future__ import annotations
