@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_tree import is_alive
 from slow_planners import Reporting, Sleeping, Unpicklable
+from support.process_tree import is_alive
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import Estimate, Proposal, Question

@@ -16,7 +16,8 @@ import pytest
 import torch
 from machines import Machine, await_line, coordinator, join, namespaces, worker
 from outside_worker import Slow
-from support import GLOBAL_BATCH, dataset, difference, plain_loop
+from support.models import GLOBAL_BATCH, dataset
+from support.training import difference, plain_loop
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import lightning as L
 import pytest
-from growth import AwaitReplacement, happened, rejoined
-from support import GLOBAL_BATCH, Regression, dataset, difference, fit, plain_loop
+from support.growth import AwaitReplacement, happened, rejoined
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import exact_fit
 
 from lightning_recycle.callbacks import failing
 
@@ -70,18 +71,15 @@ def check(regroupings: int, tmp_path: Path, pipelines: int = 2) -> None:
     """Worker (1, 0) dies and comes back ``regroupings / 2`` times: each time there are two new generations."""
     deaths = (regroupings + 1) // 2
     steps = 5 * deaths + 6
-    data = dataset(GLOBAL_BATCH * steps)
-    model = Regression().double()
-    run = fit(
-        model,
+    run = exact_fit(
+        Regression().double(),
         pipelines,
         2,
-        data=data,
+        data=dataset(GLOBAL_BATCH * steps),
         max_steps=steps,
         strategy={"restart_workers": True, "max_restarts": deaths},
         callbacks=[AwaitReplacement(range(2, steps), pace=0), DieAgain(2, deaths), Census(tmp_path)],
     )
-    assert difference(model.state_dict(), plain_loop(Regression().double(), data, steps)) < 1e-10
     assert rejoined(run) == [(1, 0)] * deaths
     assert max(event.generation for event in happened(run, "resumed")) >= regroupings
     survivors = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]

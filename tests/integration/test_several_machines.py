@@ -10,7 +10,8 @@ import pytest
 import torch
 from machines import Machine, await_line, coordinator, namespaces, worker
 from outside_worker import Slow
-from support import GLOBAL_BATCH, dataset, difference, plain_loop
+from support.models import GLOBAL_BATCH, dataset
+from support.training import difference, plain_loop
 
 STEPS = 30
 pytestmark = pytest.mark.timeout(180)

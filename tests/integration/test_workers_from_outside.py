@@ -15,12 +15,14 @@ from typing import Any
 
 import lightning as L
 import pytest
-from growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
-from support import GLOBAL_BATCH, Regression, committed_steps, dataset, difference, failures, fit, plain_loop
+from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import committed_steps, difference, failures, fit, plain_loop
 
-from lightning_recycle import ConfigurationError, worker
+from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
 from lightning_recycle.control.listener import Listener
+from lightning_recycle.launch import worker_process
 
 HERE = Path(__file__).parent
 LENGTH = 16
@@ -143,7 +145,7 @@ def test_a_wrong_address_or_a_missing_key_is_refused(
 ) -> None:
     for name, value in {"RECYCLE_KEY": "any", "MARKS": ".", **variables}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(worker, "_COORDINATOR_SECONDS", 0.5)  # to wait for one that starts late
+    monkeypatch.setattr(worker_process, "_COORDINATOR_SECONDS", 0.5)  # to wait for one that starts late
     with pytest.raises(ConfigurationError) as caught:
         train()
     assert all(word in str(caught.value) for word in words), caught.value

@@ -8,10 +8,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from support.training import on_one_device
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
@@ -298,10 +298,7 @@ def test_activation_checkpointing_keeps_less() -> None:
 def test_it_trains_on_one_device_as_plain_torch_does(name: str) -> None:
     module = CausalLM(model_of(name), SGD)
     loader = DataLoader([{k: v[i] for k, v in batch().items()} for i in range(2)], batch_size=2)  # type: ignore[arg-type,var-annotated]
-    L.Trainer(
-        strategy="auto", accelerator="cpu", devices=1, max_epochs=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    ).fit(module, loader)  # fmt: skip
+    on_one_device(strategy="auto", max_epochs=3).fit(module, loader)
     model = model_of(name)
     optimizer = SGD(model.parameters())
     for _ in range(3):

@@ -7,9 +7,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from support.training import on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -304,10 +304,7 @@ def test_the_module_trains_on_one_device_as_plain_torch_does(kind: type[Small]) 
     module, plain = kind(), kind()
     plain.configure_model()
     module.load_state_dict(plain.state_dict())
-    trainer = L.Trainer(
-        strategy="auto", accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = on_one_device(strategy="auto", max_steps=2)
     trainer.fit(module, DataLoader(dataset, batch_size=4))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for x, y in DataLoader(dataset, batch_size=4):

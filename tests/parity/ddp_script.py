@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from same_script import GLOBAL_BATCH, PIPELINES, Classifier, Data
+from support.training import QUIET
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -51,11 +52,7 @@ if __name__ == "__main__":
         accumulate_grad_batches=2,
         gradient_clip_val=0.2,
         default_root_dir=root,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=True,
-        **strategy(name),
+        **{**QUIET, "enable_checkpointing": True, **strategy(name)},
     )
     module = Synchronized()
     trainer.fit(module, training(trainer, data), data.loader(4 * GLOBAL_BATCH, seed=2))

@@ -22,6 +22,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import ModelHooks
+from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,7 +37,6 @@ STEPS_PER_EPOCH = 4
 CLASSES = 4
 VALIDATION_SAMPLES = 21  # the last batch is smaller than the others, and its micro-batches are of 1, 1, 1 and 2 samples
 
-TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-5
 """What torchmetrics and Lightning accumulate in float32 whatever the model computes in."""
 
@@ -232,16 +232,8 @@ class Session:
         self.root, self._strategy, self.data, self.run = root, strategy, data, run
 
     def trainer(self, **kwargs: Any) -> L.Trainer:
-        quiet: dict[str, Any] = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": self.root,
-        }
-        if kwargs.get("barebones"):
-            quiet = {"default_root_dir": self.root}
-        self.run.trainer = L.Trainer(accelerator="cpu", **self._strategy(), **{**quiet, **kwargs})
+        options = {"default_root_dir": self.root, **({} if kwargs.get("barebones") else QUIET), **kwargs}
+        self.run.trainer = L.Trainer(accelerator="cpu", **self._strategy(), **options)
         return self.run.trainer
 
     def fit(self, module: Any, validates: bool = False, **kwargs: Any) -> L.Trainer:
@@ -304,8 +296,3 @@ def assert_same(one: Any, other: Any, tolerance: float = TOLERANCE, where: str =
         assert close, f"{where}: {one} != {other}"
     else:
         assert (type(one), one) == (type(other), other), f"{where}: {one!r} != {other!r}"
-
-
-def difference(one: Any, other: Any) -> float:
-    """The largest absolute difference of two state dicts."""
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)

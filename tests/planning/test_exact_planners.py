@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from process_tree import is_alive
+from support.process_tree import is_alive
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import (

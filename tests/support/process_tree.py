@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
+from collections.abc import Collection
 
 import psutil
 
-__all__ = ["descendants", "is_alive", "orphans", "worker_processes"]
+__all__ = ["descendants", "is_alive", "left_after_a_while", "orphans", "worker_processes"]
 
 
 def is_alive(pid: int) -> bool:
@@ -35,10 +38,24 @@ def worker_processes(root: int | None = None) -> list[int]:
 
 
 def orphans(variable: str, value: str) -> dict[int, str]:
-    """Living processes with this variable in their environment whose parent is gone: pid -> command line."""
+    """Living processes with this variable in their environment that are not below this one: pid -> command line."""
+    ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it ended while we looked, or is not ours
-            if process.ppid() == 1 and process.environ().get(variable) == value and is_alive(process.pid):
+            if process.pid not in ours and process.environ().get(variable) == value and is_alive(process.pid):
                 found[process.pid] = " ".join(process.cmdline())
     return found
+
+
+def left_after_a_while(
+    before: Collection[int], variable: str, value: str, orphans_before: Collection[int] = ()
+) -> dict[int, str]:
+    """Descendants and orphans that were not there before, and do not end within five seconds."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        left = {pid: command for pid, command in descendants().items() if pid not in before}
+        left |= {pid: command for pid, command in orphans(variable, value).items() if pid not in orphans_before}
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
