@@ -1,7 +1,5 @@
 """``make chaos``: many random scenarios, a table, and an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

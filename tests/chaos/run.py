@@ -1,7 +1,5 @@
 """Runs one scenario with real processes and checks everything that it promises."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The model and the data of the chaos runs, and what an undisturbed training of them gives."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

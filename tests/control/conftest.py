@@ -1,7 +1,5 @@
 """Coordinators for the tests with real sockets; workers are threads there, or processes where they die or stop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -14,7 +14,8 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-from control_worker import Member, ThreadClient
+from control_worker import Member
+from support.thread_client import ThreadClient
 
 from lightning_recycle.control.connection import MessageConnection
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions

@@ -1,31 +1,16 @@
 """Losses over real sockets, by whatever they are noticed, and disturbances without one."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from control_plane import (
-    PATIENCE,
-    ControlPlane,
-    FakeSchedule,
-    die,
-    in_thread,
-    together,
-)
+from control_plane import PATIENCE, ControlPlane, FakeSchedule, die, in_thread, together
 from control_worker import Member
 
 from lightning_recycle.control.client import EXIT_STOPPED
-from lightning_recycle.control.protocol.messages import (
-    Activity,
-    Broken,
-    Crash,
-    Heartbeat,
-    Hello,
-)
+from lightning_recycle.control.protocol.messages import Activity, Broken, Crash, Heartbeat, Hello
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.planning.grid import Worker
 

@@ -1,7 +1,5 @@
 """Coordinator and clients over real sockets: the ordinary course, what is recorded and planned, and strangers."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket
@@ -12,23 +10,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
 import pytest
-from control_plane import (
-    PATIENCE,
-    ControlPlane,
-    FakeSchedule,
-    beat,
-    die,
-    in_thread,
-    together,
-)
+from control_plane import PATIENCE, ControlPlane, FakeSchedule, beat, die, in_thread, together
 from control_worker import Payload
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.control.protocol.messages import (
-    Broken,
-    FaultInjected,
-    Losses,
-)
+from lightning_recycle.control.protocol.messages import Broken, FaultInjected, Losses
 from lightning_recycle.control.protocol.state import RESULT, Finished
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.grid import Worker

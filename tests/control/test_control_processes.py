@@ -1,7 +1,5 @@
 """Workers that are silent, and workers that are processes, over real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -11,22 +9,10 @@ import time
 from multiprocessing.connection import wait
 
 import pytest
-from control_plane import (
-    PATIENCE,
-    SILENCE,
-    ControlPlane,
-    beat,
-    in_thread,
-)
+from control_plane import PATIENCE, SILENCE, ControlPlane, beat, in_thread
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
-from lightning_recycle.control.protocol.messages import (
-    Arrive,
-    Hello,
-    Regroup,
-    Report,
-    Stop,
-)
+from lightning_recycle.control.protocol.messages import Arrive, Hello, Regroup, Report, Stop
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import StageLost
 

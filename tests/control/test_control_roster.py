@@ -1,7 +1,5 @@
 """The roster grows and shrinks over real sockets: replacements, spares, and workers that leave."""
 
-from __future__ import annotations
-
 import os
 import time
 from concurrent.futures import Future
@@ -9,20 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from control_plane import (
-    PATIENCE,
-    ControlPlane,
-    FakeSchedule,
-    die,
-    in_thread,
-    together,
-)
+from control_plane import PATIENCE, ControlPlane, FakeSchedule, die, in_thread, together
 from control_worker import Member
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
-from lightning_recycle.control.protocol.messages import (
-    Hello,
-)
+from lightning_recycle.control.protocol.messages import Hello
 
 pytestmark = pytest.mark.timeout(60)
 

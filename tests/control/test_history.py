@@ -1,7 +1,5 @@
 """The record of a run: durations, counters, log lines."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

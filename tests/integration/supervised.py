@@ -1,7 +1,5 @@
 """A training script that is started as a process of its own: ``supervised.py DIRECTORY``; it saves after every step."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 The flags and callbacks of Lightning's that are refused are in tests/parity/test_parity_refused.py.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

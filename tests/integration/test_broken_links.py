@@ -3,8 +3,6 @@
 Each worker has a machine of its own (a network namespace). Their cables meet at a hub, where the coordinator runs.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

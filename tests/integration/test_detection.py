@@ -1,7 +1,5 @@
 """Workers that hang or are stuck are found by one bound; work that takes long is not taken for it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

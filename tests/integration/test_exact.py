@@ -1,7 +1,5 @@
 """Whatever fails, the weights equal those of a plain loop in one process (invariant 1), to 1e-10 in float64."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -4,8 +4,6 @@ All of them: ``python -m pytest -m exhaustive tests/integration/test_exhaustive_
 second each).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

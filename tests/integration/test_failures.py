@@ -1,7 +1,5 @@
 """What users see when workers die, when everything dies, and when it is their own code that fails."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -13,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support.growth import causes
+from support.growth import Meanwhile, causes
 from support.models import Regression, dataset
 from support.process_tree import worker_processes
 from support.training import difference, exact_fit, failures, fit, on_one_device, plain_loop, trainer
@@ -120,20 +118,13 @@ def test_a_second_fit_in_the_same_process_works() -> None:
 
 
 def test_a_worker_that_stops_is_evicted_after_the_timeout() -> None:
-    stopped: list[int] = []
-
-    def stop() -> None:
-        while len(worker_processes()) < 4:
-            time.sleep(0.01)
+    def stop(_: Any) -> None:
         time.sleep(2.5)
-        stopped.append(worker_processes()[1])
-        os.kill(stopped[0], signal.SIGSTOP)
+        os.kill(worker_processes()[1], signal.SIGSTOP)
 
-    thread = threading.Thread(target=stop, daemon=True)
-    thread.start()
     callbacks = [HeartbeatCallback(interval=0.2, timeout=1.0), Slow()]
-    run = exact_fit(Regression().double(), 2, 2, data=dataset(24 * 40), max_steps=40, callbacks=callbacks)
-    thread.join(10)
+    with Meanwhile(lambda: len(worker_processes()) >= 4, stop):
+        run = exact_fit(Regression().double(), 2, 2, data=dataset(24 * 40), max_steps=40, callbacks=callbacks)
     (cause,) = causes(run)
     assert "silent" in cause
 
@@ -148,16 +139,14 @@ class Slow(L.Callback):
 def test_ctrl_c_ends_the_run_and_its_workers() -> None:
     run = trainer(2, 2, callbacks=[Slow()], max_steps=1000)
 
-    def interrupt() -> None:
-        while len(worker_processes()) < 4:
-            time.sleep(0.01)
+    def interrupt(_: Any) -> None:
         time.sleep(2.0)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
     handler = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(SystemExit):  # Lightning turns Ctrl-C into an exit
+        # Lightning turns Ctrl-C into an exit.
+        with Meanwhile(lambda: len(worker_processes()) >= 4, interrupt), pytest.raises(SystemExit):
             run.fit(Regression().double(), DataLoader(dataset(24 * 1000), batch_size=12))
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -1,7 +1,5 @@
 """Every kind of fault, injected once, at points of every sort: the others go on, and the weights are exact."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Activations of many megabytes: a worker that dies is mostly in the middle of a message."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,11 +1,8 @@
 """Regrouping again and again leaves nothing behind in the survivors: no descriptors, no threads."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import exact_fit
+from support.waiting import wait_for
 
 from lightning_recycle.callbacks import failing
 
@@ -116,9 +114,9 @@ def test_the_launching_process_keeps_nothing_of_its_runs(tmp_path: Path) -> None
 
 def threads_left() -> list[str]:
     """The project's threads in this process, once the one that plans ahead has had time to end the plan it is at."""
-    deadline = time.monotonic() + 20
-    while (left := [t.name for t in threading.enumerate() if t.name.startswith("recycle-")]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.02)
-    return left
+    wait_for(lambda: not project_threads(), 20)
+    return project_threads()
+
+
+def project_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("recycle-")]

@@ -1,7 +1,5 @@
 """Loggers lose no row and open no second version when the leader dies."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Profiles, plan libraries and planners as the strategy uses them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints: what one grid wrote another grid, or one device, goes on from, exactly."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Workers that are started by somebody else, on two machines: two network namespaces with a cable between them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

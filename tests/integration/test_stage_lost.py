@@ -1,7 +1,5 @@
 """All replicas of a stage are lost: one clear error, or another start from the newest checkpoint that can be read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

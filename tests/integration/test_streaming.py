@@ -1,7 +1,5 @@
 """Training on streams: the weights are those of one device, whoever dies, joins or resumes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

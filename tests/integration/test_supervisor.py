@@ -1,7 +1,5 @@
 """The end of the launching process, in whatever way, is the end of its workers, and leaves nothing half done."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -20,6 +18,7 @@ from support.growth import Meanwhile
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.process_tree import is_alive, worker_processes
 from support.training import exact_fit, trainer
+from support.waiting import wait_for
 from test_failures import Slow
 from torch.utils.data import DataLoader
 
@@ -39,10 +38,8 @@ def supervised(directory: Path) -> Iterator[subprocess.Popen[str]]:
         env={**os.environ, "TMPDIR": str(directory.parent)},
     )
     try:
-        deadline = time.monotonic() + 90
-        while len(list(directory.glob("*.ckpt"))) < 2 and time.monotonic() < deadline:
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.01)
+        wait_for(lambda: process.poll() is not None or len(list(directory.glob("*.ckpt"))) >= 2, 90)
+        assert process.poll() is None, process.communicate()[1]
         yield process
     finally:
         process.kill()
@@ -52,10 +49,7 @@ def supervised(directory: Path) -> Iterator[subprocess.Popen[str]]:
 def check_end(workers: list[int], directory: Path, seconds: float = 5.0) -> None:
     """All ``workers`` end soon, and what bears the name of a checkpoint is one, to its last byte."""
     assert len(workers) == 4
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in workers if is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left
+    assert wait_for(lambda: not any(map(is_alive, workers)), seconds)
     files = list(directory.iterdir())
     assert files
     assert all(path.suffix == ".ckpt" for path in files)

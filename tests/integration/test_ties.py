@@ -1,7 +1,5 @@
 """Weights that an early and a late stage share: one parameter on one device, equal copies on a grid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A causal language model of ``transformers`` as a pipeline computes what it computes as a whole."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import pickle
@@ -11,20 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from support.training import on_one_device
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    LlamaModel,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.huggingface import IGNORED_LABEL, SUPPORTED, CausalLM
@@ -41,21 +29,21 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def gpt2(dropout: float = 0.0, **options: Any) -> PretrainedConfig:
-    return GPT2Config(
+def gpt2(dropout: float = 0.0, **options: Any) -> tf.PretrainedConfig:
+    return tf.GPT2Config(
         vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout,
         attn_pdrop=dropout, bos_token_id=1, eos_token_id=2, **options,
     )  # fmt: skip
 
 
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SMALL),
-    "llama, tied": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "mistral, sliding window": lambda: MistralConfig(**SMALL, sliding_window=3),
-    "qwen2, one layer sliding": lambda: Qwen2Config(
+CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
+    "llama": lambda: tf.LlamaConfig(**SMALL),
+    "llama, tied": lambda: tf.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "mistral, sliding window": lambda: tf.MistralConfig(**SMALL, sliding_window=3),
+    "qwen2, one layer sliding": lambda: tf.Qwen2Config(
         **SMALL, use_sliding_window=True, sliding_window=3, max_window_layers=1
     ),
-    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=4),
+    "qwen3": lambda: tf.Qwen3Config(**SMALL, head_dim=4),
     "gpt2, tied": gpt2,
     "gpt2": lambda: gpt2(tie_word_embeddings=False),
 }
@@ -64,7 +52,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 def model_of(name: str, implementation: str = "sdpa") -> Any:
     """The library's model, in float64."""
     torch.manual_seed(SEED)
-    return AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=implementation).double()
+    return tf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=implementation).double()
 
 
 def batch(kind: str = "plain", length: int = 9) -> dict[str, Tensor]:
@@ -181,7 +169,7 @@ def test_random_weights_have_the_distribution_of_the_librarys(name: str) -> None
 
 
 def test_parameters_are_counted_without_building_the_model() -> None:
-    config = LlamaConfig(
+    config = tf.LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=64
     )  # two of the blocks of a model of 70 billion parameters, at 3.9 GB each
     embedding, *blocks, head = parameter_counts(CausalLM(config, SGD))
@@ -204,7 +192,7 @@ def test_a_worker_builds_its_stage_only_and_gets_the_weights_of_the_whole() -> N
 
 
 def test_the_configuration_given_is_not_changed() -> None:
-    config = LlamaConfig(**SMALL)
+    config = tf.LlamaConfig(**SMALL)
     before = config.to_dict()
     CausalLM(config, SGD).materialize()
     assert config.to_dict() == before
@@ -262,7 +250,7 @@ def test_two_stages_give_loss_and_gradients_of_the_library(name: str, cut: int) 
 
 def test_dropout_and_activation_checkpointing_do_not_depend_on_the_cut() -> None:
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(gpt2(dropout=0.3)).double().train()
+    model = tf.AutoModelForCausalLM.from_config(gpt2(dropout=0.3)).double().train()
     weights = model.state_dict()
 
     def run(cut: int, checkpointing: bool, step: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -325,11 +313,11 @@ def test_batches_are_mappings_or_pairs() -> None:
     ("argument", "error", "message"),
     [
         (lambda: "meta-llama/Llama-3", ConfigurationError, "got a str; pass a configuration"),
-        (lambda: BertConfig(), UnsupportedFeatureError, f"{', '.join(SUPPORTED)}, not 'bert'"),
-        (lambda: LlamaModel(CONFIGS["llama"]()), ConfigurationError, "got a LlamaModel; pass a LlamaForCausalLM"),
+        (lambda: tf.BertConfig(), UnsupportedFeatureError, f"{', '.join(SUPPORTED)}, not 'bert'"),
+        (lambda: tf.LlamaModel(CONFIGS["llama"]()), ConfigurationError, "got a LlamaModel; pass a LlamaForCausalLM"),
         (lambda: gpt2(add_cross_attention=True), UnsupportedFeatureError, "add_cross_attention"),
         (
-            lambda: LlamaConfig(**SMALL, attn_implementation="flex_attention"),
+            lambda: tf.LlamaConfig(**SMALL, attn_implementation="flex_attention"),
             UnsupportedFeatureError,
             "'flex_attention': use 'sdpa' or 'eager'",
         ),

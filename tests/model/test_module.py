@@ -1,7 +1,5 @@
 """The user's model: layers by index, built on first access, the same weights everywhere."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

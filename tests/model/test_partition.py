@@ -1,7 +1,5 @@
 """Cutting a model into stages: optimal against brute force, and the loads that a module's layers have."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -1,7 +1,5 @@
 """``PipelineModule.from_sequential``: the children of an nn.Sequential as layers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

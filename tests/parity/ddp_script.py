@@ -1,7 +1,5 @@
 """The same script under DDP with two processes: ``python ddp_script.py ddp|recycle folder``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs scripts in a process of its own, whose output a test reads: ``python printing_script.py folder``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ observable ends up in a :class:`Run`, and :func:`assert_same` compares two value
 Classes live in a module of their own, so that worker processes can import them.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import ModelHooks
@@ -266,6 +265,19 @@ def run_both(script: Script, root: Path, **kwargs: Any) -> tuple[Run, Run]:
     for name in ("one", "grid"):
         (root / name).mkdir()
     return on_one_device(script, root / "one", **kwargs), on_a_grid(script, root / "grid", **kwargs)
+
+
+Runs = tuple[Run, Run]
+
+
+def runs_of(script: Script) -> Any:
+    """A fixture for a module: what ``script`` left behind on one device and on the grid."""
+
+    @pytest.fixture(scope="module")
+    def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+        return run_both(script, tmp_path_factory.mktemp(script.__name__))
+
+    return runs
 
 
 # ---------------------------------------------------------------------- comparing

@@ -1,7 +1,5 @@
 """Messages between real processes, and their end when a generation is over."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A stream of Hugging Face's ``datasets`` for tests with real processes; workers import it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

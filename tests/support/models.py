@@ -1,7 +1,5 @@
 """Models in float64 and their data, of which every grid makes the same global micro-batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,13 +1,12 @@
 """Other processes, as tests look at them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-import time
 from collections.abc import Collection
 
 import psutil
+
+from support.waiting import wait_for
 
 __all__ = ["descendants", "is_alive", "left_after_a_while", "orphans", "worker_processes"]
 
@@ -52,10 +51,13 @@ def left_after_a_while(
     before: Collection[int], variable: str, value: str, orphans_before: Collection[int] = ()
 ) -> dict[int, str]:
     """Descendants and orphans that were not there before, and do not end within five seconds."""
-    deadline = time.monotonic() + 5.0
-    while True:
+    left: dict[int, str] = {}
+
+    def all_gone() -> bool:
+        nonlocal left
         left = {pid: command for pid, command in descendants().items() if pid not in before}
         left |= {pid: command for pid, command in orphans(variable, value).items() if pid not in orphans_before}
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.02)
+        return not left
+
+    wait_for(all_gone, 5.0)
+    return left

@@ -1,7 +1,5 @@
 """Streams for the tests that train with real processes; in a module of their own, so that workers can import them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

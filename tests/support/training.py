@@ -1,7 +1,5 @@
 """Runs on a grid, the plain loop that they must equal, and views of what a run left behind."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
