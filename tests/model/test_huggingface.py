@@ -97,6 +97,11 @@ def assert_equal(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tenso
         torch.testing.assert_close(actual[1][name], grad, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def loss_of(module: CausalLM, kind: str) -> Tensor:
+    inputs, labels = module.split_batch(batch(kind))
+    return module.loss(module(*inputs), labels)
+
+
 # ---------------------------------------------------------------------- one device
 
 
@@ -105,8 +110,7 @@ def assert_equal(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tenso
 def test_loss_and_gradients_are_those_of_the_library(name: str, kind: str) -> None:
     expected = reference(model_of(name), batch(kind))
     module = CausalLM(model_of(name), SGD)
-    inputs, labels = module.split_batch(batch(kind))
-    loss = module.loss(module(*inputs), labels)
+    loss = loss_of(module, kind)
     loss.backward()
     gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     assert_equal((loss.detach(), library_names(module, gradients)), expected)
@@ -116,17 +120,14 @@ def test_loss_and_gradients_are_those_of_the_library(name: str, kind: str) -> No
 @pytest.mark.parametrize("name", CONFIGS)
 def test_eager_attention_is_the_same_model(name: str, kind: str) -> None:
     expected = reference(model_of(name, "eager"), batch(kind))
-    module = CausalLM(model_of(name, "eager"), SGD)
-    inputs, labels = module.split_batch(batch(kind))
-    loss = module.loss(module(*inputs), labels)
+    loss = loss_of(CausalLM(model_of(name, "eager"), SGD), kind)
     torch.testing.assert_close(loss.detach(), expected[0], rtol=0, atol=1e-10)
 
 
 def test_padding_that_may_look_nowhere_gives_no_nan() -> None:
     for implementation in ("sdpa", "eager"):
         module = CausalLM(model_of("llama", implementation), SGD)
-        inputs, labels = module.split_batch(batch("left padding"))
-        loss = module.loss(module(*inputs), labels)
+        loss = loss_of(module, "left padding")
         loss.backward()
         assert loss.isfinite()
         assert all(p.grad.isfinite().all() for p in module.parameters())  # type: ignore[union-attr]

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
 from lightning_recycle.model.module import AbsentLayer
-from lightning_recycle.model.partition import even_parts
 
 NAMES = ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
 
@@ -272,23 +271,6 @@ def test_a_batch_that_is_no_pair_needs_a_split_batch_of_the_users(batch: Any) ->
 def test_pairs_are_split_into_input_and_target() -> None:
     assert Small().split_batch([1, 2]) == (1, 2)
     assert Small().split_batch((1, 2)) == (1, 2)
-
-
-# ---------------------------------------------------------------------- cutting into stages
-
-
-@pytest.mark.parametrize("layers", range(1, 12))
-def test_stages_are_contiguous_even_and_the_first_is_never_the_largest(layers: int) -> None:
-    for stages in range(1, layers + 1):
-        parts = even_parts(layers, stages)
-        assert [index for part in parts for index in part] == list(range(layers))
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        assert len(parts[0]) == min(map(len, parts))
-
-
-def test_fewer_layers_than_stages_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="3 layers, fewer than pipeline_parallel_size=4"):
-        even_parts(3, 4)
 
 
 # ---------------------------------------------------------------------- one device

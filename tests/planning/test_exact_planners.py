@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from support.process_tree import is_alive
 from support.waiting import wait_for
+from test_running_example import COUPLED, DECOUPLED, STAGGERED
+from test_running_example import GRID as EXAMPLE
+from test_running_example import TABLE as ONE_DEAD
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
@@ -22,10 +25,6 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, 
 
 # Found, not imported: in one process, importing ortools before highspy makes highspy fail to load.
 BACKENDS = ["cbc", "highs", *(["cpsat"] if importlib.util.find_spec("ortools") else [])]
-EXAMPLE = p.Grid(3, 4, 6)
-COUPLED = p.Technique(decoupled=False, staggered=False)
-DECOUPLED = p.Technique(decoupled=True, staggered=False)
-STAGGERED = p.Technique(decoupled=True, staggered=True)
 
 
 def one_at_a_time(problem: p.Problem) -> p.Schedule:
@@ -112,12 +111,7 @@ def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
 
 
 TABLE = [
-    *((COUPLED, stage, None, slots) for stage, slots in enumerate((29, 30, 33, 36))),
-    *((DECOUPLED, stage, None, slots) for stage, slots in enumerate((27, 28, 29, 30))),
-    *((STAGGERED, stage, None, 27) for stage in range(4)),
-    *((COUPLED, stage, 4, slots) for stage, slots in enumerate((36, 33, 33, 36))),
-    *((DECOUPLED, stage, 4, slots) for stage, slots in enumerate((30, 29, 29, 30))),
-    *((STAGGERED, stage, 4, slots) for stage, slots in enumerate((30, 28, 29, 30))),
+    *((technique, stage, limit, slots[stage]) for technique, limit, slots in ONE_DEAD for stage in range(4)),
     (COUPLED, None, None, 27),
     (DECOUPLED, None, 4, 21),
     (STAGGERED, None, None, 19),

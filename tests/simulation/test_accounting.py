@@ -29,14 +29,8 @@ POLICIES = [
 
 @lru_cache
 def model(pipelines: int, stages: int) -> sim.TrainingModel:
-    return sim.TrainingModel(
-        "small",
-        sim.Transformer(6, 512, 8, 512),
-        pipelines,
-        stages,
-        global_batch=pipelines * 4,
-        throughput=pipelines * 1.7,
-    )
+    speed = {"global_batch": pipelines * 4, "throughput": pipelines * 1.7}
+    return sim.TrainingModel("small", sim.Transformer(6, 512, 8, 512), pipelines, stages, **speed)
 
 
 @st.composite
