@@ -235,6 +235,9 @@ class Session:
         self.run.trainer = L.Trainer(accelerator="cpu", **self._strategy(), **options)
         return self.run.trainer
 
+    def diary(self) -> Diary:
+        return Diary(self.root / "diary")
+
     def fit(self, module: Any, validates: bool = False, **kwargs: Any) -> L.Trainer:
         """Makes a Trainer and trains ``module`` on the script's data."""
         trainer = self.trainer(**kwargs)

@@ -104,7 +104,7 @@ def monitored(session: same.Session) -> None:
             CSVLogger(session.root, name="csv", version=0),
             TensorBoardLogger(session.root, name="board", version=0, default_hp_metric=False),
         ],
-        callbacks=[*made.values(), same.Diary(session.root / "diary")],
+        callbacks=[*made.values(), session.diary()],
     )
     session.run.results["progress"] = session.run.progress
     session.run.results["weights"] = session.run.weights

@@ -169,10 +169,7 @@ SAMPLED = {  # in the normal run; the others are variations of these
 def script_of(flag: Flag) -> Callable[[same.Session], None]:
     def script(session: same.Session) -> None:
         session.fit(
-            flag.module(),
-            validates=flag.validates,
-            callbacks=[same.Diary(session.root / "diary"), *flag.callbacks()],
-            **flag.trainer,
+            flag.module(), validates=flag.validates, callbacks=[session.diary(), *flag.callbacks()], **flag.trainer
         )
 
     return script
@@ -213,7 +210,7 @@ def accumulated(session: same.Session) -> None:
         val_check_interval=2,
         log_every_n_steps=1,
         logger=CSVLogger(session.root, name="logs", version=0),
-        callbacks=[same.Diary(session.root / "diary")],
+        callbacks=[session.diary()],
     )
 
 
@@ -228,9 +225,7 @@ def test_accumulate_grad_batches_trains_the_same_weights(accumulated_runs: same.
     assert validated_at(one) == validated_at(grid) == [1, 2, 3, 4]
 
 
-def test_accumulate_grad_batches_gives_the_mean_loss_of_the_batches_of_a_step(
-    accumulated_runs: same.Runs,
-) -> None:
+def test_accumulate_grad_batches_gives_the_mean_loss_of_the_batches_of_a_step(accumulated_runs: same.Runs) -> None:
     one, grid = (
         [args[0]["loss"] for hook, _, args in run.diary("callback") if hook == "on_train_batch_end"]
         for run in accumulated_runs
@@ -239,9 +234,7 @@ def test_accumulate_grad_batches_gives_the_mean_loss_of_the_batches_of_a_step(
     same.assert_same([a + b for a, b in zip(one[::2], one[1::2], strict=True)], grid)
 
 
-def test_accumulate_grad_batches_steps_through_the_same_optimizer_hooks(
-    accumulated_runs: same.Runs,
-) -> None:
+def test_accumulate_grad_batches_steps_through_the_same_optimizer_hooks(accumulated_runs: same.Runs) -> None:
     one, grid = (
         [e[:2] for e in run.diary("callback") if e[0] in ("on_before_optimizer_step", "on_before_zero_grad")]
         for run in accumulated_runs
@@ -256,7 +249,7 @@ class Slow(Callback):
 
 
 def stopped_by_the_clock(session: same.Session) -> None:
-    session.fit(same.Classifier(), max_time={"seconds": 1}, callbacks=[Slow(), same.Diary(session.root / "diary")])
+    session.fit(same.Classifier(), max_time={"seconds": 1}, callbacks=[Slow(), session.diary()])
 
 
 def test_max_time_stops_all_workers_at_the_same_step(tmp_path: Path) -> None:
@@ -276,7 +269,7 @@ def validated_by_the_clock(session: same.Session) -> None:
         val_check_interval={"seconds": 0.25},
         check_val_every_n_epoch=None,
         max_steps=8,
-        callbacks=[Slow(), same.Diary(session.root / "diary")],
+        callbacks=[Slow(), session.diary()],
     )
 
 
@@ -294,7 +287,7 @@ class NaN(same.Classifier):
 
 def anomalous(session: same.Session) -> None:
     try:
-        session.fit(NaN(), detect_anomaly=True, max_steps=2, callbacks=[same.Diary(session.root / "diary")])
+        session.fit(NaN(), detect_anomaly=True, max_steps=2, callbacks=[session.diary()])
     except RuntimeError as error:
         session.run.results["error"] = str(error)
 
@@ -326,9 +319,7 @@ class ReloadedData(L.LightningDataModule):
 
 
 def reloaded(session: same.Session) -> None:
-    trainer = session.trainer(
-        max_epochs=3, reload_dataloaders_every_n_epochs=1, callbacks=[same.Diary(session.root / "diary")]
-    )
+    trainer = session.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, callbacks=[session.diary()])
     session.run.module = same.Classifier()
     trainer.fit(session.run.module, datamodule=ReloadedData(session))
 
@@ -342,9 +333,7 @@ def test_reload_dataloaders_every_n_epochs_reads_the_new_data(tmp_path: Path) ->
 
 
 def in_the_users_order(session: same.Session) -> None:
-    trainer = session.trainer(
-        max_epochs=1, use_distributed_sampler=False, callbacks=[same.Diary(session.root / "diary")]
-    )
+    trainer = session.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[session.diary()])
     loader = session.data.training()
     session.run.module = same.Classifier()
     trainer.fit(session.run.module, DataLoader(loader.dataset, batch_size=session.data.batch_size, sampler=Ordered()))

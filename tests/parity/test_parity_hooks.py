@@ -58,7 +58,7 @@ def fitted(session: same.Session) -> None:
         max_epochs=2,
         val_check_interval=2,
         enable_checkpointing=True,
-        callbacks=[same.Diary(session.root / "diary"), LambdaCallback(on_train_epoch_end=note_from_lambda)],
+        callbacks=[session.diary(), LambdaCallback(on_train_epoch_end=note_from_lambda)],
     )
     session.run.module = module
     trainer.fit(module, datamodule=KeepsDiaryOfData(session))
@@ -124,7 +124,7 @@ def test_weights_and_progress_are_the_same(runs: same.Runs) -> None:
 def evaluated(session: same.Session) -> None:
     module = same.KeepsDiary()
     module.book = same.Book(session.root / "diary", "module")
-    trainer = session.trainer(callbacks=[same.Diary(session.root / "diary")])
+    trainer = session.trainer(callbacks=[session.diary()])
     session.run.module = module
     getattr(trainer, session.root.parent.name)(module, [session.data.validation(), session.data.loader(5, seed=3)])
 
