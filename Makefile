@@ -6,7 +6,7 @@ ROUNDS ?= 20
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tests/runtime tests/data tests/session
+FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tests/runtime tests/data
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-exhaustive test-repeat chaos bench docs check clean

@@ -1,9 +1,27 @@
-"""What every test leaves as it found it."""
+"""What every test leaves as it found it, and where scripts that a test starts find :mod:`support`."""
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny layers in several threads wait for one another; and sums are in the order of a worker, which has one."""
+    if request.path.parent.name not in ("examples", "model", "parity"):
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """What an import loads and registers, and the private names of Lightning and torch that the package relies on."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import subprocess

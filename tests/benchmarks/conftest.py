@@ -1,7 +1,5 @@
 """The benchmarks are scripts: their directory and that of the examples are on the path as when one of them is run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

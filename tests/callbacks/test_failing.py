@@ -1,7 +1,5 @@
 """Each way of failing, in a process of its own that really fails."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -16,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.waiting import wait_for
 
 from lightning_recycle.callbacks import failing
 from lightning_recycle.errors import InjectedFaultError
@@ -36,11 +35,9 @@ def child(target: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
         process.join(SECONDS)
 
 
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + SECONDS
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return value
+def heard(pipe: Any) -> Any:
+    assert pipe.poll(SECONDS)
+    return pipe.recv()
 
 
 # ---------------------------------------------------------------------- processes that end
@@ -129,8 +126,7 @@ def note_sigterm_and_preempt(pipe: Any) -> None:
 def test_preempt_is_a_sigterm_after_which_the_process_goes_on() -> None:
     ours, theirs = context.Pipe()
     with child(note_sigterm_and_preempt, theirs):
-        assert ours.poll(SECONDS)
-        assert ours.recv() == [signal.SIGTERM]
+        assert heard(ours) == [signal.SIGTERM]
 
 
 def test_slow_sleeps_in_proportion_for_its_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,20 +199,17 @@ def test_partition_drops_everything_both_ways_and_keeps_connections_open() -> No
         server.settimeout(SECONDS)
         old, _ = server.accept()
         in_background(chat, old, old_lines)
-        assert ours.poll(SECONDS)
-        port = ours.recv()
+        port = heard(ours)
         assert old_lines, "nothing was said before the partition"
         old_lines.clear()
         new, _ = server.accept()
         in_background(chat, new, new_lines)
-        assert ours.poll(SECONDS)
-        assert ours.recv() == "both are cut off"
+        assert heard(ours) == "both are cut off"
         new_lines.clear()
 
         with pytest.raises(TimeoutError):  # nobody reaches what listens there
             socket.create_connection(("127.0.0.1", port), timeout=0.3)
-        assert ours.poll(SECONDS)
-        kept, reached, old_arrived, new_arrived = ours.recv()
+        kept, reached, old_arrived, new_arrived = heard(ours)
         assert (old_arrived, new_arrived) == ([], []), "the partitioned process received something"
         assert not reached, "a socket that was not connected yet could connect"
         assert kept == 0, "the partition keeps descriptors open"
@@ -255,18 +248,13 @@ def test_partition_holds_back_what_a_new_a_chatty_or_a_busy_connection_sends(mes
         while data := sock.recv(1 << 16):  # not less than a packet of loopback
             received.append(len(data))
 
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        child(send_and_be_cut_off, server, theirs, messages, size),
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as server, child(send_and_be_cut_off, server, theirs, messages, size):
         server.settimeout(SECONDS)
         peer, _ = server.accept()
         in_background(read, peer)
-        assert ours.poll(SECONDS)
-        assert ours.recv() == "cut off"
+        assert heard(ours) == "cut off"
         assert wait_for(lambda: sum(received) >= messages * size)
         received.clear()
-        assert ours.poll(SECONDS)
-        assert ours.recv() == "sent"
+        assert heard(ours) == "sent"
         assert len(received) <= PACKETS
         peer.close()

@@ -1,7 +1,5 @@
 """When a fault is due, and which faults make no sense."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -43,8 +41,7 @@ def test_a_fault_is_due_at_its_kind_of_operation_only(at: str, due: set[OpKind],
 
 
 @pytest.mark.parametrize(
-    ("operation", "due"),
-    [(op(F, 2), True), (op(F, 2, pipeline=1), True), (op(F, 1), False), (op(B, 2), False)],
+    ("operation", "due"), [(op(F, 2), True), (op(F, 2, pipeline=1), True), (op(F, 1), False), (op(B, 2), False)]
 )
 def test_a_microbatch_is_meant_by_its_index_whatever_its_pipeline(operation: Op, due: bool) -> None:
     assert Fault("kill", 0, 1, 3, microbatch=2).matches(3, operation) is due

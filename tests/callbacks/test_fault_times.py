@@ -1,7 +1,5 @@
 """Faults by time: the draws, the way from a trace to workers, and the agenda of one process."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Random failures against the promise that nothing but time is lost: ``python -m chaos``.
+"""Random failures against the promise that nothing but time is lost: ``make chaos``.
 
 Concept: a *scenario* is drawn from a seed: a grid, options, and faults of every kind at random points, of replacements
 too. It is run with real processes, and what it leaves is checked: the weights against an undisturbed training, the data

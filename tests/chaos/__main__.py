@@ -1,6 +1,4 @@
-"""``python -m chaos``: many random scenarios, a table, and an exit code."""
-
-from __future__ import annotations
+"""``make chaos``: many random scenarios, a table, and an exit code."""
 
 import argparse
 import contextlib
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("--scenarios", type=int, default=200, help="how many (200)")
     parser.add_argument("--seed", type=int, default=1, help="of all of them (1)")
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="the scenarios of these seeds alone")

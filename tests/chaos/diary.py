@@ -9,8 +9,6 @@ must hold each micro-batch once and, over an epoch, each sample once.
 Lines are written at once and whole: they survive the writer's death.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

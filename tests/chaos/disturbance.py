@@ -1,7 +1,5 @@
 """Callbacks that make replacements fail too, and give them the time to come."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs one scenario with real processes and checks everything that it promises."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -16,27 +14,22 @@ from typing import Any, NoReturn
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.process_tree import descendants, left_after_a_while, orphans
+from support.training import TOLERANCE
+from support.training import difference as distance
 
 from chaos.diary import Diary, audit, read_entries
 from chaos.disturbance import LateFaults, Pace
 from chaos.scenario import GLOBAL_MICROBATCHES, STEPS, Scenario
-from chaos.training import (
-    GLOBAL_BATCH,
-    SAMPLES,
-    ChaosModel,
-    loader,
-    quiet_trainer,
-    reference,
-)
+from chaos.training import GLOBAL_BATCH, SAMPLES, ChaosModel, loader, quiet_trainer, reference
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.control.history import Event
 from lightning_recycle.errors import StageLostError
 
-__all__ = ["TOLERANCE", "Result", "processes_left", "run_scenario"]
+__all__ = ["TOLERANCE", "Result", "run_scenario"]
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 1e-10
 LIMIT_SECONDS = 120.0
 """More than any scenario takes on a busy machine: what takes longer hangs."""
 
@@ -70,9 +63,10 @@ class _TooLong(Exception):
 
 def run_scenario(scenario: Scenario, limit: float = LIMIT_SECONDS) -> Result:
     """Runs ``scenario``; to be called in the main thread, which is interrupted after ``limit`` seconds."""
-    os.environ.setdefault(_MARK, str(os.getpid()))
+    mark = _MARK, str(os.getpid())
+    os.environ.setdefault(*mark)
     expected = reference(scenario.dropout, scenario.clips)
-    before = set(processes_left())
+    before = {**descendants(), **orphans(*mark)}
     started = time.monotonic()
     problems: list[str] = []
     difference: float | None = None
@@ -90,7 +84,7 @@ def run_scenario(scenario: Scenario, limit: float = LIMIT_SECONDS) -> Result:
             log.warning("Scenario %d ended in an error", scenario.seed, exc_info=True)
         if ended == "as it should" and not scenario.must_end_in_an_error:
             found = model.state_dict()
-            difference = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+            difference = distance(found, expected)
             if not difference < TOLERANCE:
                 problems.append(f"the weights differ by {difference:g}")
             if trainer.global_step != STEPS:
@@ -99,7 +93,8 @@ def run_scenario(scenario: Scenario, limit: float = LIMIT_SECONDS) -> Result:
             problems += audit(entries, scenario.stages, STEPS, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH)
         elif ended != "in the loss of a stage":
             problems.append(f"it ended {ended}" + (", not in an error" if scenario.must_end_in_an_error else ""))
-    problems += [f"a process is left: {pid} {command}" for pid, command in _left_after_a_while(before).items()]
+    left = left_after_a_while(before, *mark, orphans_before=before)
+    problems += [f"a process is left: {pid} {command}" for pid, command in left.items()]
     history: Sequence[Event] = trainer.strategy.history  # type: ignore[attr-defined]
     events = dict(Counter(event.kind for event in history))
     return Result(scenario, tuple(problems), time.monotonic() - started, difference, events)
@@ -118,14 +113,8 @@ def _trainer(scenario: Scenario, directory: Path) -> L.Trainer:
         callbacks.append(
             ModelCheckpoint(directory / "checkpoints", every_n_train_steps=scenario.checkpoint_every, save_top_k=-1)
         )
-    strategy = {
-        "staggered": scenario.staggered,
-        "decoupled": scenario.decoupled,
-        "shadow": scenario.shadow,
-        "restart_workers": scenario.restart_workers,
-        "normalize": scenario.normalize,
-        "on_stage_lost": scenario.on_stage_lost,
-    }
+    names = ("staggered", "decoupled", "shadow", "restart_workers", "normalize", "on_stage_lost")
+    strategy = {name: getattr(scenario, name) for name in names}
     return quiet_trainer(
         scenario.pipelines,
         scenario.stages,
@@ -150,43 +139,3 @@ def _bounded(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-# ---------------------------------------------------------------------- processes
-
-
-def processes_left() -> dict[int, str]:
-    """Living processes below this one, or started by it and orphaned since, but for multiprocessing's own servers."""
-    parents: dict[int, int] = {}
-    commands: dict[int, str] = {}
-    marked: set[int] = set()
-    mark = f"{_MARK}={os.getpid()}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended while we looked, or is somebody else's
-        if fields[0] != "Z":
-            pid = int(entry.name)
-            parents[pid], commands[pid] = int(fields[1]), command
-            if mark in environment:
-                marked.add(pid)
-    me = os.getpid()
-    below = {me}
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    servers = {pid for pid in below if parents.get(pid) == me and "multiprocessing" in commands[pid]}
-    return {pid: commands[pid] for pid in (below | marked) - {me} - servers}
-
-
-def _left_after_a_while(before: set[int], seconds: float = 5.0) -> dict[int, str]:
-    deadline = time.monotonic() + seconds
-    while True:
-        left = {pid: command for pid, command in processes_left().items() if pid not in before}
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.02)

@@ -5,8 +5,6 @@ never hit by anything that ends it. The exceptions are drawn on purpose: scenari
 in :class:`~lightning_recycle.errors.StageLostError`, or start again from a checkpoint.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Random scenarios are exact, and a run that was not would be seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

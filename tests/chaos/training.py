@@ -1,13 +1,11 @@
 """The model and the data of the chaos runs, and what an undisturbed training of them gives."""
 
-from __future__ import annotations
-
-import copy
 import functools
 from typing import Any
 
 import lightning as L
 import torch
+from support.training import QUIET, plain_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -77,17 +75,11 @@ def quiet_trainer(pipelines: int, stages: int, strategy: dict[str, Any], clips: 
         accelerator="cpu",
         devices=pipelines * stages,
         strategy=ReCycleStrategy(
-            pipeline_parallel_size=stages,
-            num_microbatches=GLOBAL_MICROBATCHES // pipelines,
-            seed=SEED,
-            **strategy,
+            pipeline_parallel_size=stages, num_microbatches=GLOBAL_MICROBATCHES // pipelines, seed=SEED, **strategy
         ),
         max_steps=STEPS,
         gradient_clip_val=CLIP_NORM if clips else None,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"enable_checkpointing": False, **options},
+        **{**QUIET, **options},
     )
 
 
@@ -102,21 +94,9 @@ def reference(dropout: bool, clips: bool) -> dict[str, Tensor]:
 
 
 def _plain_loop(model: ChaosModel, clips: bool) -> dict[str, Tensor]:
-    """Trains a copy of ``model`` without anything of this project's but the order of the data."""
-    model = copy.deepcopy(model)
-    layers = nn.Sequential(*model.layers)
-    configured = model.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    """Without anything of this project's but the order of the data."""
     data = loader(1)
     order = MicrobatchLoader(data, Grid(1, 1, 1), 0, SEED)
-    for step in range(STEPS):
-        epoch, index = divmod(step, len(order))
-        samples = [sample for _, sample in order.addresses(epoch, index, Microbatch(0, 0))]
-        x, y, _ = data.dataset[samples]
-        optimizer.zero_grad()
-        model.loss(layers(x), y).backward()
-        if clips:
-            nn.utils.clip_grad_norm_(layers.parameters(), CLIP_NORM)
-        optimizer.step()
-        scheduler.step()
-    return dict(model.state_dict())
+    steps = (order.addresses(*divmod(step, len(order)), Microbatch(0, 0)) for step in range(STEPS))
+    x, y, _ = data.dataset[[sample for addresses in steps for _, sample in addresses]]
+    return plain_loop(model, TensorDataset(x, y), STEPS, CLIP_NORM if clips else None, GLOBAL_BATCH)

@@ -25,6 +25,7 @@ sys.exit("torch was imported" if "torch" in sys.modules else 0)
 """
 
 _MODULES = {
+    "recycle-plan": "lightning_recycle.commands.plan",
     "recycle-report": "lightning_recycle.commands.make_report",
     "recycle-simulate": "lightning_recycle.commands.simulate",
 }
@@ -52,3 +53,13 @@ def run(command: str, directory: Path, *arguments: str) -> str:
     ((code, out, err),) = run_all(command, directory, list(arguments))
     assert (code, err) == (0, ""), err
     return out
+
+
+def check_refused(command: str, directory: Path, bad: list[tuple[list[str], str]], *more: str) -> None:
+    """Each of these calls ends with exit code 2 and one line that says what is wrong."""
+    answers = run_all(command, directory, *([*arguments, *more] for arguments, _ in bad))
+    for (arguments, message), (code, _, err) in zip(bad, answers, strict=True):
+        assert code == 2, (arguments, err)
+        assert err.startswith(f"{command}: "), (arguments, err)
+        assert err.count("\n") == 1, (arguments, err)
+        assert message in err, (arguments, err)

@@ -6,12 +6,9 @@ that happens.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol.messages import Applied, Connected, Entered, Losses, Resume
@@ -23,28 +20,6 @@ class Payload:
     """What a stage brings to a commit."""
 
     rank: int
-
-
-class _ThreadEnds(BaseException):
-    """In the place of the end of the process."""
-
-
-class ThreadClient(ControlClient):
-    """A client whose end is the end of its threads, not of the process."""
-
-    def __init__(self, *args: Any) -> None:
-        self.exit_code: int | None = None
-        self.exited = threading.Event()
-        super().__init__(*args)
-
-    def _receive(self) -> None:
-        with contextlib.suppress(_ThreadEnds):
-            super()._receive()
-
-    def _exit(self, why: str, code: int) -> NoReturn:
-        self.exit_code = 0 if self._leaving else code
-        self.exited.set()
-        raise _ThreadEnds
 
 
 class Member:

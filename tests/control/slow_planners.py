@@ -1,7 +1,5 @@
 """Planners that tell where they work. A module of its own, so that other processes can import it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,16 +1,14 @@
 """Plans that are looked for in the background: at the lowest priority, one at a time, without leaving anything."""
 
-from __future__ import annotations
-
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_tree import is_alive
 from slow_planners import Reporting, Sleeping, Unpicklable
+from support.process_tree import is_alive
+from support.waiting import wait_for
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import Estimate, Proposal, Question
@@ -31,9 +29,11 @@ class Asking:
 
     def by(self, planner: object) -> BackgroundPlanning:
         self.plannings.append(BackgroundPlanning(planner, self.woken.set))
+        self.plannings[-1].ask(QUESTION)
         return self.plannings[-1]
 
-    def answer(self, planning: BackgroundPlanning) -> tuple[Question, Proposal | None]:
+    def answer(self, planner: object) -> tuple[Question, Proposal | None]:
+        planning = self.by(planner)
         assert self.woken.wait(PATIENCE)
         self.woken.clear()
         (answer,) = planning.take_answers()
@@ -50,9 +50,7 @@ def asking() -> Iterator[Asking]:
 
 
 def test_the_answer_is_the_planner_s_and_says_how_long_it_took(asking: Asking) -> None:
-    planning = asking.by("heuristic")
-    planning.ask(QUESTION)
-    question, proposal = asking.answer(planning)
+    question, proposal = asking.answer("heuristic")
     assert question is QUESTION
     assert proposal is not None
     assert proposal.schedule == heuristic(SLOW.of(PROBLEM))
@@ -61,9 +59,7 @@ def test_the_answer_is_the_planner_s_and_says_how_long_it_took(asking: Asking) -
 
 
 def test_it_works_in_another_process_of_the_lowest_priority(asking: Asking, tmp_path: Path) -> None:
-    planning = asking.by(Reporting(tmp_path / "report"))
-    planning.ask(QUESTION)
-    _, proposal = asking.answer(planning)
+    _, proposal = asking.answer(Reporting(tmp_path / "report"))
     assert proposal is not None
     assert proposal.schedule is not None
     pid, nice = map(int, (tmp_path / "report").read_text().split())
@@ -73,36 +69,25 @@ def test_it_works_in_another_process_of_the_lowest_priority(asking: Asking, tmp_
 
 
 def test_a_planner_that_cannot_be_sent_is_replaced_by_the_heuristic(asking: Asking) -> None:
-    planning = asking.by(Unpicklable())
-    planning.ask(QUESTION)
-    _, proposal = asking.answer(planning)
+    _, proposal = asking.answer(Unpicklable())
     assert proposal is not None
     assert proposal.schedule == heuristic(SLOW.of(PROBLEM))
 
 
 def test_a_planner_that_fails_is_no_answer(asking: Asking) -> None:
-    planning = asking.by("no such planner")
-    planning.ask(QUESTION)
-    assert asking.answer(planning) == (QUESTION, None)
+    assert asking.answer("no such planner") == (QUESTION, None)
 
 
 @pytest.mark.parametrize("how", ["close", "another question"])
 def test_who_is_not_wanted_any_more_is_stopped(asking: Asking, tmp_path: Path, how: str) -> None:
     report = tmp_path / "report"
     planning = asking.by(Sleeping(report))
-    planning.ask(QUESTION)
-    deadline = time.monotonic() + PATIENCE
-    while not report.exists() or not report.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_for(lambda: report.exists() and report.read_text(), PATIENCE)
     pid = int(report.read_text())
     assert is_alive(pid)
     if how == "close":
         planning.close()
     else:
         planning.ask(QUESTION)
-    deadline = time.monotonic() + PATIENCE
-    while is_alive(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_for(lambda: not is_alive(pid), PATIENCE)
     assert planning.take_answers() == []

@@ -1,7 +1,5 @@
 """A worker that somebody debugs is recognised, and looking for a debugger does not harm it."""
 
-from __future__ import annotations
-
 import io
 import os
 import pdb  # noqa: T100 - it is what is looked for
@@ -9,21 +7,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_for
 
 from lightning_recycle.control.client import _is_debugged
 
 PATIENCE = 10.0
-
-
-def await_debugger(ident: int | None, expected: bool) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while _is_debugged(ident) != expected:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("how", ["set_trace", "post_mortem"])
@@ -48,12 +39,12 @@ def test_a_thread_in_pythons_debugger_is_being_debugged(how: str) -> None:
     thread = threading.Thread(target=debug)
     thread.start()
     with os.fdopen(write, "w") as commands:
-        await_debugger(thread.ident, True)
+        assert wait_for(lambda: _is_debugged(thread.ident))
         assert not _is_debugged(threading.get_ident())
         commands.write("continue\n" if how == "set_trace" else "quit\n")
         commands.flush()
         if how == "post_mortem":
-            await_debugger(thread.ident, False)
+            assert wait_for(lambda: not _is_debugged(thread.ident))
         goes_on.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()

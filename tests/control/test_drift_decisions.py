@@ -10,36 +10,27 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_recycle import planning as p
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question, propose
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    OpKind,
-    Problem,
-    Schedule,
-    Technique,
-    Worker,
-    heuristic,
-    lower_bound,
-    retime,
-)
 from lightning_recycle.runtime.program import worker_program
 
 SLOT = 0.02  # seconds
-GRID = Grid(3, 2, 4)
-Seconds = Callable[[Worker, int, str, int], float]
+GRID = p.Grid(3, 2, 4)
+Seconds = Callable[[p.Worker, int, str, int], float]
 """(worker, step, kind, number of the operation) -> what it takes."""
 
 
-def schedule_of(grid: Grid = GRID, **changes: object) -> Schedule:
-    problem = Problem(grid, Costs.uniform(grid.stages), in_flight_limit=(2 * grid.stages - 1,) * grid.stages)
-    return heuristic(replace(problem, **changes), 20_000)  # type: ignore[arg-type]
+def schedule_of(grid: p.Grid = GRID, **changes: object) -> p.Schedule:
+    problem = p.Problem(grid, p.Costs.uniform(grid.stages), in_flight_limit=(2 * grid.stages - 1,) * grid.stages)
+    return p.heuristic(replace(problem, **changes), 20_000)  # type: ignore[arg-type]
 
 
 class Run:
     """A run without workers: measures what ``seconds`` says, and does what the monitor wants."""
 
-    def __init__(self, seconds: Seconds, options: DriftOptions | None = None, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self, seconds: Seconds, options: DriftOptions | None = None, schedule: p.Schedule | None = None
+    ) -> None:
         self.monitor = DriftMonitor(options or DriftOptions(window=10))
         self.seconds = seconds
         self.step = 0
@@ -76,11 +67,11 @@ class Run:
             self.schedule = proposal.schedule
             self.monitor.begin(self.schedule, self.step)
 
-    def load(self, worker: Worker) -> int:
-        return sum(op.kind is OpKind.FORWARD for op in self.schedule.program(worker))
+    def load(self, worker: p.Worker) -> int:
+        return sum(op.kind is p.OpKind.FORWARD for op in self.schedule.program(worker))
 
 
-def usual(worker: Worker, step: int, kind: str, number: int) -> float:
+def usual(worker: p.Worker, step: int, kind: str, number: int) -> float:
     return {"BW": 2 * SLOT, "REDUCE": 0.001, "STEP": 0.0005}.get(kind, SLOT)
 
 
@@ -89,15 +80,15 @@ def noise(seed: int, sigma: float = 0.2) -> Seconds:
     return lambda worker, step, kind, number: usual(worker, step, kind, number) * max(0.1, draw.gauss(1.0, sigma))
 
 
-def slow(which: Worker, factor: float, first: int, last: int = 10**9, base: Seconds = usual) -> Seconds:
-    def seconds(worker: Worker, step: int, kind: str, number: int) -> float:
+def slow(which: p.Worker, factor: float, first: int, last: int = 10**9, base: Seconds = usual) -> Seconds:
+    def seconds(worker: p.Worker, step: int, kind: str, number: int) -> float:
         slows = worker == which and first <= step < last and kind not in ("REDUCE", "STEP")
         return base(worker, step, kind, number) * (factor if slows else 1.0)
 
     return seconds
 
 
-SLOW = Worker(1, 1)
+SLOW = p.Worker(1, 1)
 
 
 def test_nothing_is_asked_while_operations_take_what_the_plan_says() -> None:
@@ -111,8 +102,8 @@ def test_a_slow_worker_gets_fewer_microbatches_and_gets_them_back() -> None:
     assert run.load(SLOW) < 4
     assert run.gains[0] > 0.15
     assert run.schedule.problem.worker_factors == ((SLOW, pytest.approx(2.0)),)
-    best = heuristic(replace(run.schedule.problem, costs=Costs.uniform(2), worker_factors={SLOW: 2.0}))  # type: ignore[arg-type]
-    mine = retime(run.schedule, Costs.uniform(2), {SLOW: 2.0})
+    best = p.heuristic(replace(run.schedule.problem, costs=p.Costs.uniform(2), worker_factors={SLOW: 2.0}))  # type: ignore[arg-type]
+    mine = p.retime(run.schedule, p.Costs.uniform(2), {SLOW: 2.0})
     assert mine.period <= best.period / 0.95
     run.steps(100)
     assert len(run.swaps) == 2
@@ -124,7 +115,7 @@ def test_a_slow_worker_gets_fewer_microbatches_and_gets_them_back() -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("factor", [0.5, 1.5, 2.0, 5.0])
 def test_one_worker_of_another_speed_is_found_in_the_noise(stage: int, factor: float) -> None:
-    which = Worker(2, stage)
+    which = p.Worker(2, stage)
     run = Run(slow(which, factor, 20, base=noise(4))).steps(100)
     found = dict(run.questions[0].estimate.factors)
     assert found.keys() == {which}
@@ -135,7 +126,7 @@ def test_one_worker_of_another_speed_is_found_in_the_noise(stage: int, factor: f
 @pytest.mark.parametrize("microbatches", [2, 6])
 def test_20_percent_of_noise_never_change_the_plan(pipelines: int, microbatches: int) -> None:
     for seed in range(4):
-        run = Run(noise(seed), schedule=schedule_of(Grid(pipelines, 2, microbatches))).steps(250)
+        run = Run(noise(seed), schedule=schedule_of(p.Grid(pipelines, 2, microbatches))).steps(250)
         assert run.swaps == []
         assert len(run.questions) <= 1
 
@@ -188,13 +179,13 @@ def test_a_lasting_change_of_one_stage_is_drift_of_the_costs() -> None:
 
 
 def test_a_plan_for_wrong_costs_is_replaced() -> None:
-    costs = Costs((4.0, 0.1, 0.1), (4.0, 0.1, 1.0), (0.1, 1.0, 1.0), (0.0,) * 3, (0.0,) * 3)
-    wrong = schedule_of(Grid(1, 3, 8), costs=costs, technique=Technique(True, False))
-    right = schedule_of(Grid(1, 3, 8), technique=Technique(True, False))
-    assert retime(wrong, Costs.uniform(3)).period > 1.1 * right.period, "or there is nothing to find"
+    costs = p.Costs((4.0, 0.1, 0.1), (4.0, 0.1, 1.0), (0.1, 1.0, 1.0), (0.0,) * 3, (0.0,) * 3)
+    wrong = schedule_of(p.Grid(1, 3, 8), costs=costs, technique=p.Technique(True, False))
+    right = schedule_of(p.Grid(1, 3, 8), technique=p.Technique(True, False))
+    assert p.retime(wrong, p.Costs.uniform(3)).period > 1.1 * right.period, "or there is nothing to find"
     run = Run(usual, schedule=wrong).steps(40)
     assert len(run.swaps) == 1
-    assert retime(run.schedule, Costs.uniform(3)).period == pytest.approx(right.period, rel=0.03)
+    assert p.retime(run.schedule, p.Costs.uniform(3)).period == pytest.approx(right.period, rel=0.03)
 
 
 def test_a_little_less_than_the_threshold_is_not_worth_it() -> None:
@@ -248,7 +239,7 @@ def test_without_hope_no_planner_is_asked() -> None:
     question = Run(slow(SLOW, 1.1, 0))
     question.answer = question.questions.append  # type: ignore[method-assign]
     (asked,) = question.steps(30).questions
-    bound = lower_bound(asked.estimate.of(asked.schedule.problem))
-    before = retime(asked.schedule, asked.estimate.costs, asked.estimate.factors).period
+    bound = p.lower_bound(asked.estimate.of(asked.schedule.problem))
+    before = p.retime(asked.schedule, asked.estimate.costs, asked.estimate.factors).period
     assert before - bound < asked.threshold * before
     assert propose(asked, "no such planner") == Proposal(None, before)

@@ -1,7 +1,5 @@
 """The record of a run: durations, counters, log lines."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
@@ -126,12 +124,8 @@ def test_who_rejoins_says_how_long_the_others_waited(recorder: Recorder) -> None
 
 
 def test_the_counters_begin_at_zero(recorder: Recorder) -> None:
-    assert recorder.history.counters == {
-        "failures": 0.0,
-        "recovery_seconds": 0.0,
-        "redone_steps": 0.0,
-        "rejoined_workers": 0.0,
-    }
+    names = ("failures", "recovery_seconds", "redone_steps", "rejoined_workers")
+    assert recorder.history.counters == dict.fromkeys(names, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +139,8 @@ def test_every_event_is_a_line_of_json_in_the_log(
     (line,) = [entry for entry in caplog.records if entry.name == "lightning_recycle.events"]
     assert line.levelno == level
     told = json.loads(line.getMessage())
-    assert (told["kind"], told["time"], told["generation"], told["step"], told["worker"]) == (
-        kind,
-        1003.0,
-        4,
-        7,
-        [1, 1],
-    )
+    expected = {"kind": kind, "time": 1003.0, "generation": 4, "step": 7, "worker": [1, 1]}
+    assert {name: told[name] for name in expected} == expected
 
 
 def test_a_loss_is_a_warning_that_says_who_why_and_how_many_are_left(

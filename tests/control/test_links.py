@@ -1,7 +1,5 @@
 """Whom to evict when live workers cannot reach each other, compared with all that could be done."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Collection, Iterator

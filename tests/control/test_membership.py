@@ -18,74 +18,41 @@ from membership_feed import (
     running_without_3,
 )
 
+from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import MAX_DISTURBANCES, transition
-from lightning_recycle.control.protocol.messages import (
-    Answer,
-    Applied,
-    Arrive,
-    Broken,
-    Commit,
-    Committed,
-    Crash,
-    Facts,
-    Losses,
-    Regroup,
-    Report,
-    Resume,
-    StepLoss,
-)
 from lightning_recycle.control.protocol.recovery import Adoption, Decision
-from lightning_recycle.control.protocol.state import (
-    RESULT,
-    Command,
-    Crashed,
-    Evict,
-    Failed,
-    Finished,
-    GraceElapsed,
-    Joined,
-    Lost,
-    MembershipEvent,
-    MembershipState,
-    Record,
-    Send,
-    StageLost,
-    StartGrace,
-    initial_state,
-    leader,
-    stage_leads,
-)
 
 # ---------------------------------------------------------------------- start
 
 
 def test_the_first_generation_begins_when_the_last_worker_has_joined() -> None:
-    state, commands = feed(initial_state(GRID), Joined(2), Joined(0), Joined(3))
+    state, commands = feed(s.initial_state(GRID), s.Joined(2), s.Joined(0), s.Joined(3))
     assert (state.generation, commands) == (-1, [])
-    state, commands = feed(state, Joined(1))
-    assert commands == [Send(ALL, Regroup(0, ALL, 1))]
+    state, commands = feed(state, s.Joined(1))
+    assert commands == [s.Send(ALL, m.Regroup(0, ALL, 1))]
     assert state.regrouping
 
 
 def test_a_worker_lost_during_the_start_is_left_out_of_the_first_generation() -> None:
-    _state, commands = feed(initial_state(GRID), Joined(0), Joined(1), Joined(2), Lost(3, "import failed"))
-    assert messages(commands, Regroup) == [Regroup(0, (0, 1, 2), 1)]
-    assert records(commands, "failure") == [Record("failure", 0, 3, {"cause": "import failed"})]
+    _state, commands = feed(s.initial_state(GRID), s.Joined(0), s.Joined(1), s.Joined(2), s.Lost(3, "import failed"))
+    assert messages(commands, m.Regroup) == [m.Regroup(0, (0, 1, 2), 1)]
+    assert records(commands, "failure") == [s.Record("failure", 0, 3, {"cause": "import failed"})]
 
 
 def test_a_worker_lost_after_it_joined_does_not_count_as_joined() -> None:
-    state, commands = feed(initial_state(GRID), Joined(0), Joined(3), Lost(3, "gone"), Joined(1))
-    assert messages(commands, Regroup) == []
-    state, commands = feed(state, Joined(2))
-    assert commands == [Send((0, 1, 2), Regroup(0, (0, 1, 2), 1))]
+    state, commands = feed(s.initial_state(GRID), s.Joined(0), s.Joined(3), s.Lost(3, "gone"), s.Joined(1))
+    assert messages(commands, m.Regroup) == []
+    state, commands = feed(state, s.Joined(2))
+    assert commands == [s.Send((0, 1, 2), m.Regroup(0, (0, 1, 2), 1))]
 
 
 def test_the_first_resume_starts_at_step_0_and_nobody_has_anything_to_do() -> None:
-    state, commands = feed(initial_state(GRID), *map(Joined, ALL), *reports((3, 1, 0), 0))
-    assert messages(commands, Resume) == []
+    state, commands = feed(s.initial_state(GRID), *map(s.Joined, ALL), *reports((3, 1, 0), 0))
+    assert messages(commands, m.Resume) == []
     state, commands = feed(state, report(2, 0))
-    (resume,) = messages(commands, Resume)
-    assert resume == Resume(0, ALL, resume.decision, None, {})
+    (resume,) = messages(commands, m.Resume)
+    assert resume == m.Resume(0, ALL, resume.decision, None, {})
     assert resume.decision == Decision(0, frozenset(), ())
     assert [record.kind for record in records(commands, "resumed")] == ["resumed"]
 
@@ -94,19 +61,19 @@ def test_the_first_resume_starts_at_step_0_and_nobody_has_anything_to_do() -> No
 
 
 def test_a_loss_while_running_tells_all_survivors_to_regroup_in_the_next_generation() -> None:
-    state, commands = feed(running(), Lost(2, "killed by SIGKILL"))
-    assert messages(commands, Regroup) == [Regroup(1, (0, 1, 3), 1)]
-    assert [c.ranks for c in commands if isinstance(c, Send)] == [(0, 1, 3)]
-    assert records(commands, "failure") == [Record("failure", 0, 2, {"cause": "killed by SIGKILL"})]
+    state, commands = feed(running(), s.Lost(2, "killed by SIGKILL"))
+    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 1, 3), 1)]
+    assert [c.ranks for c in commands if isinstance(c, s.Send)] == [(0, 1, 3)]
+    assert records(commands, "failure") == [s.Record("failure", 0, 2, {"cause": "killed by SIGKILL"})]
     assert state.regrouping
 
 
 def test_survivors_resume_together_with_what_the_decision_says() -> None:
-    state, _ = feed(running(), all_losses(0), Lost(3, "gone"))
+    state, _ = feed(running(), all_losses(0), s.Lost(3, "gone"))
     state, commands = feed(state, report(0, 1, 0, True), report(1, 1, 0, True))
-    assert messages(commands, Resume) == []
+    assert messages(commands, m.Resume) == []
     state, commands = feed(state, report(2, 1, 0, False))
-    (sent,) = [c for c in commands if isinstance(c, Send)]
+    (sent,) = [c for c in commands if isinstance(c, s.Send)]
     assert sent.ranks == (0, 1, 2)
     assert (sent.message.generation, sent.message.roster) == (1, (0, 1, 2))
     assert sent.message.decision == Decision(1, frozenset(), (Adoption(0, 0, 0),))
@@ -115,69 +82,69 @@ def test_survivors_resume_together_with_what_the_decision_says() -> None:
 
 
 def test_a_step_that_one_stage_lacks_runs_again() -> None:
-    _, commands = feed(running(), Lost(3, "gone"), *reports((0, 2), 1, 0, True), report(1, 1))
-    (resume,) = messages(commands, Resume)
+    _, commands = feed(running(), s.Lost(3, "gone"), *reports((0, 2), 1, 0, True), report(1, 1))
+    (resume,) = messages(commands, m.Resume)
     assert resume.decision == Decision(0, frozenset({0}), ())
     assert records(commands, "step") == []
 
 
 def test_a_second_loss_during_a_regroup_begins_again_and_needs_all_new_reports() -> None:
-    state, _ = feed(running(), Lost(3, "first"), report(0, 1), report(1, 1))
-    state, commands = feed(state, Lost(2, "second"))
-    assert messages(commands, Regroup) == [Regroup(2, (0, 1), 1)]
+    state, _ = feed(running(), s.Lost(3, "first"), report(0, 1), report(1, 1))
+    state, commands = feed(state, s.Lost(2, "second"))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)]
     state, commands = feed(state, report(0, 2))
-    assert messages(commands, Resume) == []
+    assert messages(commands, m.Resume) == []
     state, commands = feed(state, report(1, 2))
-    assert [(r.generation, r.roster) for r in messages(commands, Resume)] == [(2, (0, 1))]
+    assert [(r.generation, r.roster) for r in messages(commands, m.Resume)] == [(2, (0, 1))]
 
 
 def test_a_second_loss_is_a_failure_of_its_own_and_the_first_is_not_repeated() -> None:
-    state, first = feed(running(), Lost(3, "first"))
-    state, again = feed(state, Lost(3, "told twice"))
+    state, first = feed(running(), s.Lost(3, "first"))
+    state, again = feed(state, s.Lost(3, "told twice"))
     assert (len(first), again) == (2, [])
 
 
 @pytest.mark.parametrize("stage_1", [report(1, 2, 0, True), report(1, 2, 1)], ids=["reduced", "applied"])
-def test_a_roll_forward_after_a_commit_brings_the_payloads_of_all_stages(stage_1: Report) -> None:
+def test_a_roll_forward_after_a_commit_brings_the_payloads_of_all_stages(stage_1: m.Report) -> None:
     """A second loss interrupts it when stage 1 has applied step 0 or not, and stage 0 has not."""
-    state, _ = feed(running(), all_losses(0), *commits(ALL, 0, 0), Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
-    state, commands = feed(state, Lost(2, "second"), report(0, 2, 0, True), stage_1)
-    (resume,) = messages(commands, Resume)
+    state, _ = feed(running(), all_losses(0), *commits(ALL, 0, 0), s.Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
+    state, commands = feed(state, s.Lost(2, "second"), report(0, 2, 0, True), stage_1)
+    (resume,) = messages(commands, m.Resume)
     assert resume.decision.version == 1
     assert resume.commits == {0: "payload of 0", 1: "payload of 1"}
 
 
 def test_a_roll_forward_without_a_commit_brings_the_payload_of_a_stage_that_has_already_applied() -> None:
     """The commit was not answered; the reports of the first regroup brought the payloads."""
-    state, _ = feed(running(), all_losses(0), Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
-    state, commands = feed(state, Lost(2, "second"), report(0, 2, 0, True), report(1, 2, 1))
-    (resume,) = messages(commands, Resume)
+    state, _ = feed(running(), all_losses(0), s.Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
+    state, commands = feed(state, s.Lost(2, "second"), report(0, 2, 0, True), report(1, 2, 1))
+    (resume,) = messages(commands, m.Resume)
     assert resume.decision.version == 1
     assert set(resume.commits) == {0, 1}, "worker 0 steps without the norm of stage 1"
 
 
 def test_a_donor_that_dies_before_it_has_given_its_gradient_does_not_end_the_run() -> None:
     """Worker 2 was to adopt the gradient of worker 0, which dies, while worker 1 has already applied its own."""
-    state, _ = feed(running(), all_losses(0), Lost(3, "first"))
+    state, _ = feed(running(), all_losses(0), s.Lost(3, "first"))
     state, commands = feed(state, report(0, 1, 0, True), report(1, 1, 0, True), report(2, 1))
-    assert messages(commands, Resume)[0].decision.version == 1
-    state, commands = feed(state, Lost(0, "second"), report(1, 2, 1), report(2, 2))
-    (resume,) = messages(commands, Resume)
+    assert messages(commands, m.Resume)[0].decision.version == 1
+    state, commands = feed(state, s.Lost(0, "second"), report(1, 2, 1), report(2, 2))
+    (resume,) = messages(commands, m.Resume)
     assert resume.decision == Decision(0, frozenset({1}), ())
 
 
 def test_a_step_whose_loss_died_with_a_worker_runs_again_though_all_hold_its_gradient() -> None:
-    state, _ = feed(running(), Losses(1, 0, {0: 0.5, 2: 0.5}), Lost(3, "with the losses of 1 and 3"))
+    state, _ = feed(running(), m.Losses(1, 0, {0: 0.5, 2: 0.5}), s.Lost(3, "with the losses of 1 and 3"))
     state, commands = feed(state, *reports((0, 1, 2), 1, 0, True))
-    assert messages(commands, Resume)[0].decision == Decision(0, frozenset({0, 1}), ())
-    _, commands = feed(state, Losses(1, 0, {0: 0.5, 1: 1.5, 2: 0.5, 3: 1.5}))
-    assert commands == [Send((0, 1, 2), StepLoss(0, 1.0))]
+    assert messages(commands, m.Resume)[0].decision == Decision(0, frozenset({0, 1}), ())
+    _, commands = feed(state, m.Losses(1, 0, {0: 0.5, 1: 1.5, 2: 0.5, 3: 1.5}))
+    assert commands == [s.Send((0, 1, 2), m.StepLoss(0, 1.0))]
 
 
 def test_a_report_counts_the_losses_that_were_told_before_it() -> None:
-    state, _ = feed(running(), Losses(1, 0, {0: 0.5, 2: 0.5}), Losses(3, 0, {1: 0.5}), Lost(0, "gone"))
-    state, commands = feed(state, Losses(3, 0, {3: 0.5}), *reports((1, 2, 3), 1, 0, True))
-    assert messages(commands, Resume)[0].decision.version == 1
+    state, _ = feed(running(), m.Losses(1, 0, {0: 0.5, 2: 0.5}), m.Losses(3, 0, {1: 0.5}), s.Lost(0, "gone"))
+    state, commands = feed(state, m.Losses(3, 0, {3: 0.5}), *reports((1, 2, 3), 1, 0, True))
+    assert messages(commands, m.Resume)[0].decision.version == 1
 
 
 # ---------------------------------------------------------------------- what is over
@@ -186,23 +153,13 @@ def test_a_report_counts_the_losses_that_were_told_before_it() -> None:
 @pytest.mark.parametrize(
     "stale",
     [
-        report(0, 0),
-        Commit(0, 0, 0, None),
-        Broken(0, 0, "reset"),
-        GraceElapsed(0, "reset"),
-        report(3, 1),
-        Commit(3, 1, 0, None),
-        Applied(3, 0, {}),
-        Losses(3, 0, {0: 1.0}),
-        Arrive(3, 0, "barrier", None),
-        Broken(3, 1, "reset"),
-        Crash(3, False, "ValueError", None, ""),
-        Joined(3),
-        Lost(3, "again"),
+        report(0, 0), m.Commit(0, 0, 0, None), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"), report(3, 1),
+        m.Commit(3, 1, 0, None), m.Applied(3, 0, {}), m.Losses(3, 0, {0: 1.0}), m.Arrive(3, 0, "barrier", None),
+        m.Broken(3, 1, "reset"), m.Crash(3, False, "ValueError", None, ""), s.Joined(3), s.Lost(3, "again"),
     ],
     ids=repr,
-)
-def test_messages_of_a_past_generation_or_a_lost_worker_change_nothing(stale: MembershipEvent) -> None:
+)  # fmt: skip
+def test_messages_of_a_past_generation_or_a_lost_worker_change_nothing(stale: s.MembershipEvent) -> None:
     state = running_without_3()
     assert transition(state, stale) == (state, ())
 
@@ -210,36 +167,37 @@ def test_messages_of_a_past_generation_or_a_lost_worker_change_nothing(stale: Me
 @pytest.mark.parametrize(
     "again",
     [
-        report(0, 0),
-        Joined(0),
-        Applied(0, 0, {}),
-        Applied(0, 1, {}),
-        Losses(1, 0, {0: 0.5}),
-        Losses(1, 1, {0: 0.5}),
-        Commit(0, 0, 0, "payload of 0"),
-        Commit(0, 0, 1, "payload of 0"),
-        Arrive(0, 0, "first", None),
-        Arrive(0, 1, "second", None),
+        report(0, 0), s.Joined(0), m.Applied(0, 0, {}), m.Applied(0, 1, {}), m.Losses(1, 0, {0: 0.5}),
+        m.Losses(1, 1, {0: 0.5}), m.Commit(0, 0, 0, "payload of 0"), m.Commit(0, 0, 1, "payload of 0"),
+        m.Arrive(0, 0, "first", None), m.Arrive(0, 1, "second", None),
     ],
     ids=repr,
-)
-def test_messages_that_arrive_a_second_time_change_nothing(again: MembershipEvent) -> None:
+)  # fmt: skip
+def test_messages_that_arrive_a_second_time_change_nothing(again: s.MembershipEvent) -> None:
     state = running()
     for step, name in enumerate(("first", "second")):
         events = [all_losses(step), *commits(ALL, 0, step), *applied(ALL, step)]
-        state, _ = feed(state, *events, *(Arrive(rank, step, name, None) for rank in ALL))
+        state, _ = feed(state, *events, *(m.Arrive(rank, step, name, None) for rank in ALL))
     assert transition(state, again) == (state, ())
 
 
-@pytest.mark.parametrize("early", [Commit(0, 1, 0, None), GraceElapsed(1, "reset"), Broken(0, 1, "reset")], ids=repr)
-def test_a_regroup_listens_to_reports_only(early: MembershipEvent) -> None:
-    state, _ = feed(running(), Lost(3, "gone"))
+@pytest.mark.parametrize(
+    "early", [m.Commit(0, 1, 0, None), s.GraceElapsed(1, "reset"), m.Broken(0, 1, "reset")], ids=repr
+)
+def test_a_regroup_listens_to_reports_only(early: s.MembershipEvent) -> None:
+    state, _ = feed(running(), s.Lost(3, "gone"))
     assert transition(state, early) == (state, ())
 
 
 def test_nothing_happens_after_the_outcome() -> None:
-    state, _ = feed(running(), Crash(1, False, "ValueError: x", None, ""))
-    for event in (Lost(0, "x"), *commits((0,), 0, 0), Arrive(0, 0, "b", None), GraceElapsed(0, "reset"), Joined(1)):
+    state, _ = feed(running(), m.Crash(1, False, "ValueError: x", None, ""))
+    for event in (
+        s.Lost(0, "x"),
+        *commits((0,), 0, 0),
+        m.Arrive(0, 0, "b", None),
+        s.GraceElapsed(0, "reset"),
+        s.Joined(1),
+    ):
         assert transition(state, event) == (state, ())
 
 
@@ -250,30 +208,30 @@ def test_a_commit_is_answered_when_all_live_workers_are_there_with_one_payload_p
     state, commands = feed(running(), *commits((3, 0, 1), 0, 0))
     assert commands == []
     state, commands = feed(state, *commits((2,), 0, 0))
-    assert commands == [Send(ALL, Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}))]
+    assert commands == [s.Send(ALL, m.Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}))]
     assert state.commits == {}
 
 
 def test_a_death_does_not_complete_a_commit_the_step_is_settled_by_the_reports() -> None:
     state, _ = feed(running(), all_losses(0), *commits((0, 1, 2), 0, 0))
-    state, commands = feed(state, Lost(3, "gone"))
-    assert messages(commands, Committed) == []
+    state, commands = feed(state, s.Lost(3, "gone"))
+    assert messages(commands, m.Committed) == []
     state, commands = feed(state, *reports((0, 1, 2), 1, 0, True))
-    assert messages(commands, Resume)[0].decision.version == 1
+    assert messages(commands, m.Resume)[0].decision.version == 1
 
 
 def test_commits_of_an_old_generation_do_not_count_in_the_next() -> None:
-    state, _ = feed(running(), *commits((0, 1), 0, 0), Lost(3, "gone"), *reports((0, 1, 2), 1))
+    state, _ = feed(running(), *commits((0, 1), 0, 0), s.Lost(3, "gone"), *reports((0, 1, 2), 1))
     state, commands = feed(state, *commits((2,), 1, 0), *commits((0,), 0, 0))
     assert commands == []
     state, commands = feed(state, *commits((0, 1), 1, 0))
-    assert [c.step for c in messages(commands, Committed)] == [0]
+    assert [c.step for c in messages(commands, m.Committed)] == [0]
 
 
 def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> None:
     _, commands = feed(running(), *commits((0, 1, 2), 0, 0), *commits((3,), 0, 1))
     (failed,) = commands
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, s.Failed)
     assert "[0, 1]" in failed.reason
 
 
@@ -284,24 +242,24 @@ def test_a_step_is_complete_once_every_live_worker_has_applied_it() -> None:
     state, commands = feed(running(), *applied((0, 1, 3), 0))
     assert commands == []
     state, commands = feed(state, *applied((2,), 0))
-    assert commands == [Record("step", 0)]
+    assert commands == [s.Record("step", 0)]
     assert state.version == 1
 
 
 def test_a_step_is_completed_by_the_death_of_the_one_that_has_not_applied_it() -> None:
     state, _ = feed(running(), *applied((0, 1, 2), 0))
-    state, commands = feed(state, Lost(3, "gone"))
-    assert records(commands, "step") == [Record("step", 0)]
+    state, commands = feed(state, s.Lost(3, "gone"))
+    assert records(commands, "step") == [s.Record("step", 0)]
 
 
 def test_stages_that_are_one_step_apart_complete_every_step_once_and_in_order() -> None:
     events = [*applied((0, 2), 0), *applied((1, 3), 0), *applied((0, 2), 1), *applied((1,), 1), *applied((3,), 1)]
     _, commands = feed(running(), *events)
-    assert commands == [Record("step", 0), Record("step", 1)]
+    assert commands == [s.Record("step", 0), s.Record("step", 1)]
 
 
-def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step: int = 0) -> Applied:
-    return Applied(rank, step, {}, facts=Facts(everywhere, stage))
+def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step: int = 0) -> m.Applied:
+    return m.Applied(rank, step, {}, facts=m.Facts(everywhere, stage))
 
 
 @pytest.mark.parametrize(
@@ -318,15 +276,15 @@ def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step
     ],
 )
 def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_named(
-    first: Applied, second: Applied, named: list[str]
+    first: m.Applied, second: m.Applied, named: list[str]
 ) -> None:
     state, _ = feed(running(), first, second)
-    assert isinstance(state.outcome, Failed) == bool(named)
+    assert isinstance(state.outcome, s.Failed) == bool(named)
     assert all(word in str(state.outcome) for word in named)
 
 
 def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_long() -> None:
-    state, _ = feed(running(), holds(3, {}, {"lr": 0.1}), Lost(3, "gone"), *reports((0, 1, 2), 1))
+    state, _ = feed(running(), holds(3, {}, {"lr": 0.1}), s.Lost(3, "gone"), *reports((0, 1, 2), 1))
     state, _ = feed(
         state, *(holds(rank, {"epoch": step}, {"lr": 0.2}, step) for step in range(9) for rank in (0, 1, 2))
     )
@@ -335,22 +293,22 @@ def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_l
 
 
 def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() -> None:
-    state, commands = feed(running(), Losses(1, 0, {0: 1.0, 2: 3.0}))
+    state, commands = feed(running(), m.Losses(1, 0, {0: 1.0, 2: 3.0}))
     assert commands == []
-    state, commands = feed(state, Losses(3, 0, {1: 2.0, 3: 6.0}))
-    assert commands == [Send(ALL, StepLoss(0, 3.0))]
-    state, commands = feed(state, Losses(1, 0, {0: 1.0, 2: 3.0}), Losses(3, 0, {1: 2.0, 3: 6.0}))
+    state, commands = feed(state, m.Losses(3, 0, {1: 2.0, 3: 6.0}))
+    assert commands == [s.Send(ALL, m.StepLoss(0, 3.0))]
+    state, commands = feed(state, m.Losses(1, 0, {0: 1.0, 2: 3.0}), m.Losses(3, 0, {1: 2.0, 3: 6.0}))
     assert commands == []
 
 
 def test_the_losses_of_a_worker_that_died_are_those_that_its_peers_compute_again() -> None:
-    state, _ = feed(running(), Losses(3, 0, {1: 2.0}), Lost(3, "gone"), *reports((0, 1, 2), 1))
-    _, commands = feed(state, Losses(1, 0, {0: 1.0, 1: 2.0, 2: 3.0, 3: 6.0}))
-    assert commands == [Send((0, 1, 2), StepLoss(0, 3.0))]
+    state, _ = feed(running(), m.Losses(3, 0, {1: 2.0}), s.Lost(3, "gone"), *reports((0, 1, 2), 1))
+    _, commands = feed(state, m.Losses(1, 0, {0: 1.0, 1: 2.0, 2: 3.0, 3: 6.0}))
+    assert commands == [s.Send((0, 1, 2), m.StepLoss(0, 3.0))]
 
 
 def test_losses_of_two_steps_do_not_mix() -> None:
-    _, commands = feed(running(), Losses(1, 0, {0: 1.0, 2: 1.0}), Losses(3, 1, {1: 9.0, 3: 9.0}))
+    _, commands = feed(running(), m.Losses(1, 0, {0: 1.0, 2: 1.0}), m.Losses(3, 1, {1: 9.0, 3: 9.0}))
     assert commands == []
 
 
@@ -358,42 +316,42 @@ def test_losses_of_two_steps_do_not_mix() -> None:
 
 
 def test_a_collective_is_answered_to_all_live_workers_with_all_payloads() -> None:
-    state, commands = feed(running(), *(Arrive(rank, 0, "barrier", rank * 10) for rank in (2, 0, 3)))
+    state, commands = feed(running(), *(m.Arrive(rank, 0, "barrier", rank * 10) for rank in (2, 0, 3)))
     assert commands == []
-    state, commands = feed(state, Arrive(1, 0, "barrier", 10))
-    assert commands == [Send(ALL, Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1))]
+    state, commands = feed(state, m.Arrive(1, 0, "barrier", 10))
+    assert commands == [s.Send(ALL, m.Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1))]
     assert state.collectives == {}
 
 
 def test_a_collective_is_completed_by_the_death_of_the_one_it_waits_for() -> None:
-    state, _ = feed(running(), *(Arrive(rank, 4, "reduce", rank) for rank in (0, 1, 2)))
-    state, commands = feed(state, Lost(3, "gone"))
-    assert messages(commands, Answer) == [Answer(4, {0: 0, 1: 1, 2: 2}, 1)]
+    state, _ = feed(running(), *(m.Arrive(rank, 4, "reduce", rank) for rank in (0, 1, 2)))
+    state, commands = feed(state, s.Lost(3, "gone"))
+    assert messages(commands, m.Answer) == [m.Answer(4, {0: 0, 1: 1, 2: 2}, 1)]
 
 
 def test_a_collective_that_the_leaders_death_completes_names_a_leader_who_has_a_part_in_it() -> None:
-    state, _ = feed(running(), *(Arrive(rank, 0, "broadcast", rank) for rank in (0, 2, 3)))
+    state, _ = feed(running(), *(m.Arrive(rank, 0, "broadcast", rank) for rank in (0, 2, 3)))
     assert state.leader == 1
-    _, commands = feed(state, Lost(1, "gone"))
-    assert messages(commands, Answer) == [Answer(0, {0: 0, 2: 2, 3: 3}, 3)]
-    assert messages(commands, Regroup) == [Regroup(1, (0, 2, 3), 3)]
+    _, commands = feed(state, s.Lost(1, "gone"))
+    assert messages(commands, m.Answer) == [m.Answer(0, {0: 0, 2: 2, 3: 3}, 3)]
+    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 2, 3), 3)]
 
 
 def test_a_collective_outlives_the_generation_and_drops_the_dead_workers_payload() -> None:
-    state, _ = feed(running(), Arrive(3, 0, "reduce", "of the dead"), Arrive(0, 0, "reduce", 0), Lost(3, "gone"))
-    state, commands = feed(state, *reports((0, 1, 2), 1), Arrive(1, 0, "reduce", 1), Arrive(2, 0, "reduce", 2))
-    assert messages(commands, Answer) == [Answer(0, {0: 0, 1: 1, 2: 2}, 1)]
+    state, _ = feed(running(), m.Arrive(3, 0, "reduce", "of the dead"), m.Arrive(0, 0, "reduce", 0), s.Lost(3, "gone"))
+    state, commands = feed(state, *reports((0, 1, 2), 1), m.Arrive(1, 0, "reduce", 1), m.Arrive(2, 0, "reduce", 2))
+    assert messages(commands, m.Answer) == [m.Answer(0, {0: 0, 1: 1, 2: 2}, 1)]
 
 
 def test_a_collective_before_the_first_generation_is_answered_too() -> None:
-    _state, commands = feed(initial_state(GRID), *(Arrive(rank, 0, "setup", None) for rank in ALL))
-    assert messages(commands, Answer) == [Answer(0, dict.fromkeys(ALL), 1)]
+    _state, commands = feed(s.initial_state(GRID), *(m.Arrive(rank, 0, "setup", None) for rank in ALL))
+    assert messages(commands, m.Answer) == [m.Answer(0, dict.fromkeys(ALL), 1)]
 
 
 def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names() -> None:
-    state, commands = feed(running(), Arrive(0, 7, "barrier fit_end", None), Arrive(1, 7, "broadcast", None))
+    state, commands = feed(running(), m.Arrive(0, 7, "barrier fit_end", None), m.Arrive(1, 7, "broadcast", None))
     (failed,) = commands
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, s.Failed)
     assert state.outcome == failed
     assert "'barrier fit_end' and 'broadcast'" in failed.reason
 
@@ -403,65 +361,69 @@ def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_n
 
 def test_results_of_every_stage_finish_the_run_and_stay_with_the_coordinator() -> None:
     contributions = {0: "stage 0", 1: ("stage 1", "metrics"), 2: None, 3: None}
-    _state, commands = feed(running(), *(Arrive(rank, 9, RESULT, value) for rank, value in contributions.items()))
+    _state, commands = feed(running(), *(m.Arrive(rank, 9, s.RESULT, value) for rank, value in contributions.items()))
     assert commands == [
-        Send(ALL, Answer(9, {0: True, 1: True, 2: False, 3: False}, 1)),
-        Finished({0: "stage 0", 1: ("stage 1", "metrics")}),
+        s.Send(ALL, m.Answer(9, {0: True, 1: True, 2: False, 3: False}, 1)),
+        s.Finished({0: "stage 0", 1: ("stage 1", "metrics")}),
     ]
 
 
 def test_a_result_without_a_stage_is_asked_for_again() -> None:
     """Worker 1 spoke for stage 1 and died: nobody else brought that stage's part."""
-    state, _ = feed(running(), Arrive(0, 0, RESULT, "a"), Arrive(1, 0, RESULT, "b"), Arrive(2, 0, RESULT, None))
-    state, _ = feed(state, Lost(1, "gone"))
-    state, commands = feed(state, *reports((0, 2, 3), 1), Arrive(3, 0, RESULT, None))
-    assert messages(commands, Answer) == [Answer(0, {0: True, 2: False, 3: False}, 3)]
+    state, _ = feed(
+        running(), m.Arrive(0, 0, s.RESULT, "a"), m.Arrive(1, 0, s.RESULT, "b"), m.Arrive(2, 0, s.RESULT, None)
+    )
+    state, _ = feed(state, s.Lost(1, "gone"))
+    state, commands = feed(state, *reports((0, 2, 3), 1), m.Arrive(3, 0, s.RESULT, None))
+    assert messages(commands, m.Answer) == [m.Answer(0, {0: True, 2: False, 3: False}, 3)]
     assert state.outcome is None
-    state, commands = feed(state, *(Arrive(r, 1, RESULT, value) for r, value in ((0, "a"), (2, None), (3, "b"))))
-    assert commands[-1] == Finished({0: "a", 3: "b"})
+    state, commands = feed(state, *(m.Arrive(r, 1, s.RESULT, value) for r, value in ((0, "a"), (2, None), (3, "b"))))
+    assert commands[-1] == s.Finished({0: "a", 3: "b"})
 
 
 def test_a_loss_that_completes_the_results_ends_the_run_and_begins_nothing_new() -> None:
     """A worker that regrouped now would wait for reports that nobody sends any more."""
-    state, _ = feed(running(), Arrive(0, 0, RESULT, "a"), Arrive(1, 0, RESULT, "b"), Arrive(2, 0, RESULT, None))
-    state, commands = feed(state, Lost(3, "gone"))
-    assert state.outcome == Finished({0: "a", 1: "b"})
-    assert messages(commands, Regroup) == []
+    state, _ = feed(
+        running(), m.Arrive(0, 0, s.RESULT, "a"), m.Arrive(1, 0, s.RESULT, "b"), m.Arrive(2, 0, s.RESULT, None)
+    )
+    state, commands = feed(state, s.Lost(3, "gone"))
+    assert state.outcome == s.Finished({0: "a", 1: "b"})
+    assert messages(commands, m.Regroup) == []
 
 
 def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_causes() -> None:
-    state, commands = feed(running(), Lost(1, "killed by SIGKILL"), *reports((0, 2, 3), 1), Lost(0, "unrelated"))
-    state, commands = feed(state, Lost(3, "it was silent"))
-    assert commands[-1] == StageLost(1, {1: "killed by SIGKILL", 3: "it was silent"})
-    assert messages(commands, Regroup) == []
+    state, commands = feed(running(), s.Lost(1, "killed by SIGKILL"), *reports((0, 2, 3), 1), s.Lost(0, "unrelated"))
+    state, commands = feed(state, s.Lost(3, "it was silent"))
+    assert commands[-1] == s.StageLost(1, {1: "killed by SIGKILL", 3: "it was silent"})
+    assert messages(commands, m.Regroup) == []
     assert len(records(commands, "stage_lost")) == 1
 
 
 def test_a_stage_can_be_lost_before_training_begins() -> None:
-    _state, commands = feed(initial_state(GRID), Joined(0), Lost(1, "a"), Lost(3, "b"))
-    assert commands[-1] == StageLost(1, {1: "a", 3: "b"})
+    _state, commands = feed(s.initial_state(GRID), s.Joined(0), s.Lost(1, "a"), s.Lost(3, "b"))
+    assert commands[-1] == s.StageLost(1, {1: "a", 3: "b"})
 
 
 def test_an_exception_of_the_users_ends_the_run_as_itself() -> None:
-    crash = Crash(2, False, "ValueError: bad target", b"pickled", "Traceback ...")
+    crash = m.Crash(2, False, "ValueError: bad target", b"pickled", "Traceback ...")
     state, commands = feed(running(), crash)
-    assert commands == [Crashed(crash)]
-    assert state.outcome == Crashed(crash)
+    assert commands == [s.Crashed(crash)]
+    assert state.outcome == s.Crashed(crash)
 
 
 def test_an_exception_of_the_infrastructure_is_a_loss() -> None:
-    _state, commands = feed(running(), Crash(2, True, "InjectedFaultError: x", None, ""))
-    assert messages(commands, Regroup) == [Regroup(1, (0, 1, 3), 1)]
+    _state, commands = feed(running(), m.Crash(2, True, "InjectedFaultError: x", None, ""))
+    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 1, 3), 1)]
     assert records(commands, "failure")[0].details == {"cause": "InjectedFaultError: x"}
 
 
 # ---------------------------------------------------------------------- broken connections without a death
 
 
-def disturb(state: MembershipState) -> tuple[MembershipState, list[Command]]:
+def disturb(state: s.MembershipState) -> tuple[s.MembershipState, list[s.Command]]:
     """A connection breaks between live workers and all of them report again."""
     generation = state.generation
-    state, commands = feed(state, Broken(0, generation, "connection reset"), GraceElapsed(generation, "reset"))
+    state, commands = feed(state, m.Broken(0, generation, "connection reset"), s.GraceElapsed(generation, "reset"))
     if state.outcome is None:
         state, more = feed(state, *reports(state.roster, generation + 1, state.version))
         commands += more
@@ -470,16 +432,16 @@ def disturb(state: MembershipState) -> tuple[MembershipState, list[Command]]:
 
 def test_a_broken_connection_is_given_time_for_a_death_to_explain_it() -> None:
     state = running()
-    assert transition(state, Broken(0, 0, "reset")) == (state, (StartGrace(0, "worker (0, 0): reset"),))
-    state, _ = feed(state, Broken(0, 0, "reset"), Lost(1, "the reason"), *reports((0, 2, 3), 1))
-    assert transition(state, GraceElapsed(0, "reset")) == (state, ())
+    assert transition(state, m.Broken(0, 0, "reset")) == (state, (s.StartGrace(0, "worker (0, 0): reset"),))
+    state, _ = feed(state, m.Broken(0, 0, "reset"), s.Lost(1, "the reason"), *reports((0, 2, 3), 1))
+    assert transition(state, s.GraceElapsed(0, "reset")) == (state, ())
 
 
 def test_without_a_death_the_same_workers_regroup() -> None:
     state, commands = disturb(running())
-    assert commands[0] == StartGrace(0, "worker (0, 0): connection reset")
-    assert messages(commands, Regroup) == [Regroup(1, ALL, 1, check_links=True)]
-    assert records(commands, "disturbance") == [Record("disturbance", 0, None, {"cause": "reset"})]
+    assert commands[0] == s.StartGrace(0, "worker (0, 0): connection reset")
+    assert messages(commands, m.Regroup) == [m.Regroup(1, ALL, 1, check_links=True)]
+    assert records(commands, "disturbance") == [s.Record("disturbance", 0, None, {"cause": "reset"})]
     assert (state.regrouping, state.disturbances) == (False, 1)
 
 
@@ -489,7 +451,7 @@ def test_disturbances_in_a_row_are_given_up_with_an_error_that_names_the_step() 
         state, _ = disturb(state)
         assert state.outcome is None
     state, _ = disturb(state)
-    assert isinstance(state.outcome, Failed)
+    assert isinstance(state.outcome, s.Failed)
     assert "step 0, at last because: reset" in state.outcome.reason
     assert "reach each other" not in state.outcome.reason
 
@@ -500,7 +462,7 @@ def test_disturbances_are_forgotten_after(relief: str) -> None:
     for _ in range(MAX_DISTURBANCES):
         state, _ = disturb(state)
     if relief == "a loss":
-        state, _ = feed(state, Lost(3, "gone"), *reports((0, 1, 2), state.generation + 1))
+        state, _ = feed(state, s.Lost(3, "gone"), *reports((0, 1, 2), state.generation + 1))
     else:
         state, _ = feed(state, *applied(ALL, 0))
     state, _ = disturb(state)
@@ -512,63 +474,63 @@ def test_disturbances_are_forgotten_after(relief: str) -> None:
 
 def test_after_a_loss_nobody_checks_its_links() -> None:
     state, _ = disturb(running())
-    _, commands = feed(state, Lost(3, "gone"))
-    assert messages(commands, Regroup) == [Regroup(2, (0, 1, 2), 1)]
+    _, commands = feed(state, s.Lost(3, "gone"))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 2), 1)]
 
 
 @pytest.mark.parametrize("who_says_it", [[(0, 2)], [(2, 0)], [(0, 2), (2, 0)]], ids=["one", "the other", "both"])
 def test_one_of_two_that_still_cannot_reach_each_other_is_evicted(who_says_it: list[tuple[int, int]]) -> None:
     state, _ = disturb(running())
-    said = [Broken(rank, 1, "no connection", (other,)) for rank, other in who_says_it]
+    said = [m.Broken(rank, 1, "no connection", (other,)) for rank, other in who_says_it]
     state, commands = feed(state, *said)
-    assert commands == [StartGrace(1, f"worker {divmod(rank, 2)}: no connection") for rank, _ in who_says_it]
-    state, commands = feed(state, GraceElapsed(1, "reset"))
-    assert commands == [Evict(2, "it and worker (0, 0) cannot reach each other")]
-    state, commands = feed(state, Lost(2, "it and worker (0, 0) cannot reach each other"))
-    assert messages(commands, Regroup) == [Regroup(2, (0, 1, 3), 1)]
+    assert commands == [s.StartGrace(1, f"worker {divmod(rank, 2)}: no connection") for rank, _ in who_says_it]
+    state, commands = feed(state, s.GraceElapsed(1, "reset"))
+    assert commands == [s.Evict(2, "it and worker (0, 0) cannot reach each other")]
+    state, commands = feed(state, s.Lost(2, "it and worker (0, 0) cannot reach each other"))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 3), 1)]
     assert (state.disturbances, state.broken_pairs) == (0, frozenset())
 
 
 def test_a_worker_that_reaches_nobody_is_evicted_for_all_of_them() -> None:
     state, _ = disturb(running())
-    said = [Broken(rank, 1, "no connection", (1,)) for rank in (0, 2, 3)]
-    _, commands = feed(state, *said, GraceElapsed(1, "reset"))
-    assert commands[-1:] == [Evict(1, "it and workers (0, 0) and (1, 0) and (1, 1) cannot reach each other")]
+    said = [m.Broken(rank, 1, "no connection", (1,)) for rank in (0, 2, 3)]
+    _, commands = feed(state, *said, s.GraceElapsed(1, "reset"))
+    assert commands[-1:] == [s.Evict(1, "it and workers (0, 0) and (1, 0) and (1, 1) cannot reach each other")]
 
 
 def test_who_alone_has_what_the_others_need_stays() -> None:
     """Worker 0 has nothing to compute. It missed the end of the reduction of step 0; stage 1 has step 1 behind it."""
     versions = {0: 0, 1: 2, 2: 1, 3: 2}
-    state, _ = feed(running(), all_losses(0), all_losses(1), Broken(0, 0, "reset"), GraceElapsed(0, "reset"))
+    state, _ = feed(running(), all_losses(0), all_losses(1), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"))
     state, commands = feed(state, *(report(rank, 1, version) for rank, version in versions.items()))
-    assert messages(commands, Resume)[0].decision == Decision(1, frozenset({1}), (Adoption(0, 0, 2),))
-    _, commands = feed(state, Broken(0, 1, "no connection", (2,)), GraceElapsed(1, "reset"))
-    assert commands[-1:] == [Evict(0, "it and worker (1, 0) cannot reach each other")]
+    assert messages(commands, m.Resume)[0].decision == Decision(1, frozenset({1}), (Adoption(0, 0, 2),))
+    _, commands = feed(state, m.Broken(0, 1, "no connection", (2,)), s.GraceElapsed(1, "reset"))
+    assert commands[-1:] == [s.Evict(0, "it and worker (1, 0) cannot reach each other")]
 
 
 def test_a_death_explains_what_could_not_be_reached() -> None:
     state, _ = disturb(running())
-    state, _ = feed(state, Broken(0, 1, "no connection", (2,)), Lost(2, "its machine is gone"))
-    assert transition(state, GraceElapsed(1, "reset")) == (state, ())
+    state, _ = feed(state, m.Broken(0, 1, "no connection", (2,)), s.Lost(2, "its machine is gone"))
+    assert transition(state, s.GraceElapsed(1, "reset")) == (state, ())
     state, _ = feed(state, *reports((0, 1, 3), 2))
-    assert transition(state, Broken(0, 1, "no connection", (2,))) == (state, ())
-    assert transition(state, GraceElapsed(1, "reset")) == (state, ())
+    assert transition(state, m.Broken(0, 1, "no connection", (2,))) == (state, ())
+    assert transition(state, s.GraceElapsed(1, "reset")) == (state, ())
 
 
 def test_a_link_that_heals_costs_nobody() -> None:
     state, _ = disturb(running())
     state, _ = feed(state, *applied(ALL, 0))
     state, commands = disturb(state)
-    assert messages(commands, Regroup) == [Regroup(2, ALL, 1, check_links=True)]
+    assert messages(commands, m.Regroup) == [m.Regroup(2, ALL, 1, check_links=True)]
     assert state.disturbances == 1
 
 
 def test_what_was_unreachable_is_forgotten_in_the_next_generation() -> None:
     state, _ = disturb(running_without_3())
-    state, commands = feed(state, Broken(1, 2, "no connection", (0, 2)), GraceElapsed(2, "reset"))
+    state, commands = feed(state, m.Broken(1, 2, "no connection", (0, 2)), s.GraceElapsed(2, "reset"))
     pairs = (((0, 0), (0, 1)), ((0, 1), (1, 0)))
     assert records(commands, "disturbance") == [
-        Record("disturbance", 0, None, {"cause": "reset", "broken_pairs": pairs})
+        s.Record("disturbance", 0, None, {"cause": "reset", "broken_pairs": pairs})
     ]
     assert state.broken_pairs == frozenset()
 
@@ -578,12 +540,12 @@ def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
     state = running_without_3()
     for number in range(MAX_DISTURBANCES + 1):
         generation = state.generation
-        unreachable = Broken(1, generation, "no connection", (0, 2)) if number else Broken(1, generation, "reset")
-        state, commands = feed(state, unreachable, GraceElapsed(generation, "reset"))
-        assert not any(isinstance(command, Evict) for command in commands)
+        unreachable = m.Broken(1, generation, "no connection", (0, 2)) if number else m.Broken(1, generation, "reset")
+        state, commands = feed(state, unreachable, s.GraceElapsed(generation, "reset"))
+        assert not any(isinstance(command, s.Evict) for command in commands)
         if state.outcome is None:
             state, _ = feed(state, *reports((0, 1, 2), generation + 1))
-    assert isinstance(state.outcome, Failed)
+    assert isinstance(state.outcome, s.Failed)
     assert "(0, 0) and (0, 1), (0, 1) and (1, 0)" in state.outcome.reason
 
 
@@ -602,5 +564,5 @@ def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
 def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(
     roster: tuple[int, ...], speaks: int, leads: dict[int, int]
 ) -> None:
-    assert leader(GRID, roster) == speaks
-    assert stage_leads(GRID, roster) == leads
+    assert s.leader(GRID, roster) == speaks
+    assert s.stage_leads(GRID, roster) == leads

@@ -1,8 +1,7 @@
 """Who holds everybody up: the judgement as tables, and the clocks that feed it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -124,6 +123,11 @@ def beat(
     return Heartbeat(rank, generation, activity, seconds, debugged)
 
 
+def all_wait_but(watch: Watch, culprit: int | None, seconds: float, at: float = 10.0, **more: Any) -> None:
+    for rank in range(4):
+        watch.beat(rank, beat(rank, seconds, waits=rank != culprit, **(more if rank == culprit else {})), at)
+
+
 @pytest.fixture
 def watch() -> Watch:
     """All four workers have reported once and were heard at 0 s."""
@@ -138,8 +142,7 @@ def watch() -> Watch:
 def test_the_first_step_of_a_process_may_take_long_whatever_it_took_its_peers(watch: Watch) -> None:
     watch.forget(2)
     watch.reported(2)
-    for rank in range(4):
-        watch.beat(rank, beat(rank, 15.0, waits=rank != 2), 0.0)
+    all_wait_but(watch, 2, 15.0, at=0.0)
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
     assert watch.judge(0.0, state(), seconds).stuck == {}
     watch.applied(2)
@@ -148,8 +151,7 @@ def test_the_first_step_of_a_process_may_take_long_whatever_it_took_its_peers(wa
 
 def test_a_heartbeat_that_is_older_than_the_workers_last_word_says_nothing(watch: Watch) -> None:
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
-    for rank in range(4):
-        watch.beat(rank, beat(rank, 15.0, waits=rank != 2), 0.0)
+    all_wait_but(watch, 2, 15.0, at=0.0)
     watch.acted(2, 0.1)
     assert watch.judge(0.2, state(), seconds).stuck == {}
     assert watch.judge(6.0, state(), seconds).stuck.keys() == {2}
@@ -247,11 +249,6 @@ def test_nobody_is_late_for_a_regroup_that_is_over(watch: Watch) -> None:
 SECONDS = {0: {"F": 0.1}, 1: {"F": 2.0}}  # stage 1 is slow
 
 
-def all_wait_but(watch: Watch, culprit: int, seconds: float, **more: bool) -> None:
-    for rank in range(4):
-        watch.beat(rank, beat(rank, seconds, waits=rank != culprit, **(more if rank == culprit else {})), 10.0)
-
-
 @pytest.mark.parametrize(("culprit", "now", "stuck"), [(2, 13.0, False), (2, 15.0, True), (1, 15.0, False)])
 def test_the_time_since_the_last_heartbeat_counts_and_the_stage_has_its_own_limits(
     watch: Watch, culprit: int, now: float, stuck: bool
@@ -286,8 +283,7 @@ def test_who_has_reported_waits_for_the_rest_whatever_its_last_heartbeat_said(wa
 
 
 def test_all_waiting_is_a_deadlock_but_not_in_a_regroup(watch: Watch) -> None:
-    for rank in range(4):
-        watch.beat(rank, beat(rank, 100.0, waits=True), 10.0)
+    all_wait_but(watch, None, 100.0)
     assert watch.judge(10.0, state(), SECONDS) == Verdict({}, deadlocked=True)
     assert watch.judge(10.0, regrouping(0, 1, 2, 3), SECONDS) == Verdict({}, deadlocked=False)
 

@@ -1,7 +1,5 @@
 """What a run plans for once its workers turned out to be of unequal speed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -17,56 +17,31 @@ from membership_feed import (
     running_without_3,
 )
 
+from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.messages import (
-    Answer,
-    Arrive,
-    AtBoundary,
-    Boundary,
-    Entered,
-    Leave,
-    Pause,
-    Paused,
-    Ready,
-    Regroup,
-    Report,
-    Resume,
-)
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.control.protocol.state import (
-    CandidateLost,
-    Command,
-    GraceElapsed,
-    Lost,
-    MembershipEvent,
-    MembershipState,
-    MovePlanned,
-    PlanReady,
-    Record,
-    Send,
-    StageLost,
-)
 from lightning_recycle.planning.grid import Grid
 
 THREE = (0, 1, 2)
 
 
-def paused(ranks: Iterable[int], generation: int, step: int) -> list[Paused]:
-    return [Paused(rank, generation, step) for rank in ranks]
+def paused(ranks: Iterable[int], generation: int, step: int) -> list[m.Paused]:
+    return [m.Paused(rank, generation, step) for rank in ranks]
 
 
-def arrived(ranks: Iterable[int], generation: int, step: int) -> list[AtBoundary]:
-    return [AtBoundary(rank, generation, step) for rank in ranks]
+def arrived(ranks: Iterable[int], generation: int, step: int) -> list[m.AtBoundary]:
+    return [m.AtBoundary(rank, generation, step) for rank in ranks]
 
 
-def finish(ranks: tuple[int, ...], steps: Iterable[int]) -> list[MembershipEvent]:
+def finish(ranks: tuple[int, ...], steps: Iterable[int]) -> list[s.MembershipEvent]:
     """The ``steps``, done by ``ranks``."""
     return [
         event for step in steps for event in (all_losses(step, max(r for r in ranks if r % 2)), *applied(ranks, step))
     ]
 
 
-def stop_at(state: MembershipState, step: int) -> tuple[MembershipState, list[Command]]:
+def stop_at(state: s.MembershipState, step: int) -> tuple[s.MembershipState, list[s.Command]]:
     """The pause that is under way, to its end: all stop at ``step``."""
     assert state.pause is not None
     ranks = state.roster
@@ -74,94 +49,94 @@ def stop_at(state: MembershipState, step: int) -> tuple[MembershipState, list[Co
     return feed(state, *arrived(ranks, state.generation, step))
 
 
-def without_state(rank: int, generation: int) -> Report:
+def without_state(rank: int, generation: int) -> m.Report:
     return report(rank, generation, -1)
 
 
-def joining_3(step: int = 2) -> MembershipState:
+def joining_3(step: int = 2) -> s.MembershipState:
     """Worker 3 joins the others at ``step`` in generation 2; worker 1 is to give it its state."""
-    state, _ = feed(running_without_3(), Ready(3))
+    state, _ = feed(running_without_3(), m.Ready(3))
     state, _ = stop_at(state, step)
     state, _ = feed(state, *reports(THREE, 2, step), without_state(3, 2))
     assert state.joining == {3}
     return state
 
 
-def rejoined_3(step: int = 2) -> MembershipState:
-    return feed(joining_3(step), Entered(3, 2))[0]
+def rejoined_3(step: int = 2) -> s.MembershipState:
+    return feed(joining_3(step), m.Entered(3, 2))[0]
 
 
 # ---------------------------------------------------------------------- joining
 
 
 def test_nobody_is_asked_to_stop_while_nobody_is_ready() -> None:
-    state, commands = feed(running_without_3(), *finish(THREE, range(3)), Arrive(0, 0, "log", None))
-    assert messages(commands, Pause) == []
+    state, commands = feed(running_without_3(), *finish(THREE, range(3)), m.Arrive(0, 0, "log", None))
+    assert messages(commands, m.Pause) == []
     assert state.pause is None
 
 
 def test_all_are_asked_to_stop_when_a_worker_is_ready() -> None:
-    _, commands = feed(running_without_3(), Ready(3))
-    assert commands == [Send(THREE, Pause(1))]
+    _, commands = feed(running_without_3(), m.Ready(3))
+    assert commands == [s.Send(THREE, m.Pause(1))]
 
 
 def test_who_is_ready_before_the_first_generation_or_in_a_regroup_waits_for_its_end() -> None:
-    state, _ = feed(running(), Lost(3, "gone"))
-    state, commands = feed(state, Ready(3), *reports((0, 1), 1))
-    assert messages(commands, Pause) == []
+    state, _ = feed(running(), s.Lost(3, "gone"))
+    state, commands = feed(state, m.Ready(3), *reports((0, 1), 1))
+    assert messages(commands, m.Pause) == []
     _, commands = feed(state, report(2, 1))
-    assert [type(c.message) for c in commands if isinstance(c, Send)] == [Resume, Pause]
+    assert [type(c.message) for c in commands if isinstance(c, s.Send)] == [m.Resume, m.Pause]
 
 
 def test_the_boundary_is_the_first_step_that_nobody_has_begun() -> None:
-    state, _ = feed(running_without_3(), Ready(3))
-    state, commands = feed(state, Paused(0, 1, 4), Paused(2, 1, 4))
+    state, _ = feed(running_without_3(), m.Ready(3))
+    state, commands = feed(state, m.Paused(0, 1, 4), m.Paused(2, 1, 4))
     assert commands == []
-    _, commands = feed(state, Paused(1, 1, 3))
-    assert commands == [Send(THREE, Boundary(1, 5))]
+    _, commands = feed(state, m.Paused(1, 1, 3))
+    assert commands == [s.Send(THREE, m.Boundary(1, 5))]
 
 
 def test_workers_that_have_begun_nothing_stop_at_the_first_step() -> None:
-    state, _ = feed(running_without_3(), Ready(3))
+    state, _ = feed(running_without_3(), m.Ready(3))
     _, commands = feed(state, *paused(THREE, 1, -1))
-    assert messages(commands, Boundary) == [Boundary(1, 0)]
+    assert messages(commands, m.Boundary) == [m.Boundary(1, 0)]
 
 
 def test_a_generation_with_who_is_ready_begins_when_all_wait_at_the_boundary() -> None:
-    state, _ = feed(running_without_3(), Ready(3), *finish(THREE, range(2)), *paused(THREE, 1, 1))
+    state, _ = feed(running_without_3(), m.Ready(3), *finish(THREE, range(2)), *paused(THREE, 1, 1))
     state, commands = feed(state, *arrived((0, 2), 1, 2))
     assert commands == []
     state, commands = feed(state, *arrived((1,), 1, 2))
-    assert commands == [Record("paused", 2), Send(ALL, Regroup(2, ALL, 1))]
+    assert commands == [s.Record("paused", 2), s.Send(ALL, m.Regroup(2, ALL, 1))]
     assert (state.live, state.joining, state.ready, state.pause) == ({0, 1, 2, 3}, {3}, frozenset(), None)
 
 
 def test_the_state_comes_from_the_lowest_peer_that_has_it_and_nothing_is_redone() -> None:
-    state, _ = feed(running_without_3(), Ready(3))
+    state, _ = feed(running_without_3(), m.Ready(3))
     state, _ = stop_at(state, 2)
     state, commands = feed(state, without_state(3, 2), *reports(THREE, 2, 2))
-    (resume,) = messages(commands, Resume)
+    (resume,) = messages(commands, m.Resume)
     assert (resume.roster, resume.donors) == (ALL, {3: 1})
     assert (resume.decision.version, resume.decision.ahead, resume.decision.adoptions) == (2, frozenset(), ())
     assert records(commands, "step") == []
 
 
 def test_the_first_resume_and_one_after_a_loss_have_no_donors() -> None:
-    _, commands = feed(running(), Lost(3, "gone"), *reports(THREE, 1))
-    assert messages(commands, Resume)[0].donors == {}
+    _, commands = feed(running(), s.Lost(3, "gone"), *reports(THREE, 1))
+    assert messages(commands, m.Resume)[0].donors == {}
 
 
 def test_several_workers_join_together() -> None:
-    state, _ = feed(running(), Lost(3, "gone"), Lost(2, "gone"), *reports((0, 1), 2), Ready(3), Ready(2))
+    state, _ = feed(running(), s.Lost(3, "gone"), s.Lost(2, "gone"), *reports((0, 1), 2), m.Ready(3), m.Ready(2))
     state, commands = stop_at(state, 1)
-    assert messages(commands, Regroup) == [Regroup(3, ALL, 1)]
+    assert messages(commands, m.Regroup) == [m.Regroup(3, ALL, 1)]
     _, commands = feed(state, *reports((0, 1), 3, 1), without_state(2, 3), without_state(3, 3))
-    assert messages(commands, Resume)[0].donors == {2: 0, 3: 1}
+    assert messages(commands, m.Resume)[0].donors == {2: 0, 3: 1}
 
 
 def test_who_has_joined_is_recorded_once_it_has_its_state() -> None:
-    state, commands = feed(joining_3(), Entered(3, 2))
-    assert commands == [Record("rejoined", 2, 3)]
+    state, commands = feed(joining_3(), m.Entered(3, 2))
+    assert commands == [s.Record("rejoined", 2, 3)]
     assert state.joining == frozenset()
     assert state.holders(1) == {1, 3}
 
@@ -174,102 +149,102 @@ def test_a_worker_that_joined_takes_part_in_counting_steps() -> None:
     state, commands = feed(rejoined_3(), *applied(THREE, 2))
     assert commands == []
     _, commands = feed(state, *applied((3,), 2))
-    assert commands == [Record("step", 2)]
+    assert commands == [s.Record("step", 2)]
 
 
 def test_a_worker_that_joined_takes_part_in_collectives() -> None:
-    state, commands = feed(rejoined_3(), *(Arrive(rank, 0, "log", rank) for rank in THREE))
+    state, commands = feed(rejoined_3(), *(m.Arrive(rank, 0, "log", rank) for rank in THREE))
     assert commands == []
-    _, commands = feed(state, Arrive(3, 0, "log", 3))
-    assert messages(commands, Answer) == [Answer(0, {0: 0, 1: 1, 2: 2, 3: 3}, 1)]
+    _, commands = feed(state, m.Arrive(3, 0, "log", 3))
+    assert messages(commands, m.Answer) == [m.Answer(0, {0: 0, 1: 1, 2: 2, 3: 3}, 1)]
 
 
 def test_who_becomes_ready_while_another_one_gets_its_state_waits_for_that() -> None:
-    state, _ = feed(running(), Lost(3, "gone"), Lost(2, "gone"), *reports((0, 1), 2), Ready(3))
+    state, _ = feed(running(), s.Lost(3, "gone"), s.Lost(2, "gone"), *reports((0, 1), 2), m.Ready(3))
     state, _ = stop_at(state, 1)
     state, _ = feed(state, *reports((0, 1), 3, 1), without_state(3, 3))
-    state, commands = feed(state, Ready(2))
+    state, commands = feed(state, m.Ready(2))
     assert commands == []
-    _, commands = feed(state, Entered(3, 3))
-    assert messages(commands, Pause) == [Pause(3)]
+    _, commands = feed(state, m.Entered(3, 3))
+    assert messages(commands, m.Pause) == [m.Pause(3)]
 
 
 # ---------------------------------------------------------------------- who speaks
 
 
 def test_the_leader_leads_as_long_as_it_lives_also_when_a_lower_pipeline_comes_back() -> None:
-    state, commands = feed(running(), Lost(1, "gone"), *reports((0, 2, 3), 1), Ready(1))
-    assert messages(commands, Regroup) == [Regroup(1, (0, 2, 3), 3)]
+    state, commands = feed(running(), s.Lost(1, "gone"), *reports((0, 2, 3), 1), m.Ready(1))
+    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 2, 3), 3)]
     state, commands = stop_at(state, 1)
-    assert messages(commands, Regroup) == [Regroup(2, ALL, 3)]
-    state, _ = feed(state, *reports((0, 2, 3), 2, 1), without_state(1, 2), Entered(1, 2))
-    _, commands = feed(state, *(Arrive(rank, 0, "log", None) for rank in ALL), Lost(3, "gone"))
-    assert messages(commands, Answer)[0].leader == 3
-    assert messages(commands, Regroup) == [Regroup(3, (0, 1, 2), 1)]
+    assert messages(commands, m.Regroup) == [m.Regroup(2, ALL, 3)]
+    state, _ = feed(state, *reports((0, 2, 3), 2, 1), without_state(1, 2), m.Entered(1, 2))
+    _, commands = feed(state, *(m.Arrive(rank, 0, "log", None) for rank in ALL), s.Lost(3, "gone"))
+    assert messages(commands, m.Answer)[0].leader == 3
+    assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 1, 2), 1)]
 
 
 def test_a_worker_without_its_state_does_not_become_leader() -> None:
     grid = Grid(3, 1, 1)
-    state = MembershipState(
+    state = s.MembershipState(
         grid, frozenset({0, 1, 2}), frozenset({0, 1, 2}), 1, leader=2, joining=frozenset({0}), applied={1: 0, 2: 0}
     )
-    _, commands = feed(state, Lost(2, "gone"))
-    assert messages(commands, Regroup) == [Regroup(2, (0, 1), 1)]
+    _, commands = feed(state, s.Lost(2, "gone"))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)]
 
 
 def test_a_leader_that_leaves_hands_over_at_the_boundary() -> None:
-    state, _ = feed(running(), Leave(1))
+    state, _ = feed(running(), m.Leave(1))
     _, commands = stop_at(state, 1)
-    assert messages(commands, Regroup) == [Regroup(1, (0, 2, 3), 3)]
+    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 2, 3), 3)]
 
 
 # ---------------------------------------------------------------------- leaving
 
 
 def test_a_worker_that_was_told_to_end_leaves_at_the_boundary_and_is_no_failure() -> None:
-    state, commands = feed(running(), Leave(3))
-    assert commands == [Send(ALL, Pause(0))]
+    state, commands = feed(running(), m.Leave(3))
+    assert commands == [s.Send(ALL, m.Pause(0))]
     state, commands = stop_at(state, 3)
-    assert commands == [Record("paused", 3), Record("left", 3, 3), Send(THREE, Regroup(1, THREE, 1))]
+    assert commands == [s.Record("paused", 3), s.Record("left", 3, 3), s.Send(THREE, m.Regroup(1, THREE, 1))]
     assert 3 not in state.live | state.leaving
     _, commands = feed(state, *reports(THREE, 1, 3))
-    assert messages(commands, Resume)[0].decision.version == 3
+    assert messages(commands, m.Resume)[0].decision.version == 3
 
 
 def test_the_last_holder_of_a_stage_stays() -> None:
-    state, commands = feed(running_without_3(), Leave(1))
-    assert messages(commands, Pause) == []
+    state, commands = feed(running_without_3(), m.Leave(1))
+    assert messages(commands, m.Pause) == []
     assert state.leaving == {1}
 
 
 def test_of_two_that_want_to_leave_one_stage_the_last_one_stays() -> None:
-    state, _ = feed(running(), Leave(1), Leave(3))
+    state, _ = feed(running(), m.Leave(1), m.Leave(3))
     state, commands = stop_at(state, 1)
     assert [record.rank for record in records(commands, "left")] == [1]
     assert state.leaving == {3}
     _, commands = feed(state, *reports((0, 2, 3), 1, 1))
-    assert messages(commands, Pause) == []
+    assert messages(commands, m.Pause) == []
 
 
 def test_who_had_to_stay_leaves_when_another_one_has_entered() -> None:
-    state, _ = feed(running_without_3(), Leave(1), Ready(3))
+    state, _ = feed(running_without_3(), m.Leave(1), m.Ready(3))
     state, commands = stop_at(state, 2)
     assert records(commands, "left") == []
     state, commands = feed(state, *reports(THREE, 2, 2), without_state(3, 2))
-    assert messages(commands, Pause) == [], "worker 3 has no state yet"
-    state, commands = feed(state, Entered(3, 2))
-    assert messages(commands, Pause) == [Pause(2)]
+    assert messages(commands, m.Pause) == [], "worker 3 has no state yet"
+    state, commands = feed(state, m.Entered(3, 2))
+    assert messages(commands, m.Pause) == [m.Pause(2)]
     _, commands = stop_at(state, 3)
-    assert records(commands, "left") == [Record("left", 3, 1)]
-    assert messages(commands, Regroup) == [Regroup(3, (0, 2, 3), 3)]
+    assert records(commands, "left") == [s.Record("left", 3, 1)]
+    assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 2, 3), 3)]
 
 
 def test_a_worker_that_dies_before_it_could_leave_is_a_failure_and_is_waited_for_no_longer() -> None:
-    state, _ = feed(running(), Leave(3), *paused(THREE, 0, 0))
-    state, commands = feed(state, Lost(3, "killed"))
+    state, _ = feed(running(), m.Leave(3), *paused(THREE, 0, 0))
+    state, commands = feed(state, s.Lost(3, "killed"))
     assert len(records(commands, "failure")) == 1
     state, commands = feed(state, *reports(THREE, 1))
-    assert messages(commands, Pause) == []
+    assert messages(commands, m.Pause) == []
     assert state.leaving == frozenset()
 
 
@@ -278,67 +253,67 @@ def test_a_worker_that_dies_before_it_could_leave_is_a_failure_and_is_waited_for
 WIDE = Grid(3, 2, 1)  # ranks 0, 2, 4 are stage 0, ranks 1, 3, 5 stage 1
 
 
-def wide_without(*lost: int) -> MembershipState:
+def wide_without(*lost: int) -> s.MembershipState:
     """A run on WIDE whose workers ``lost`` are vacant; the others run in generation 1."""
     live = frozenset(range(6)).difference(lost)
-    state = MembershipState(WIDE, live, live, generation=0, leader=min(live & {1, 3, 5}))
-    return feed(state, GraceElapsed(0, "reset"), *wide_reports(sorted(live), 1))[0]
+    state = s.MembershipState(WIDE, live, live, generation=0, leader=min(live & {1, 3, 5}))
+    return feed(state, s.GraceElapsed(0, "reset"), *wide_reports(sorted(live), 1))[0]
 
 
-def wide_reports(ranks: Iterable[int], generation: int, version: int = 0) -> list[Report]:
-    return [Report(rank, generation, WorkerStatus(rank % 2, version, False)) for rank in ranks]
+def wide_reports(ranks: Iterable[int], generation: int, version: int = 0) -> list[m.Report]:
+    return [m.Report(rank, generation, WorkerStatus(rank % 2, version, False)) for rank in ranks]
 
 
 def test_who_moves_leaves_its_stage_in_the_generation_in_which_it_enters_the_other() -> None:
-    state, commands = feed(wide_without(1, 3), MovePlanned(3, 4))
+    state, commands = feed(wide_without(1, 3), s.MovePlanned(3, 4))
     assert commands == [], "the new process must be ready first"
-    state, commands = feed(state, Ready(3))
-    assert messages(commands, Pause) == [Pause(1)]
+    state, commands = feed(state, m.Ready(3))
+    assert messages(commands, m.Pause) == [m.Pause(1)]
     ranks = (0, 2, 4, 5)
     state, commands = feed(state, *applied(ranks, 0), *paused(ranks, 1, 0), *arrived(ranks, 1, 1))
-    assert records(commands, "moved") == [Record("moved", 1, 4, {"to": (1, 1)})]
+    assert records(commands, "moved") == [s.Record("moved", 1, 4, {"to": (1, 1)})]
     assert records(commands, "left") == []
-    assert messages(commands, Regroup) == [Regroup(2, (0, 2, 3, 5), 5)]
+    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 2, 3, 5), 5)]
     assert state.moves == {}
 
 
 def test_nobody_moves_away_from_a_stage_that_would_be_lost() -> None:
-    state, commands = feed(wide_without(1, 2, 4), MovePlanned(1, 0), Ready(1))
-    assert messages(commands, Pause) == []
+    state, commands = feed(wide_without(1, 2, 4), s.MovePlanned(1, 0), m.Ready(1))
+    assert messages(commands, m.Pause) == []
     assert state.ready == {1}, "two processes on one device would fight for its memory"
 
 
 def test_a_move_is_off_when_the_new_process_dies() -> None:
-    state, commands = feed(wide_without(1, 3), MovePlanned(3, 4), CandidateLost(3))
+    state, commands = feed(wide_without(1, 3), s.MovePlanned(3, 4), s.CandidateLost(3))
     assert (state.moves, state.ready, commands) == ({}, frozenset(), [])
 
 
 def test_the_new_process_enters_although_the_one_that_was_to_move_dies() -> None:
-    state, _ = feed(wide_without(1, 3), MovePlanned(3, 4), Ready(3), Lost(4, "killed"))
+    state, _ = feed(wide_without(1, 3), s.MovePlanned(3, 4), m.Ready(3), s.Lost(4, "killed"))
     state, commands = feed(state, *wide_reports((0, 2, 5), 2))
-    assert messages(commands, Pause) == [Pause(2)]
+    assert messages(commands, m.Pause) == [m.Pause(2)]
     ranks = (0, 2, 5)
     _, commands = feed(state, *applied(ranks, 0), *paused(ranks, 2, 0), *arrived(ranks, 2, 1))
-    assert messages(commands, Regroup) == [Regroup(3, (0, 2, 3, 5), 5)]
+    assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 2, 3, 5), 5)]
 
 
 # ---------------------------------------------------------------------- losses meanwhile
 
 
 def test_a_candidate_lost_during_the_pause_is_not_let_in() -> None:
-    state, _ = feed(running_without_3(), Ready(3), *paused(THREE, 1, 0), CandidateLost(3))
+    state, _ = feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0), s.CandidateLost(3))
     state, commands = feed(state, *applied(THREE, 0), *arrived(THREE, 1, 1))
-    assert messages(commands, Regroup) == [Regroup(2, THREE, 1)], "all go on together from where they stopped"
+    assert messages(commands, m.Regroup) == [m.Regroup(2, THREE, 1)], "all go on together from where they stopped"
     assert state.joining == frozenset()
 
 
 def test_a_candidate_lost_before_the_pause_begins_is_forgotten() -> None:
-    state, _ = feed(running(), Lost(3, "gone"), Ready(3), CandidateLost(3))
+    state, _ = feed(running(), s.Lost(3, "gone"), m.Ready(3), s.CandidateLost(3))
     _, commands = feed(state, *reports(THREE, 1))
-    assert messages(commands, Pause) == []
+    assert messages(commands, m.Pause) == []
 
 
-STAGES_OF_A_PAUSE: dict[str, list[MembershipEvent]] = {
+STAGES_OF_A_PAUSE: dict[str, list[s.MembershipEvent]] = {
     "when it is asked for": [],
     "while some have answered": paused((0, 1), 1, 0),
     "when the boundary is known": paused(THREE, 1, 0),
@@ -348,61 +323,61 @@ STAGES_OF_A_PAUSE: dict[str, list[MembershipEvent]] = {
 
 @pytest.mark.parametrize("events", STAGES_OF_A_PAUSE.values(), ids=STAGES_OF_A_PAUSE)
 def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_next_resume(
-    events: list[MembershipEvent],
+    events: list[s.MembershipEvent],
 ) -> None:
-    state, _ = feed(running_without_3(), Ready(3), *events)
+    state, _ = feed(running_without_3(), m.Ready(3), *events)
     assert state.pause is not None
-    state, commands = feed(state, Lost(2, "gone"))
-    assert messages(commands, Regroup) == [Regroup(2, (0, 1), 1)], "worker 3 does not enter in the middle of a step"
+    state, commands = feed(state, s.Lost(2, "gone"))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)], "worker 3 does not enter in the middle of a step"
     assert state.pause is None
     state, commands = feed(state, *reports((0, 1), 2))
-    assert [type(c.message) for c in commands if isinstance(c, Send)] == [Resume, Pause]
+    assert [type(c.message) for c in commands if isinstance(c, s.Send)] == [m.Resume, m.Pause]
     state, commands = feed(state, *paused((0, 1), 2, 0), *applied((0, 1), 0), *arrived((0, 1), 2, 1))
-    assert messages(commands, Regroup) == [Regroup(3, (0, 1, 3), 1)]
+    assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 1, 3), 1)]
 
 
 def test_a_broken_connection_during_a_pause_cancels_it_too() -> None:
-    state, _ = feed(running_without_3(), Ready(3), *paused(THREE, 1, 0))
-    state, commands = feed(state, GraceElapsed(1, "reset"), *reports(THREE, 2))
-    assert messages(commands, Regroup) == [Regroup(2, THREE, 1, check_links=True)]
-    assert messages(commands, Pause) == [Pause(2)]
+    state, _ = feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0))
+    state, commands = feed(state, s.GraceElapsed(1, "reset"), *reports(THREE, 2))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, THREE, 1, check_links=True)]
+    assert messages(commands, m.Pause) == [m.Pause(2)]
 
 
 def test_a_joiner_lost_before_it_has_its_state_leaves_the_others_where_they_were() -> None:
-    state, commands = feed(joining_3(), Lost(3, "killed"))
-    assert messages(commands, Regroup) == [Regroup(3, THREE, 1)]
+    state, commands = feed(joining_3(), s.Lost(3, "killed"))
+    assert messages(commands, m.Regroup) == [m.Regroup(3, THREE, 1)]
     _, commands = feed(state, *reports(THREE, 3, 2))
-    (resume,) = messages(commands, Resume)
+    (resume,) = messages(commands, m.Resume)
     assert (resume.decision.version, resume.donors) == (2, {})
 
 
 def test_without_another_holder_the_donors_death_before_the_transfer_loses_the_stage() -> None:
-    state, commands = feed(joining_3(), Lost(1, "killed"))
-    assert messages(commands, Regroup) == [Regroup(3, (0, 2, 3), 3)], "worker 3 may have got the state"
+    state, commands = feed(joining_3(), s.Lost(1, "killed"))
+    assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 2, 3), 3)], "worker 3 may have got the state"
     state, commands = feed(state, *reports((0, 2), 3, 2), without_state(3, 3))
-    assert commands[-1] == StageLost(1, {1: "killed", 3: "gone"})
+    assert commands[-1] == s.StageLost(1, {1: "killed", 3: "gone"})
     assert len(records(commands, "stage_lost")) == 1
-    assert messages(commands, Resume) == []
+    assert messages(commands, m.Resume) == []
 
 
 def test_the_donors_death_after_the_transfer_loses_nothing_even_if_nobody_heard_of_it_yet() -> None:
-    state, _ = feed(joining_3(), Lost(1, "killed"))
+    state, _ = feed(joining_3(), s.Lost(1, "killed"))
     _, commands = feed(state, *reports((0, 2, 3), 3, 2))
-    (resume,) = messages(commands, Resume)
+    (resume,) = messages(commands, m.Resume)
     assert (resume.decision.version, resume.donors) == (2, {})
 
 
 def test_another_holder_gives_the_state_when_the_donor_dies() -> None:
-    state, _ = feed(wide_without(1), Ready(1))
+    state, _ = feed(wide_without(1), m.Ready(1))
     ranks = (0, 2, 3, 4, 5)
     state, _ = feed(state, all_losses(0, 5), *applied(ranks, 0), *paused(ranks, 1, 0), *arrived(ranks, 1, 1))
-    without = Report(1, 2, WorkerStatus(1, -1, False))
+    without = m.Report(1, 2, WorkerStatus(1, -1, False))
     state, commands = feed(state, *wide_reports(ranks, 2, 1), without)
-    assert messages(commands, Resume)[0].donors == {1: 3}
-    state, _ = feed(state, Lost(3, "killed"))
-    again = Report(1, 3, WorkerStatus(1, -1, False))
+    assert messages(commands, m.Resume)[0].donors == {1: 3}
+    state, _ = feed(state, s.Lost(3, "killed"))
+    again = m.Report(1, 3, WorkerStatus(1, -1, False))
     _, commands = feed(state, *wide_reports((0, 2, 4, 5), 3, 1), again)
-    assert messages(commands, Resume)[0].donors == {1: 5}
+    assert messages(commands, m.Resume)[0].donors == {1: 5}
 
 
 # ---------------------------------------------------------------------- late and twice
@@ -411,48 +386,40 @@ def test_another_holder_gives_the_state_when_the_donor_dies() -> None:
 @pytest.mark.parametrize(
     "stale",
     [
-        Paused(0, 0, 0),
-        Paused(3, 1, 0),
-        AtBoundary(0, 1, 0),
-        AtBoundary(0, 1, 2),
-        AtBoundary(0, 0, 1),
-        AtBoundary(3, 1, 1),
-        Entered(0, 1),
-        Ready(0),
-        Ready(3),
-        Paused(0, 1, 7),
+        m.Paused(0, 0, 0), m.Paused(3, 1, 0), m.AtBoundary(0, 1, 0), m.AtBoundary(0, 1, 2), m.AtBoundary(0, 0, 1),
+        m.AtBoundary(3, 1, 1), m.Entered(0, 1), m.Ready(0), m.Ready(3), m.Paused(0, 1, 7),
     ],
     ids=repr,
-)
-def test_words_of_another_generation_step_or_worker_do_not_count_in_a_pause(stale: MembershipEvent) -> None:
-    state, _ = feed(running_without_3(), Ready(3), *paused(THREE, 1, 0))
+)  # fmt: skip
+def test_words_of_another_generation_step_or_worker_do_not_count_in_a_pause(stale: s.MembershipEvent) -> None:
+    state, _ = feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0))
     assert transition(state, stale) == (state, ())
 
 
 @pytest.mark.parametrize(
-    "stale", [Paused(0, 1, 0), AtBoundary(0, 1, 2), Entered(3, 2), Ready(3), Entered(0, 2)], ids=repr
+    "stale", [m.Paused(0, 1, 0), m.AtBoundary(0, 1, 2), m.Entered(3, 2), m.Ready(3), m.Entered(0, 2)], ids=repr
 )
-def test_words_of_a_pause_that_is_over_change_nothing(stale: MembershipEvent) -> None:
+def test_words_of_a_pause_that_is_over_change_nothing(stale: s.MembershipEvent) -> None:
     state = rejoined_3()
     assert transition(state, stale) == (state, ())
 
 
 @pytest.mark.parametrize(
-    "early", [Paused(0, 1, 0), AtBoundary(0, 1, 1), Entered(0, 1), CandidateLost(3), Entered(3, 1)], ids=repr
+    "early", [m.Paused(0, 1, 0), m.AtBoundary(0, 1, 1), m.Entered(0, 1), s.CandidateLost(3), m.Entered(3, 1)], ids=repr
 )
-def test_answers_to_what_nobody_asked_change_nothing(early: MembershipEvent) -> None:
+def test_answers_to_what_nobody_asked_change_nothing(early: s.MembershipEvent) -> None:
     state = running_without_3()
     assert transition(state, early) == (state, ())
 
 
 def test_an_arrival_that_comes_twice_does_not_stand_for_another_one() -> None:
-    state, _ = feed(running_without_3(), Ready(3), *applied(THREE, 0), *paused(THREE, 1, 0))
+    state, _ = feed(running_without_3(), m.Ready(3), *applied(THREE, 0), *paused(THREE, 1, 0))
     _, commands = feed(state, *arrived((0, 0, 2, 2), 1, 1))
     assert commands == []
 
 
 def test_an_answer_that_comes_twice_does_not_stand_for_another_one() -> None:
-    state, _ = feed(running_without_3(), Ready(3))
+    state, _ = feed(running_without_3(), m.Ready(3))
     _, commands = feed(state, *paused((0, 0, 2, 2), 1, 0))
     assert commands == []
 
@@ -465,57 +432,57 @@ def test_the_grid_of_these_tests_is_as_they_say() -> None:
 # ---------------------------------------------------------------------- another plan
 
 
-PLAN = PlanReady(THREE, "a plan", {"gain": 0.3})
+PLAN = s.PlanReady(THREE, "a plan", {"gain": 0.3})
 
 
 def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_there() -> None:
     state, commands = feed(running_without_3(), PLAN)
-    assert commands == [Send(THREE, Pause(1, 0))]
+    assert commands == [s.Send(THREE, m.Pause(1, 0))]
     state, commands = feed(state, *paused((0, 2), 1, 4))
     assert commands == []
-    state, commands = feed(state, Paused(1, 1, 3))
-    assert commands == [Send(THREE, Boundary(1, 5, "a plan", 0)), Record("replanned", 5, None, {"gain": 0.3})]
+    state, commands = feed(state, m.Paused(1, 1, 3))
+    assert commands == [s.Send(THREE, m.Boundary(1, 5, "a plan", 0)), s.Record("replanned", 5, None, {"gain": 0.3})]
     assert (state.generation, state.pause, state.plan, state.regrouping) == (1, None, None, False)
 
 
 def test_a_plan_for_other_workers_or_in_the_middle_of_a_regroup_is_dropped() -> None:
-    for state in (running(), feed(running_without_3(), Lost(0, "gone"))[0]):
+    for state in (running(), feed(running_without_3(), s.Lost(0, "gone"))[0]):
         after, commands = feed(state, PLAN)
         assert (after, commands) == (state, [])
 
 
 def test_a_failure_before_the_change_makes_the_plan_the_next_generation_s_business() -> None:
     state, _ = feed(running_without_3(), PLAN, *paused((0, 1), 1, 4))
-    state, commands = feed(state, Lost(2, "gone"))
-    assert [type(message) for message in messages(commands, Regroup)] == [Regroup]
+    state, commands = feed(state, s.Lost(2, "gone"))
+    assert [type(message) for message in messages(commands, m.Regroup)] == [m.Regroup]
     assert (state.plan, state.pause) == (None, None)
-    _, commands = feed(state, Paused(2, 1, 4), *reports((0, 1), 2))
-    assert messages(commands, Boundary) == []
-    assert len(messages(commands, Resume)) == 1
+    _, commands = feed(state, m.Paused(2, 1, 4), *reports((0, 1), 2))
+    assert messages(commands, m.Boundary) == []
+    assert len(messages(commands, m.Resume)) == 1
 
 
 def test_who_waits_to_be_let_in_goes_before_a_plan() -> None:
     """It is for workers that will not be alone any more."""
-    state, commands = feed(running_without_3(), PLAN, Ready(3))
-    assert len(messages(commands, Pause)) == 1
+    state, commands = feed(running_without_3(), PLAN, m.Ready(3))
+    assert len(messages(commands, m.Pause)) == 1
     state, commands = feed(state, *paused(THREE, 1, 4))
-    assert messages(commands, Boundary) == [Boundary(1, 5)]
+    assert messages(commands, m.Boundary) == [m.Boundary(1, 5)]
     state, commands = feed(state, *arrived(THREE, 1, 5))
-    assert messages(commands, Regroup)[0].roster == ALL
+    assert messages(commands, m.Regroup)[0].roster == ALL
     assert state.plan is None
 
 
 def test_who_comes_right_after_a_change_of_plan_is_let_in_by_a_pause_of_its_own() -> None:
     state, _ = feed(running_without_3(), PLAN, *paused(THREE, 1, 4))
-    state, commands = feed(state, Ready(3))
-    assert commands == [Send(THREE, Pause(1, 1))]
+    state, commands = feed(state, m.Ready(3))
+    assert commands == [s.Send(THREE, m.Pause(1, 1))]
     late = paused(THREE, 1, 4)
     assert feed(state, *late) == (state, []), "these are answers to the first one"
-    _, commands = feed(state, *(Paused(rank, 1, 5, number=1) for rank in THREE))
-    assert commands == [Send(THREE, Boundary(1, 6, None, 1))]
+    _, commands = feed(state, *(m.Paused(rank, 1, 5, number=1) for rank in THREE))
+    assert commands == [s.Send(THREE, m.Boundary(1, 6, None, 1))]
 
 
 def test_a_newer_plan_replaces_one_that_has_not_begun() -> None:
-    _, commands = feed(running_without_3(), PLAN, PlanReady(THREE, "a better one"), *paused(THREE, 1, 0))
-    assert messages(commands, Boundary) == [Boundary(1, 1, "a better one")]
-    assert len(messages(commands, Pause)) == 1
+    _, commands = feed(running_without_3(), PLAN, s.PlanReady(THREE, "a better one"), *paused(THREE, 1, 0))
+    assert messages(commands, m.Boundary) == [m.Boundary(1, 1, "a better one")]
+    assert len(messages(commands, m.Pause)) == 1

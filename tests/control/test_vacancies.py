@@ -1,12 +1,10 @@
 """How empty positions are filled."""
 
-from __future__ import annotations
-
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
+from support.waiting import wait_for
 
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.vacancies import Vacancies
@@ -49,11 +47,7 @@ def vacancies(start: Starter | None, max_restarts: int = 10, wake: Callable[[], 
 def taken(found: Vacancies, number: int = 1) -> list[tuple[int, object]]:
     """What was started, once it is."""
     started: list[tuple[int, object]] = []
-    deadline = time.monotonic() + 10.0
-    while len(started) < number:
-        started += found.take_started()
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    assert wait_for(lambda: started.extend(found.take_started()) or len(started) >= number)
     return started
 
 

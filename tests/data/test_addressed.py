@@ -1,22 +1,21 @@
 """Micro-batch data by address."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from process_tree import is_alive
+from support.process_tree import is_alive
+from support.waiting import wait_for
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
@@ -213,10 +212,8 @@ def test_a_collate_function_that_draws_gives_the_same_whoever_calls_it(num_worke
     expected = step_data(loader(Numbers(16), grid, 4, collate_fn=masked), 0, 1)
     torch.manual_seed(99)
     source = loader(Numbers(16), grid, 4, pipeline=1, collate_fn=masked, num_workers=num_workers)
-    try:
+    with closing(source):
         assert same(step_data(source, 0, 1), expected)
-    finally:
-        source.close()
 
 
 # ---------------------------------------------------------------------- prefetching and redone steps
@@ -226,36 +223,25 @@ def test_dataloader_workers_give_what_fetching_directly_gives() -> None:
     grid = Grid(2, 1, 2)
     direct = loader(Augmented(33), grid, 4, shuffle=True)
     source = loader(Augmented(33), grid, 4, pipeline=1, shuffle=True, num_workers=2)
-    try:
+    with closing(source):
         for epoch in range(2):
             for step in range(len(source)):
                 found = step_data(source, epoch, step)
                 assert same(found, step_data(direct, epoch, step)), (epoch, step)
                 assert same(step_data(source, epoch, step), found), "a redone step gets the same"
-    finally:
-        source.close()
 
 
 def test_own_microbatches_may_be_asked_for_in_any_order_and_adopted_ones_between_them() -> None:
     grid = Grid(2, 1, 4)
     source = loader(Augmented(64), grid, 4, pipeline=0, num_workers=2)
     direct = loader(Augmented(64), grid, 4)
-    wanted = [
-        Microbatch(0, 2),
-        Microbatch(1, 3),
-        Microbatch(0, 0),
-        Microbatch(0, 3),
-        Microbatch(1, 0),
-        Microbatch(0, 1),
-    ]
-    try:
+    wanted = [Microbatch(*place) for place in ((0, 2), (1, 3), (0, 0), (0, 3), (1, 0), (0, 1))]
+    with closing(source):
         for step in (0, 1, 3):  # a step may be skipped: another worker's data, or a resumed run
             handle = StepHandle(source, 0, step)
             source.begin_step(handle)
             for microbatch in wanted:
                 assert torch.equal(source.fetch(handle, microbatch), direct.fetch(handle, microbatch))
-    finally:
-        source.close()
 
 
 class OwnBatches(BatchSampler):
@@ -270,11 +256,9 @@ class WhoRead(Numbers):
 def test_only_own_microbatches_are_prefetched_by_other_processes() -> None:
     source = loader(WhoRead(32), Grid(2, 1, 2), 4, pipeline=1, num_workers=1)
     handle = StepHandle(source, 0, 0)
-    try:
+    with closing(source):
         own = source.fetch(handle, Microbatch(1, 0))
         adopted = source.fetch(handle, Microbatch(0, 0))
-    finally:
-        source.close()
     assert os.getpid() not in own.tolist()
     assert set(adopted.tolist()) == {os.getpid()}
 
@@ -285,13 +269,11 @@ def test_what_a_step_does_to_its_data_in_place_is_not_seen_when_it_is_redone(num
     source = loader(Numbers(8), Grid(1, 1, 2), 4, num_workers=num_workers)
     handle = StepHandle(source, 0, 0)
     source.begin_step(handle)
-    try:
+    with closing(source):
         fetched = source.fetch(handle, Microbatch(0, 0))
         expected = fetched.clone()
         fetched.add_(100)
         assert torch.equal(source.fetch(handle, Microbatch(0, 0)), expected)
-    finally:
-        source.close()
 
 
 def test_data_of_steps_that_cannot_be_redone_any_more_is_released() -> None:
@@ -393,10 +375,8 @@ def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
         assert all(map(is_alive, readers))
         worker.send_signal(signal.SIGKILL)
         worker.wait(10)
-        deadline = time.monotonic() + 2.0  # without the kernel's help the DataLoader's own watchdog takes 5 s
-        while any(map(is_alive, readers)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not any(map(is_alive, readers))
+        # Without the kernel's help the DataLoader's own watchdog takes 5 s.
+        assert wait_for(lambda: not any(map(is_alive, readers)), 2.0)
     finally:
         worker.kill()
         worker.wait(10)

@@ -1,14 +1,12 @@
 """Streams of Hugging Face's ``datasets``: from wherever they are set back, the samples are those of one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset, interleave_datasets
-from test_streams import GLOBAL_BATCH, GRIDS, SEED, SIZE, epochs
+from test_streams import GLOBAL_BATCH, GRIDS, SEED, SIZE, epochs, read
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -38,7 +36,6 @@ def mixed_with_buffers() -> IterableDataset:
 
 
 KINDS = [plain, shuffled, transformed, mixed, mixed_with_buffers]
-Place = tuple[int, int]
 
 
 def numbers(rows: list[dict[str, Any]]) -> Tensor:
@@ -52,18 +49,9 @@ def loader(dataset: IterableDataset, grid: Grid, num_workers: int = 0) -> Stream
     return made
 
 
-def read(source: StreamLoader, first: Place = (0, 0)) -> tuple[list[tuple[Place, list[list[int]]]], list[Any]]:
-    """The micro-batches of every step of three epochs, from ``first`` on, and the loader's state after each."""
-    found, places = [], []
-    for handle, parts in epochs(source, first[0], 3, None, first[1]):
-        found.append(((handle.epoch, handle.index), [part.tolist() for part in parts]))
-        places.append(source.state_dict())
-    return found, places
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_global_batches_of_all_epochs_are_those_of_one_device(kind: Callable[[], IterableDataset]) -> None:
-    found, _ = read(loader(kind(), GRIDS[1]))
+    found, _ = read(loader(kind(), GRIDS[1]), 0, 3, None)
     one_device = DataLoader(kind(), batch_size=GLOBAL_BATCH, collate_fn=numbers, drop_last=True)
     expected = [sorted(batch.tolist()) for _ in range(3) for batch in one_device]
     assert [sorted(n for part in parts for n in part) for _, parts in found] == expected
@@ -75,7 +63,7 @@ def test_from_a_place_all_later_epochs_have_the_same_samples(
     kind: Callable[[], IterableDataset], num_workers: int
 ) -> None:
     source = loader(kind(), GRIDS[1], num_workers)
-    uninterrupted, places = read(source)
+    uninterrupted, places = read(source, 0, 3, None)
     source.close()
     last = {epoch: index for (epoch, index), _ in uninterrupted}
     for number, ((epoch, index), _) in enumerate(uninterrupted):
@@ -84,7 +72,7 @@ def test_from_a_place_all_later_epochs_have_the_same_samples(
         after = (epoch, index + 1) if index < last[epoch] else (epoch + 1, 0)
         other = loader(kind(), GRIDS[0], num_workers)
         other.load_state_dict(places[number])
-        assert read(other, after)[0] == uninterrupted[number + 1 :]
+        assert read(other, after[0], 3, None, after[1])[0] == uninterrupted[number + 1 :]
         other.close()
 
 

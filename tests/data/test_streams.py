@@ -190,6 +190,17 @@ def epochs(
             yield handle, microbatches(source, handle)
 
 
+def read(
+    source: StreamLoader, first: int, last: int, limit: int | None, first_step: int = 0
+) -> tuple[list[tuple[tuple[int, int], list[Any]]], list[Any]]:
+    """The micro-batches of every step of these epochs, and the loader's state after each."""
+    found, places = [], []
+    for handle, parts in epochs(source, first, last, limit, first_step):
+        found.append(((handle.epoch, handle.index), [part.tolist() for part in parts]))
+        places.append(source.state_dict())
+    return found, places
+
+
 def one_device(stream: Any, num_workers: int, count: int, limit: int | None) -> list[list[list[int]]]:
     """The batches of the epochs of PyTorch's own DataLoader."""
     batches = DataLoader(stream, batch_size=GLOBAL_BATCH, num_workers=num_workers, drop_last=True)
@@ -232,21 +243,16 @@ def test_from_every_step_on_another_grid_goes_on_with_the_same_samples(
 ) -> None:
     """After a step as a resumed run does, at the start of one as a worker does that joins."""
     source = loader(STREAMS[name](), GRIDS[1])
-    uninterrupted, places = [], []
-    for handle, parts in epochs(source, 0, 3, limit):
-        uninterrupted.append(((handle.epoch, handle.index), [part.tolist() for part in parts]))
-        places.append(source.state_dict())
+    uninterrupted, places = read(source, 0, 3, limit)
     last = {epoch: index for (epoch, index), _ in uninterrupted}
     for number, ((epoch, index), _) in enumerate(uninterrupted):
         place, rest = places[number], uninterrupted[number:]
         if finished:
             rest = rest[1:]
             epoch, index = (epoch, index + 1) if index < last[epoch] else (epoch + 1, 0)
-        other, found, further_places = loader(STREAMS[name](), GRIDS[0]), [], []
+        other = loader(STREAMS[name](), GRIDS[0])
         other.load_state_dict(place)
-        for handle, parts in epochs(other, epoch, 3, limit, index):
-            found.append(((handle.epoch, handle.index), [part.tolist() for part in parts]))
-            further_places.append(other.state_dict())
+        found, further_places = read(other, epoch, 3, limit, index)
         assert found == rest, (epoch, index)
         assert further_places == places[len(places) - len(rest) :]
 
@@ -282,10 +288,7 @@ class Unequal(GoingOn):
 @pytest.mark.parametrize("stream", [BeginningAnew, Unequal, OfIterators, WithoutState])
 def test_processes_go_on_from_a_place_in_the_middle_of_their_round(stream: Any) -> None:
     source = loader(stream(), GRIDS[1], num_workers=2)
-    uninterrupted, places = [], []
-    for handle, parts in epochs(source, 0, 2, None):
-        uninterrupted.append(((handle.epoch, handle.index), [part.tolist() for part in parts]))
-        places.append(source.state_dict())
+    uninterrupted, places = read(source, 0, 2, None)
     source.close()
     steps = len(uninterrupted) // 2
     assert steps == (5 if stream is Unequal else 4)
@@ -293,10 +296,7 @@ def test_processes_go_on_from_a_place_in_the_middle_of_their_round(stream: Any) 
         (epoch, index), _ = uninterrupted[number]
         other = loader(stream(), GRIDS[0], num_workers=2)
         other.load_state_dict(places[number])
-        found = [
-            ((handle.epoch, handle.index), [part.tolist() for part in parts])
-            for handle, parts in epochs(other, epoch, 2, None, index)
-        ]
+        found, _ = read(other, epoch, 2, None, index)
         other.close()
         assert found == uninterrupted[number:]
 

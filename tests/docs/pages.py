@@ -1,7 +1,5 @@
 """The pages of the documentation, and what can be found in them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the pages say is so: examples run, links lead somewhere, names and tables are those of the code."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.scripts import output_of
 
 from resume_on_another_grid import TOLERANCE, Row, main
 
@@ -22,17 +23,8 @@ pytestmark = pytest.mark.timeout(300)  # a process of its own with several runs 
 
 def run(directory: Path, script: str, *arguments: str, code: int = 0, **environment: str) -> str:
     """What ``python examples/<script> <arguments>`` prints in ``directory``, errors included."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=directory,
-        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
-    assert done.returncode == code, done.stdout
-    return done.stdout
+    variables = {"COLUMNS": "120", "OMP_NUM_THREADS": "1", **environment}
+    return output_of(ROOT / "examples" / script, *arguments, code=code, env=variables, cwd=directory)
 
 
 def losses(metrics: Path, column: str = "train_loss") -> dict[int, float]:

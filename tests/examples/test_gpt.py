@@ -5,6 +5,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from support.training import on_one_device
 
 from gpt import GPT, VOCABULARY
 from stdlib_text import ByteWindows, StdlibText, read_stdlib
@@ -93,16 +94,7 @@ def test_generated_text_continues_the_prompt_and_repeats_with_its_seed(model: GP
 def test_trains_on_one_device_with_the_default_strategy(tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
     model = GPT(width=32, blocks=1, heads=2, context=16, dropout=0.0, learning_rate=1e-2)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=30,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = on_one_device(max_steps=30, default_root_dir=tmp_path)
     trainer.fit(model, StdlibText(context=16, max_bytes=20_000))
     assert trainer.callback_metrics["train_loss"] < 4.5
 

@@ -12,16 +12,7 @@ from rich.console import Console
 from lightning_recycle.control.history import Event
 from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Worker, heuristic
 
-from report import (
-    Failure,
-    Phase,
-    find_failures,
-    find_phases,
-    read_losses,
-    render,
-    summarize_losses,
-    write_pictures,
-)
+from report import Failure, Phase, find_failures, find_phases, read_losses, render, summarize_losses, write_pictures
 
 
 def failure(died: float, detected: float, worker: tuple[int, int], step: int) -> Event:
@@ -45,10 +36,7 @@ HISTORY = [
 @pytest.fixture(scope="module")
 def schedules() -> list[Schedule]:
     grid, costs = Grid(2, 2, 4), Costs.uniform(2)
-    return [
-        heuristic(Problem(grid, costs)),
-        heuristic(Problem(grid, costs, failed=frozenset({Worker(1, 0)}))),
-    ]
+    return [heuristic(Problem(grid, costs)), heuristic(Problem(grid, costs, failed=frozenset({Worker(1, 0)})))]
 
 
 def rendered(*arguments: Any) -> str:
@@ -66,11 +54,7 @@ def test_failure_reports_the_times_of_what_followed() -> None:
 
 
 def test_two_failures_at_once_are_detected_each_and_recovered_together() -> None:
-    history = [
-        failure(10.0, 10.4, (0, 1), step=2),
-        failure(10.1, 10.5, (1, 0), step=2),
-        Event("recovered", 11.0, 1, 2),
-    ]
+    history = [failure(10.0, 10.4, (0, 1), step=2), failure(10.1, 10.5, (1, 0), step=2), Event("recovered", 11.0, 1, 2)]
     first, second = find_failures(history)
     assert (first.detected_after, second.detected_after) == (pytest.approx(0.4), pytest.approx(0.4))
     assert (first.recovered_after, second.recovered_after) == (pytest.approx(1.0), pytest.approx(0.9))

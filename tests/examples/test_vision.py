@@ -5,6 +5,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from support.training import on_one_device
 
 from convnet import ConvNet
 from digits import Digits, read_digits
@@ -58,17 +59,7 @@ def test_output_does_not_depend_on_how_a_batch_is_cut() -> None:
 def test_learns_on_one_device_and_logs_its_accuracy(tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
     model = ConvNet(width=8, blocks=1, learning_rate=3e-3)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=90,
-        val_check_interval=45,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = on_one_device(max_steps=90, val_check_interval=45, default_root_dir=tmp_path)
     trainer.fit(model, Digits(batch_size=16))
     (told,) = trainer.validate(model, Digits(batch_size=16), verbose=False)
     assert told["val_accuracy"] > 0.8

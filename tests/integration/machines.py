@@ -3,8 +3,6 @@
 Every command that touches the network names one of these namespaces: nothing is changed outside them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -11,7 +11,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from support import GLOBAL_BATCH, Regression, dataset
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import QUIET
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ReCycleStrategy
@@ -38,10 +39,7 @@ def main() -> None:
         num_nodes=2,
         strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6),
         max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     loader = DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // 2)
     trainer.fit(model, loader)

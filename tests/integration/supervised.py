@@ -1,7 +1,5 @@
 """A training script that is started as a process of its own: ``supervised.py DIRECTORY``; it saves after every step."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
@@ -10,7 +8,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support import GLOBAL_BATCH, Regression, dataset, fit
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import fit
 
 BALLAST = 1_000_000  # numbers of 8 bytes, so that writing a checkpoint takes a while
 

@@ -3,8 +3,6 @@
 The flags and callbacks of Lightning's that are refused are in tests/parity/test_parity_refused.py.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +12,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Regression, dataset, fit, trainer
+from support.models import Regression, dataset
+from support.training import fit, on_one_device, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -171,15 +170,7 @@ def test_wrong_faults_are_refused(fault: Any, words: list[str]) -> None:
 
 
 def test_fault_injection_without_the_strategy_is_refused() -> None:
-    single = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[FaultInjectionCallback([Fault("kill", 0, 0, 0)])],
-    )
+    single = on_one_device(max_steps=1, callbacks=[FaultInjectionCallback([Fault("kill", 0, 0, 0)])])
     with pytest.raises(ConfigurationError, match="strategy='recycle'"):
         single.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
 
@@ -187,9 +178,7 @@ def test_fault_injection_without_the_strategy_is_refused() -> None:
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from support import Regression, fit\n"
-        "fit(Regression().double(), 2, 2)\n"
+        "from support.models import Regression\nfrom support.training import fit\nfit(Regression().double(), 2, 2)\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

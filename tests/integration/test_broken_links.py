@@ -3,8 +3,6 @@
 Each worker has a machine of its own (a network namespace). Their cables meet at a hub, where the coordinator runs.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time
@@ -16,7 +14,8 @@ import pytest
 import torch
 from machines import Machine, await_line, coordinator, join, namespaces, worker
 from outside_worker import Slow
-from support import GLOBAL_BATCH, dataset, difference, plain_loop
+from support.models import GLOBAL_BATCH, dataset
+from support.training import difference, plain_loop
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 

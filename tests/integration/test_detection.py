@@ -1,21 +1,19 @@
 """Workers that hang or are stuck are found by one bound; work that takes long is not taken for it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
 import lightning as L
 import pytest
-from growth import causes, happened
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support import Regression, committed_steps, dataset, difference, failures, fit, plain_loop
+from support.growth import causes, happened
+from support.models import Regression, dataset
+from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
 
-TOLERANCE = 1e-10
 TIMEOUT = 1.5  # seconds
 LONG = 2.5 * TIMEOUT
 
@@ -167,11 +165,8 @@ class LongLastStage(Regression):
 
 def test_an_operation_that_begins_after_a_long_wait_is_no_fault() -> None:
     """The last stage waits for the first, for more than ten times as long as its forward takes."""
-    model = LongLastStage().double()
-    callbacks = [HeartbeatCallback(interval=0.05, timeout=TIMEOUT), LongHook(rank=0)]
-    run = fit(model, 2, 2, callbacks=callbacks, max_steps=7, strategy={"num_microbatches": 1})
-    assert difference(model.state_dict(), plain_loop(LongLastStage().double(), dataset(), steps=7)) < TOLERANCE
-    assert undisturbed(run)
+    options = {"callbacks": [HeartbeatCallback(interval=0.05, timeout=TIMEOUT), LongHook(rank=0)], "max_steps": 7}
+    assert undisturbed(exact_fit(LongLastStage().double(), 2, 2, **options, strategy={"num_microbatches": 1}))
 
 
 def test_a_worker_that_is_five_times_slower_is_no_fault() -> None:

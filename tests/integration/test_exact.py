@@ -1,17 +1,15 @@
 """Whatever fails, the weights equal those of a plain loop in one process (invariant 1), to 1e-10 in float64."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
 
 import pytest
-from support import Noisy, Regression, Scheduled, committed_steps, dataset, difference, failures, fit, plain_loop
+from support.models import Noisy, Regression, Scheduled, dataset
+from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop
 
 from lightning_recycle.callbacks import Fault
 
-TOLERANCE = 1e-10
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3)]
 POINTS = ["forward", "backward_input", "backward_weight", "reduce", "optimizer"]
 
@@ -25,11 +23,7 @@ SAMPLE = random.Random(20261120).sample(ALL_KILLS, 12)
 
 @pytest.mark.parametrize(("pipelines", "stages"), GRIDS)
 def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -> None:
-    model = Regression().double()
-    expected = plain_loop(model, dataset())
-    run = fit(model, pipelines, stages)
-    assert difference(model.state_dict(), expected) < TOLERANCE
-    assert run.global_step == 10
+    assert exact_fit(Regression().double(), pipelines, stages).global_step == 10
 
 
 @pytest.mark.parametrize("technique", [{"staggered": True}, {"staggered": False}, {"decoupled": False}])
@@ -50,36 +44,24 @@ def test_weights_equal_after_every_kill(
 
 
 def check_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, bool]) -> None:
-    model = Regression().double()
-    expected = plain_loop(model, dataset())
-    run = fit(model, *grid, [Fault("kill", *worker, step=step, at=at)], strategy=dict(technique))
-    assert difference(model.state_dict(), expected) < TOLERANCE
+    run = exact_fit(Regression().double(), *grid, [Fault("kill", *worker, step=step, at=at)], strategy=dict(technique))
     assert failures(run) == [worker]
     assert committed_steps(run) == list(range(10))
 
 
 def test_an_infrastructure_exception_is_survived_like_a_kill() -> None:
-    model = Regression().double()
-    expected = plain_loop(model, dataset())
-    run = fit(model, 2, 2, [Fault("exception", 1, 1, step=4, at="backward_input", microbatch=2)])
-    assert difference(model.state_dict(), expected) < TOLERANCE
-    assert failures(run) == [(1, 1)]
+    fault = Fault("exception", 1, 1, step=4, at="backward_input", microbatch=2)
+    assert failures(exact_fit(Regression().double(), 2, 2, [fault])) == [(1, 1)]
 
 
 def test_a_second_worker_in_another_stage_may_die_later() -> None:
-    model = Regression().double()
-    expected = plain_loop(model, dataset())
-    run = fit(model, 2, 2, [Fault("kill", 0, 1, step=2, at="reduce"), Fault("kill", 1, 0, step=6, at="forward")])
-    assert difference(model.state_dict(), expected) < TOLERANCE
-    assert failures(run) == [(0, 1), (1, 0)]
+    faults = [Fault("kill", 0, 1, step=2, at="reduce"), Fault("kill", 1, 0, step=6, at="forward")]
+    assert failures(exact_fit(Regression().double(), 2, 2, faults)) == [(0, 1), (1, 0)]
 
 
 def test_two_workers_of_different_stages_may_die_in_the_same_step() -> None:
-    model = Regression().double()
-    expected = plain_loop(model, dataset())
-    run = fit(model, 3, 2, [Fault("kill", 0, 1, step=3, at="reduce"), Fault("kill", 2, 0, step=3, at="reduce")])
-    assert difference(model.state_dict(), expected) < TOLERANCE
-    assert sorted(failures(run)) == [(0, 1), (2, 0)]
+    faults = [Fault("kill", 0, 1, step=3, at="reduce"), Fault("kill", 2, 0, step=3, at="reduce")]
+    assert sorted(failures(exact_fit(Regression().double(), 3, 2, faults))) == [(0, 1), (2, 0)]
 
 
 @pytest.mark.parametrize("faults", [(), (Fault("kill", 0, 0, step=3, at="backward_weight"),)])
@@ -121,14 +103,10 @@ def test_precision_64_trains_a_float32_module_in_double() -> None:
 
 
 def test_gradient_norm_clipping_sees_the_whole_model() -> None:
-    model = Regression(clip_scale=100.0).double()
-    expected = plain_loop(model, dataset(), clip_norm=0.5)
-    fit(model, 2, 3, [Fault("kill", 1, 2, step=3, at="optimizer")], gradient_clip_val=0.5)
-    assert difference(model.state_dict(), expected) < TOLERANCE
+    fault = Fault("kill", 1, 2, step=3, at="optimizer")
+    exact_fit(Regression(clip_scale=100.0).double(), 2, 3, [fault], gradient_clip_val=0.5)
 
 
 def test_a_scheduler_steps_once_a_step_also_when_the_step_is_redone() -> None:
-    model = Scheduled().double()
-    expected = plain_loop(model, dataset())
-    fit(model, 2, 2, [Fault("kill", 0, 0, step=3, at="backward_input"), Fault("kill", 1, 1, step=7, at="optimizer")])
-    assert difference(model.state_dict(), expected) < TOLERANCE
+    faults = [Fault("kill", 0, 0, step=3, at="backward_input"), Fault("kill", 1, 1, step=7, at="optimizer")]
+    exact_fit(Scheduled().double(), 2, 2, faults)

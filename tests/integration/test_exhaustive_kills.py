@@ -4,15 +4,14 @@ All of them: ``python -m pytest -m exhaustive tests/integration/test_exhaustive_
 second each).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
 from typing import Any
 
 import pytest
-from support import GLOBAL_BATCH, Regression, committed_steps, dataset, difference, failures, fit, plain_loop
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import committed_steps, difference, failures, fit, plain_loop
 from torch import Tensor
 
 from lightning_recycle.callbacks import Fault

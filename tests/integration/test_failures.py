@@ -1,7 +1,5 @@
 """What users see when workers die, when everything dies, and when it is their own code that fails."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -13,8 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from process_tree import worker_processes
-from support import Regression, dataset, difference, failures, fit, plain_loop, trainer
+from support.growth import Meanwhile, causes
+from support.models import Regression, dataset
+from support.process_tree import worker_processes
+from support.training import difference, exact_fit, failures, fit, on_one_device, plain_loop, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -68,13 +68,9 @@ def kill_at_random(seed: int) -> threading.Thread:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_worker_killed_from_outside_at_any_moment_changes_nothing(seed: int) -> None:
-    model = Regression().double()
-    data = dataset(24 * 60)
-    expected = plain_loop(model, data, steps=60)
     thread = kill_at_random(seed)
-    run = fit(model, 2, 2, data=data, max_steps=60)
+    run = exact_fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60)
     thread.join(10)
-    assert difference(model.state_dict(), expected) < 1e-10
     assert len(failures(run)) <= 1
 
 
@@ -106,11 +102,9 @@ def test_an_exception_that_cannot_be_pickled_still_tells_what_it_was() -> None:
 def test_the_leaders_death_keeps_metrics_and_progress(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
-    model = Regression().double()
-    expected = plain_loop(model, dataset())
     logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
-    run = fit(model, 2, 2, [Fault("kill", 0, 1, step=5)], logger=logger, log_every_n_steps=1, enable_progress_bar=True)
-    assert difference(model.state_dict(), expected) < 1e-10
+    options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "enable_progress_bar": True}
+    run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 1, step=5)], **options)
     rows = (tmp_path / "metrics.csv").read_text().splitlines()
     header = rows[0].split(",")
     assert [int(row.split(",")[header.index("step")]) for row in rows[1:]] == list(range(10))
@@ -119,35 +113,20 @@ def test_the_leaders_death_keeps_metrics_and_progress(tmp_path: Path) -> None:
 
 
 def test_a_second_fit_in_the_same_process_works() -> None:
-    first, second = Regression().double(), Regression().double()
-    expected = plain_loop(first, dataset())
-    fit(first, 2, 2, [Fault("kill", 1, 0, step=3)])
-    fit(second, 2, 2, [Fault("kill", 0, 1, step=3)])
-    assert difference(first.state_dict(), expected) < 1e-10
-    assert difference(second.state_dict(), expected) < 1e-10
+    exact_fit(Regression().double(), 2, 2, [Fault("kill", 1, 0, step=3)])
+    exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 1, step=3)])
 
 
 def test_a_worker_that_stops_is_evicted_after_the_timeout() -> None:
-    model = Regression().double()
-    data = dataset(24 * 40)
-    expected = plain_loop(model, data, steps=40)
-    stopped: list[int] = []
-
-    def stop() -> None:
-        while len(worker_processes()) < 4:
-            time.sleep(0.01)
+    def stop(_: Any) -> None:
         time.sleep(2.5)
-        stopped.append(worker_processes()[1])
-        os.kill(stopped[0], signal.SIGSTOP)
+        os.kill(worker_processes()[1], signal.SIGSTOP)
 
-    thread = threading.Thread(target=stop, daemon=True)
-    thread.start()
-    run = fit(model, 2, 2, data=data, max_steps=40, callbacks=[HeartbeatCallback(interval=0.2, timeout=1.0), Slow()])
-    thread.join(10)
-    assert len(failures(run)) == 1
-    causes = [event.details["cause"] for event in run.strategy.history if event.kind == "failure"]
-    assert "silent" in causes[0]
-    assert difference(model.state_dict(), expected) < 1e-10
+    callbacks = [HeartbeatCallback(interval=0.2, timeout=1.0), Slow()]
+    with Meanwhile(lambda: len(worker_processes()) >= 4, stop):
+        run = exact_fit(Regression().double(), 2, 2, data=dataset(24 * 40), max_steps=40, callbacks=callbacks)
+    (cause,) = causes(run)
+    assert "silent" in cause
 
 
 class Slow(L.Callback):
@@ -160,16 +139,14 @@ class Slow(L.Callback):
 def test_ctrl_c_ends_the_run_and_its_workers() -> None:
     run = trainer(2, 2, callbacks=[Slow()], max_steps=1000)
 
-    def interrupt() -> None:
-        while len(worker_processes()) < 4:
-            time.sleep(0.01)
+    def interrupt(_: Any) -> None:
         time.sleep(2.0)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
     handler = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(SystemExit):  # Lightning turns Ctrl-C into an exit
+        # Lightning turns Ctrl-C into an exit.
+        with Meanwhile(lambda: len(worker_processes()) >= 4, interrupt), pytest.raises(SystemExit):
             run.fit(Regression().double(), DataLoader(dataset(24 * 1000), batch_size=12))
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -177,9 +154,7 @@ def test_ctrl_c_ends_the_run_and_its_workers() -> None:
 
 def test_counters_and_metrics_come_home_as_from_one_device() -> None:
     run = fit(Regression().double(), 2, 2, max_steps=5)
-    alone = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=5, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+    alone = on_one_device(max_steps=5)
     alone.fit(Regression().double(), DataLoader(dataset(), batch_size=24))
     assert (run.global_step, run.current_epoch) == (alone.global_step, alone.current_epoch)
     assert run.state == alone.state
@@ -190,23 +165,11 @@ def test_a_checkpoint_resumes_on_one_device_with_its_optimizer_state(tmp_path: P
     model = Regression().double()
     data = dataset(24 * 5)
     fault = Fault("kill", 0, 1, step=4, at="optimizer")  # the leader, right before it would write
-    run = fit(
-        model,
-        2,
-        2,
-        [fault],
-        data=data,
-        enable_checkpointing=True,
-        default_root_dir=tmp_path,
-        max_epochs=1,
-        max_steps=-1,
-    )
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1, "max_steps": -1}
+    run = fit(model, 2, 2, [fault], data=data, **options)
     path = run.checkpoint_callback.best_model_path
     assert difference(torch.load(path, weights_only=True)["state_dict"], model.state_dict()) == 0
     alone = Regression().double()
-    single = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    single.fit(alone, DataLoader(data, batch_size=24), ckpt_path=path)
+    on_one_device(max_epochs=2).fit(alone, DataLoader(data, batch_size=24), ckpt_path=path)
     twice = torch.utils.data.TensorDataset(*(torch.cat([t, t]) for t in data.tensors))
     assert difference(alone.state_dict(), plain_loop(Regression().double(), twice)) < 1e-10

@@ -1,7 +1,5 @@
 """Every kind of fault, injected once, at points of every sort: the others go on, and the weights are exact."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -9,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from growth import AwaitReplacement, causes, happened, rejoined
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support import Regression, committed_steps, dataset, difference, failures, fit, plain_loop
+from support.growth import AwaitReplacement, causes, happened, rejoined
+from support.models import Regression, dataset
+from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop
 from torch.utils.data import DataLoader
 
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
 
-TOLERANCE = 1e-10
 OPERATIONS = ["forward", "backward_input", "backward_weight", "reduce", "optimizer"]
 BROKE = "its connection to the coordinator broke"  # where the system has not said yet how the process ended
 CAUSES = {
@@ -33,9 +31,11 @@ def heartbeat() -> HeartbeatCallback:
     return HeartbeatCallback(interval=0.2, timeout=1.5)
 
 
-def check(model: Regression, run: Any) -> None:
-    assert difference(model.state_dict(), plain_loop(Regression().double(), dataset())) < TOLERANCE
+def train(*faults: Fault, **options: Any) -> Any:
+    """Trains, with exact weights and each step once; returns the Trainer."""
+    run = exact_fit(Regression().double(), 2, 2, faults, **{"callbacks": [heartbeat()], **options})
     assert committed_steps(run) == list(range(10))
+    return run
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,7 @@ def test_every_fault_at_every_operation_is_survived(kind: str, at: str, when: st
 
 
 def check_fault(kind: str, at: str, when: str) -> None:
-    model = Regression().double()
-    run = fit(model, 2, 2, [Fault(kind, 1, 0, 4, at, when=when)], callbacks=[heartbeat()])
-    check(model, run)
+    run = train(Fault(kind, 1, 0, 4, at, when=when))
     (failure,) = happened(run, "failure")
     assert (failure.worker, failure.details["kind"]) == ((1, 0), kind)
     assert any(cause in failure.details["cause"] for cause in CAUSES[kind])
@@ -77,28 +75,21 @@ def check_fault(kind: str, at: str, when: str) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_slow_worker_is_no_failed_worker(when: str) -> None:
-    model = Regression().double()
-    run = fit(model, 2, 2, [Fault("slow", 1, 0, 4, factor=5.0, steps=3, when=when)], callbacks=[heartbeat()])
-    check(model, run)
+    run = train(Fault("slow", 1, 0, 4, factor=5.0, steps=3, when=when))
     assert not failures(run)
     assert {event.kind for event in run.strategy.history} == {"resumed", "regrouped", "step"}
 
 
 @pytest.mark.parametrize("at", ["backward_weight", "optimizer"])
 def test_a_preempted_worker_ends_its_step_and_leaves(at: str) -> None:
-    model = Regression().double()
-    run = fit(model, 2, 2, [Fault("preempt", 1, 0, 4, at, when="after")])
-    check(model, run)
+    run = train(Fault("preempt", 1, 0, 4, at, when="after"), callbacks=[])
     assert [event.worker for event in happened(run, "left")] == [(1, 0)]
     assert not failures(run)
 
 
 @pytest.mark.parametrize("kind", ["kill", "hang"])
 def test_a_whole_node_may_fail_at_once(kind: str) -> None:
-    model = Regression().double()
-    run = fit(model, 2, 2, [Fault(kind, 1, stage, 4) for stage in (0, 1)], callbacks=[heartbeat()])
-    check(model, run)
-    assert sorted(failures(run)) == [(1, 0), (1, 1)]
+    assert sorted(failures(train(*(Fault(kind, 1, stage, 4) for stage in (0, 1))))) == [(1, 0), (1, 1)]
 
 
 # ---------------------------------------------------------------------- points of the run
@@ -106,35 +97,21 @@ def test_a_whole_node_may_fail_at_once(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["kill", "exception", "hang"])
 def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(kind: str) -> None:
-    model = Regression().double()
-    faults = [Fault("kill", 1, 0, 4), Fault(kind, 0, 1, at="recovery")]
-    run = fit(model, 2, 2, faults, callbacks=[heartbeat()])
-    check(model, run)
-    assert failures(run) == [(1, 0), (0, 1)]
+    assert failures(train(Fault("kill", 1, 0, 4), Fault(kind, 0, 1, at="recovery"))) == [(1, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("kind", ["kill", "exception"])
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_worker_may_fail_before_the_first_generation(kind: str, restart: bool) -> None:
-    model = Regression().double()
-    run = fit(
-        model,
-        2,
-        2,
-        [Fault(kind, 0, 1, at="setup")],
-        strategy={"restart_workers": restart},
-        callbacks=[AwaitReplacement([7])] if restart else [],
-    )
-    check(model, run)
+    callbacks = [AwaitReplacement([7])] if restart else []
+    run = train(Fault(kind, 0, 1, at="setup"), strategy={"restart_workers": restart}, callbacks=callbacks)
     assert failures(run) == [(0, 1)]
     assert rejoined(run) == ([(0, 1)] if restart else [])
 
 
 @pytest.mark.parametrize(("kind", "worker"), [("kill", (0, 1)), ("exception", (0, 1)), ("hang", (1, 0))])
 def test_a_worker_may_fail_after_the_last_step(kind: str, worker: tuple[int, int]) -> None:
-    model = Regression().double()
-    run = fit(model, 2, 2, [Fault(kind, *worker, at="end")], callbacks=[heartbeat()])
-    check(model, run)
+    run = train(Fault(kind, *worker, at="end"))
     assert failures(run) == [worker]
     assert "train_loss" in run.callback_metrics
     assert run.global_step == 10
@@ -142,11 +119,9 @@ def test_a_worker_may_fail_after_the_last_step(kind: str, worker: tuple[int, int
 
 @pytest.mark.parametrize("kind", ["kill", "exception", "hang"])
 def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind: str, tmp_path: Path) -> None:
-    model = Regression().double()
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    faults = [Fault(kind, 0, 1, step=4, at="checkpoint")]
-    run = fit(model, 2, 2, faults, callbacks=[heartbeat(), checkpoints], enable_checkpointing=True)
-    check(model, run)
+    fault = Fault(kind, 0, 1, step=4, at="checkpoint")
+    run = train(fault, callbacks=[heartbeat(), checkpoints], enable_checkpointing=True)
     assert failures(run) == [(0, 1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=4.ckpt", "step=8.ckpt"]
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
@@ -157,12 +132,9 @@ def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind: s
 @pytest.mark.parametrize("kind", ["kill", "hang"])
 def test_a_worker_may_fail_in_a_validation(kind: str) -> None:
     loader = DataLoader(dataset(48), batch_size=12)
-    arguments: dict[str, Any] = {"callbacks": [heartbeat()], "val_check_interval": 5, "num_sanity_val_steps": 0}
     values = []
     for faults in ([], [Fault(kind, 0, 1, at="validation", step=5)]):
-        model = Regression().double()
-        run = fit(model, 2, 2, faults, val=loader, **arguments)
-        check(model, run)
+        run = train(*faults, val=loader, val_check_interval=5, num_sanity_val_steps=0)
         values.append(run.callback_metrics["val_loss"])
         assert failures(run) == [(0, 1)] * len(faults)
     torch.testing.assert_close(*values, rtol=1e-10, atol=1e-10)

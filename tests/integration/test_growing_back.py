@@ -9,20 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from growth import AwaitReplacement, Marks, Meanwhile, happened, kill, mark_of, rejoined
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from support import (
-    GLOBAL_BATCH,
-    Noisy,
-    Regression,
-    Scheduled,
-    committed_steps,
-    dataset,
-    difference,
-    failures,
-    fit,
-    plain_loop,
-)
+from support.growth import AwaitReplacement, Marks, Meanwhile, happened, kill, mark_of, rejoined
+from support.models import GLOBAL_BATCH, Noisy, Regression, Scheduled, dataset
+from support.training import committed_steps, difference, failures, fit, plain_loop
 from torch import Tensor
 from torch.utils.data import TensorDataset
 

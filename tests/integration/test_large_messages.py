@@ -1,13 +1,12 @@
 """Activations of many megabytes: a worker that dies is mostly in the middle of a message."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from growth import happened
-from support import GLOBAL_BATCH, Regression, dataset, difference, failures, fit, plain_loop
+from support.growth import happened
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import exact_fit, failures
 from torch import Tensor, nn
 
 from lightning_recycle.callbacks import Fault
@@ -45,10 +44,7 @@ class Wide(Regression):
 )
 def test_a_worker_killed_in_the_middle_of_a_message_holds_nobody_up(fault: Fault) -> None:
     """Gloo hands what is to be sent to a thread of its own: right after an operation it is under way."""
-    model = Wide().double()
-    data = dataset(GLOBAL_BATCH * STEPS)
-    run = fit(model, 2, 2, [fault], data=data, max_steps=STEPS)
-    assert difference(model.state_dict(), plain_loop(Wide().double(), data, steps=STEPS)) < 1e-10
+    run = exact_fit(Wide().double(), 2, 2, [fault], data=dataset(GLOBAL_BATCH * STEPS), max_steps=STEPS)
     assert failures(run) == [(fault.pipeline, fault.stage)]
     assert not happened(run, "disturbance")
     (recovered,) = happened(run, "recovered")

@@ -1,19 +1,18 @@
 """Regrouping again and again leaves nothing behind in the survivors: no descriptors, no threads."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from growth import AwaitReplacement, happened, rejoined
-from support import GLOBAL_BATCH, Regression, dataset, difference, fit, plain_loop
+from support.growth import AwaitReplacement, happened, rejoined
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import exact_fit
+from support.waiting import wait_for
 
 from lightning_recycle.callbacks import failing
 
@@ -70,18 +69,15 @@ def check(regroupings: int, tmp_path: Path, pipelines: int = 2) -> None:
     """Worker (1, 0) dies and comes back ``regroupings / 2`` times: each time there are two new generations."""
     deaths = (regroupings + 1) // 2
     steps = 5 * deaths + 6
-    data = dataset(GLOBAL_BATCH * steps)
-    model = Regression().double()
-    run = fit(
-        model,
+    run = exact_fit(
+        Regression().double(),
         pipelines,
         2,
-        data=data,
+        data=dataset(GLOBAL_BATCH * steps),
         max_steps=steps,
         strategy={"restart_workers": True, "max_restarts": deaths},
         callbacks=[AwaitReplacement(range(2, steps), pace=0), DieAgain(2, deaths), Census(tmp_path)],
     )
-    assert difference(model.state_dict(), plain_loop(Regression().double(), data, steps)) < 1e-10
     assert rejoined(run) == [(1, 0)] * deaths
     assert max(event.generation for event in happened(run, "resumed")) >= regroupings
     survivors = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
@@ -118,9 +114,9 @@ def test_the_launching_process_keeps_nothing_of_its_runs(tmp_path: Path) -> None
 
 def threads_left() -> list[str]:
     """The project's threads in this process, once the one that plans ahead has had time to end the plan it is at."""
-    deadline = time.monotonic() + 20
-    while (left := [t.name for t in threading.enumerate() if t.name.startswith("recycle-")]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.02)
-    return left
+    wait_for(lambda: not project_threads(), 20)
+    return project_threads()
+
+
+def project_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("recycle-")]

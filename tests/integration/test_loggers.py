@@ -1,7 +1,5 @@
 """Loggers lose no row and open no second version when the leader dies."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,8 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import CSVLogger
-from support import GLOBAL_BATCH, Regression, dataset, failures, trainer
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import failures, on_one_device, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -50,12 +49,8 @@ def train(directory: Path, lightning: Any) -> L.Trainer:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    def one_device(**kwargs: Any) -> L.Trainer:
-        quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-        return L.Trainer(accelerator="cpu", devices=1, **quiet, **kwargs)
-
     directory = tmp_path_factory.mktemp("one")
-    train(directory, one_device)
+    train(directory, on_one_device)
     found = rows(directory / "lightning_logs" / "version_0")
     assert len(found) == 2 * (EPOCH + 2)  # every step, and of each epoch the validation and the end
     return found

@@ -1,7 +1,5 @@
 """Checkpoints: what one grid wrote another grid, or one device, goes on from, exactly."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys
@@ -12,7 +10,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support import GLOBAL_BATCH, Regression, Scheduled, dataset, difference, trainer
+from support.models import GLOBAL_BATCH, Regression, Scheduled, dataset
+from support.training import difference, on_one_device, trainer
 from test_ties import AutoEncoder
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -58,9 +57,7 @@ def run(
         callbacks.append(ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1))
         options["enable_checkpointing"] = True
     if grid == ONE_DEVICE:
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        one = {"enable_checkpointing": False, **quiet, **options}
-        lightning = L.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **one)
+        lightning = on_one_device(callbacks=callbacks, **options)
     else:
         lightning = trainer(*grid, faults, callbacks=callbacks, **options)
     lightning.fit(model, DataLoader(dataset(DATA), batch_size=GLOBAL_BATCH // grid[0]), ckpt_path=ckpt_path)

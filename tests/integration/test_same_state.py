@@ -10,11 +10,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from growth import AwaitReplacement, rejoined
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from state_graph import describe, differences
-from support import GLOBAL_BATCH, Regression, dataset, difference, fit
+from support.growth import AwaitReplacement, rejoined
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import difference, fit
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError

@@ -1,7 +1,5 @@
 """Workers that are started by somebody else, on two machines: two network namespaces with a cable between them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +8,8 @@ import pytest
 import torch
 from machines import Machine, await_line, coordinator, namespaces, worker
 from outside_worker import Slow
-from support import GLOBAL_BATCH, dataset, difference, plain_loop
+from support.models import GLOBAL_BATCH, dataset
+from support.training import difference, plain_loop
 
 STEPS = 30
 pytestmark = pytest.mark.timeout(180)

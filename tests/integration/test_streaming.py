@@ -1,7 +1,5 @@
 """Training on streams: the weights are those of one device, whoever dies, joins or resumes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +8,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from growth import AwaitReplacement, happened
-from huggingface_data import AnotherOrder, collate, shuffled
 from lightning.pytorch.callbacks import ModelCheckpoint
-from stream_data import Stream, WithoutState
-from support import GLOBAL_BATCH, Regression, difference, failures, trainer
+from support.growth import AwaitReplacement, happened
+from support.huggingface_streams import AnotherOrder, collate, shuffled
+from support.models import GLOBAL_BATCH, Regression
+from support.streams import Stream, WithoutState
+from support.training import TOLERANCE, difference, failures, on_one_device, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_recycle.callbacks import Fault
 
-TOLERANCE = 1e-10
 EPOCH = 5  # steps
 SAMPLES = GLOBAL_BATCH * EPOCH + 7
 
@@ -36,13 +34,8 @@ def loader(stream: IterableDataset[Any], pipelines: int, num_workers: int = 0) -
 def one_device(data: DataLoader[Any], epochs: int = 2, **options: Any) -> dict[str, Tensor]:
     """The weights that Lightning trains without this strategy."""
     model = Regression().double()
-    plain_trainer(max_epochs=epochs, **options).fit(model, data)
+    on_one_device(max_epochs=epochs, **options).fit(model, data)
     return model.state_dict()
-
-
-def plain_trainer(**options: Any) -> L.Trainer:
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return L.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(quiet, False), **options)
 
 
 def train(
@@ -189,7 +182,7 @@ def uneven(pipelines: int) -> DataLoader[Any]:
 def test_the_metrics_of_a_stream_with_an_uneven_end_are_those_of_one_device(faults: tuple[Fault, ...]) -> None:
     options: dict[str, Any] = {"max_epochs": 1, "max_steps": -1, "val_check_interval": 2}
     losses = []
-    for run, pipelines in ((plain_trainer(**options), 1), (trainer(2, 2, faults, **options), 2)):
+    for run, pipelines in ((on_one_device(**options), 1), (trainer(2, 2, faults, **options), 2)):
         run.fit(Regression().double(), loader(Stream(GLOBAL_BATCH * 4), pipelines), uneven(pipelines))
         losses.append(float(run.callback_metrics["val_loss"]))
     assert failures(run) == [(1, 1)] * len(faults)
@@ -198,7 +191,7 @@ def test_the_metrics_of_a_stream_with_an_uneven_end_are_those_of_one_device(faul
 
 def test_predictions_of_a_stream_with_an_uneven_end_are_those_of_one_device() -> None:
     model = Regression().double()
-    one = torch.cat(plain_trainer().predict(model, uneven(1)))  # type: ignore[arg-type]
+    one = torch.cat(on_one_device().predict(model, uneven(1)))  # type: ignore[arg-type]
     grid = torch.cat(trainer(2, 2).predict(model, uneven(2)))  # type: ignore[arg-type]
     assert len(grid) == 2 * GLOBAL_BATCH + 7
     assert torch.allclose(one, grid, rtol=0, atol=TOLERANCE)

@@ -1,22 +1,21 @@
 """Workers that the launching process did not start: they wait as spares, and take the place of a lost one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
-from support import GLOBAL_BATCH, Regression, committed_steps, dataset, difference, failures, fit, plain_loop
+from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import committed_steps, difference, failures, fit, plain_loop
+from support.waiting import wait_for
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
@@ -58,14 +57,8 @@ def spare(port: int, key: str = "of this test") -> Iterator[subprocess.Popen[str
     )
     environment = {k: v for k, v in os.environ.items() if k != "RECYCLE_LISTEN"}
     environment |= {"RECYCLE_COORDINATOR": f"127.0.0.1:{port}", "RECYCLE_KEY": key}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=HERE,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=HERE, env=environment, **pipes)
     try:
         yield process
     finally:
@@ -100,9 +93,7 @@ class AwaitSpare(L.Callback):
         self._port = port
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        deadline = time.monotonic() + 60
-        while trainer.global_step == 8 and connections(self._port) < 5 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: trainer.global_step != 8 or connections(self._port) >= 5, 60)
 
 
 def test_a_spare_that_nobody_needed_ends_with_the_run(port: int) -> None:
@@ -117,10 +108,7 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_p
     """Nobody can kill it where it is; but the connection that would let it back in is gone."""
     callbacks = [AwaitReplacement([6], pace=0.1), HeartbeatCallback(interval=0.2, timeout=1.5)]
     data = dataset(GLOBAL_BATCH * 30)
-    with (
-        spare(port) as process,
-        Meanwhile(lambda: mark_of(tmp_path, 2, 1), lambda pid: os.kill(pid, signal.SIGSTOP)),
-    ):
+    with spare(port) as process, Meanwhile(lambda: mark_of(tmp_path, 2, 1), lambda pid: os.kill(pid, signal.SIGSTOP)):
         model, run = train(Fault("kill", 1, 0, step=2), callbacks=callbacks, data=data, max_steps=30)
         os.kill(process.pid, signal.SIGCONT)
         _, errors = process.communicate(timeout=30)
@@ -160,9 +148,6 @@ def test_a_wrong_key_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch, c
         with pytest.raises(ConfigurationError, match="RECYCLE_KEY the same value"):
             train()
         assert listener.accepted.empty()
-        deadline = time.monotonic() + 5
-        while "refused a connection" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert "refused a connection" in caplog.text
+        assert wait_for(lambda: "refused a connection" in caplog.text, 5)
     finally:
         listener.close()

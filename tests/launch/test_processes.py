@@ -1,7 +1,5 @@
 """Worker processes of this machine, as the launching process holds them."""
 
-from __future__ import annotations
-
 import time
 
 import psutil

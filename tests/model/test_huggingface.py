@@ -1,30 +1,18 @@
 """A causal language model of ``transformers`` as a pipeline computes what it computes as a whole."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
+from support.training import on_one_device
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    LlamaModel,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.huggingface import IGNORED_LABEL, SUPPORTED, CausalLM
@@ -41,21 +29,21 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def gpt2(dropout: float = 0.0, **options: Any) -> PretrainedConfig:
-    return GPT2Config(
+def gpt2(dropout: float = 0.0, **options: Any) -> tf.PretrainedConfig:
+    return tf.GPT2Config(
         vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout,
         attn_pdrop=dropout, bos_token_id=1, eos_token_id=2, **options,
     )  # fmt: skip
 
 
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**SMALL),
-    "llama, tied": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "mistral, sliding window": lambda: MistralConfig(**SMALL, sliding_window=3),
-    "qwen2, one layer sliding": lambda: Qwen2Config(
+CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
+    "llama": lambda: tf.LlamaConfig(**SMALL),
+    "llama, tied": lambda: tf.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "mistral, sliding window": lambda: tf.MistralConfig(**SMALL, sliding_window=3),
+    "qwen2, one layer sliding": lambda: tf.Qwen2Config(
         **SMALL, use_sliding_window=True, sliding_window=3, max_window_layers=1
     ),
-    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=4),
+    "qwen3": lambda: tf.Qwen3Config(**SMALL, head_dim=4),
     "gpt2, tied": gpt2,
     "gpt2": lambda: gpt2(tie_word_embeddings=False),
 }
@@ -64,7 +52,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 def model_of(name: str, implementation: str = "sdpa") -> Any:
     """The library's model, in float64."""
     torch.manual_seed(SEED)
-    return AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=implementation).double()
+    return tf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=implementation).double()
 
 
 def batch(kind: str = "plain", length: int = 9) -> dict[str, Tensor]:
@@ -109,6 +97,11 @@ def assert_equal(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tenso
         torch.testing.assert_close(actual[1][name], grad, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def loss_of(module: CausalLM, kind: str) -> Tensor:
+    inputs, labels = module.split_batch(batch(kind))
+    return module.loss(module(*inputs), labels)
+
+
 # ---------------------------------------------------------------------- one device
 
 
@@ -117,8 +110,7 @@ def assert_equal(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tenso
 def test_loss_and_gradients_are_those_of_the_library(name: str, kind: str) -> None:
     expected = reference(model_of(name), batch(kind))
     module = CausalLM(model_of(name), SGD)
-    inputs, labels = module.split_batch(batch(kind))
-    loss = module.loss(module(*inputs), labels)
+    loss = loss_of(module, kind)
     loss.backward()
     gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     assert_equal((loss.detach(), library_names(module, gradients)), expected)
@@ -128,17 +120,14 @@ def test_loss_and_gradients_are_those_of_the_library(name: str, kind: str) -> No
 @pytest.mark.parametrize("name", CONFIGS)
 def test_eager_attention_is_the_same_model(name: str, kind: str) -> None:
     expected = reference(model_of(name, "eager"), batch(kind))
-    module = CausalLM(model_of(name, "eager"), SGD)
-    inputs, labels = module.split_batch(batch(kind))
-    loss = module.loss(module(*inputs), labels)
+    loss = loss_of(CausalLM(model_of(name, "eager"), SGD), kind)
     torch.testing.assert_close(loss.detach(), expected[0], rtol=0, atol=1e-10)
 
 
 def test_padding_that_may_look_nowhere_gives_no_nan() -> None:
     for implementation in ("sdpa", "eager"):
         module = CausalLM(model_of("llama", implementation), SGD)
-        inputs, labels = module.split_batch(batch("left padding"))
-        loss = module.loss(module(*inputs), labels)
+        loss = loss_of(module, "left padding")
         loss.backward()
         assert loss.isfinite()
         assert all(p.grad.isfinite().all() for p in module.parameters())  # type: ignore[union-attr]
@@ -181,7 +170,7 @@ def test_random_weights_have_the_distribution_of_the_librarys(name: str) -> None
 
 
 def test_parameters_are_counted_without_building_the_model() -> None:
-    config = LlamaConfig(
+    config = tf.LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=64
     )  # two of the blocks of a model of 70 billion parameters, at 3.9 GB each
     embedding, *blocks, head = parameter_counts(CausalLM(config, SGD))
@@ -204,7 +193,7 @@ def test_a_worker_builds_its_stage_only_and_gets_the_weights_of_the_whole() -> N
 
 
 def test_the_configuration_given_is_not_changed() -> None:
-    config = LlamaConfig(**SMALL)
+    config = tf.LlamaConfig(**SMALL)
     before = config.to_dict()
     CausalLM(config, SGD).materialize()
     assert config.to_dict() == before
@@ -262,7 +251,7 @@ def test_two_stages_give_loss_and_gradients_of_the_library(name: str, cut: int) 
 
 def test_dropout_and_activation_checkpointing_do_not_depend_on_the_cut() -> None:
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(gpt2(dropout=0.3)).double().train()
+    model = tf.AutoModelForCausalLM.from_config(gpt2(dropout=0.3)).double().train()
     weights = model.state_dict()
 
     def run(cut: int, checkpointing: bool, step: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -298,10 +287,7 @@ def test_activation_checkpointing_keeps_less() -> None:
 def test_it_trains_on_one_device_as_plain_torch_does(name: str) -> None:
     module = CausalLM(model_of(name), SGD)
     loader = DataLoader([{k: v[i] for k, v in batch().items()} for i in range(2)], batch_size=2)  # type: ignore[arg-type,var-annotated]
-    L.Trainer(
-        strategy="auto", accelerator="cpu", devices=1, max_epochs=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    ).fit(module, loader)  # fmt: skip
+    on_one_device(strategy="auto", max_epochs=3).fit(module, loader)
     model = model_of(name)
     optimizer = SGD(model.parameters())
     for _ in range(3):
@@ -328,11 +314,11 @@ def test_batches_are_mappings_or_pairs() -> None:
     ("argument", "error", "message"),
     [
         (lambda: "meta-llama/Llama-3", ConfigurationError, "got a str; pass a configuration"),
-        (lambda: BertConfig(), UnsupportedFeatureError, f"{', '.join(SUPPORTED)}, not 'bert'"),
-        (lambda: LlamaModel(CONFIGS["llama"]()), ConfigurationError, "got a LlamaModel; pass a LlamaForCausalLM"),
+        (lambda: tf.BertConfig(), UnsupportedFeatureError, f"{', '.join(SUPPORTED)}, not 'bert'"),
+        (lambda: tf.LlamaModel(CONFIGS["llama"]()), ConfigurationError, "got a LlamaModel; pass a LlamaForCausalLM"),
         (lambda: gpt2(add_cross_attention=True), UnsupportedFeatureError, "add_cross_attention"),
         (
-            lambda: LlamaConfig(**SMALL, attn_implementation="flex_attention"),
+            lambda: tf.LlamaConfig(**SMALL, attn_implementation="flex_attention"),
             UnsupportedFeatureError,
             "'flex_attention': use 'sdpa' or 'eager'",
         ),

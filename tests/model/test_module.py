@@ -1,21 +1,18 @@
 """The user's model: layers by index, built on first access, the same weights everywhere."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from support.training import on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
 from lightning_recycle.model.module import AbsentLayer
-from lightning_recycle.model.partition import even_parts
 
 NAMES = ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
 
@@ -276,23 +273,6 @@ def test_pairs_are_split_into_input_and_target() -> None:
     assert Small().split_batch((1, 2)) == (1, 2)
 
 
-# ---------------------------------------------------------------------- cutting into stages
-
-
-@pytest.mark.parametrize("layers", range(1, 12))
-def test_stages_are_contiguous_even_and_the_first_is_never_the_largest(layers: int) -> None:
-    for stages in range(1, layers + 1):
-        parts = even_parts(layers, stages)
-        assert [index for part in parts for index in part] == list(range(layers))
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        assert len(parts[0]) == min(map(len, parts))
-
-
-def test_fewer_layers_than_stages_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="3 layers, fewer than pipeline_parallel_size=4"):
-        even_parts(3, 4)
-
-
 # ---------------------------------------------------------------------- one device
 
 
@@ -304,10 +284,7 @@ def test_the_module_trains_on_one_device_as_plain_torch_does(kind: type[Small]) 
     module, plain = kind(), kind()
     plain.configure_model()
     module.load_state_dict(plain.state_dict())
-    trainer = L.Trainer(
-        strategy="auto", accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = on_one_device(strategy="auto", max_steps=2)
     trainer.fit(module, DataLoader(dataset, batch_size=4))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for x, y in DataLoader(dataset, batch_size=4):

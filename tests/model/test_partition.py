@@ -1,7 +1,5 @@
 """Cutting a model into stages: optimal against brute force, and the loads that a module's layers have."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -90,13 +88,14 @@ def test_equal_loads_are_cut_as_equal_counts() -> None:
             assert cut([1.0] * num_layers, num_stages) == even_parts(num_layers, num_stages)
 
 
-def test_later_stages_never_get_fewer_of_equal_layers() -> None:
-    for num_layers, num_stages in itertools.product(range(1, 40), range(1, 9)):
+def test_stages_of_equal_layers_are_contiguous_and_even_and_later_ones_never_get_fewer() -> None:
+    for num_layers, num_stages in itertools.product(range(1, 40), range(1, 12)):
         if num_stages <= num_layers:
-            found = sizes(even_parts(num_layers, num_stages))
+            parts = even_parts(num_layers, num_stages)
+            assert [index for part in parts for index in part] == list(range(num_layers))
+            found = sizes(parts)
             assert found == sorted(found)
             assert found[-1] - found[0] <= 1
-            assert sum(found) == num_layers
 
 
 def test_a_deep_model_is_cut_in_a_moment() -> None:
@@ -120,6 +119,8 @@ def test_no_stages_and_too_many_are_errors() -> None:
         cut([1, 2], 0)
     with pytest.raises(ConfigurationError, match="2 layers, fewer than pipeline_parallel_size=3"):
         cut([1, 2], 3)
+    with pytest.raises(ConfigurationError, match="3 layers, fewer than pipeline_parallel_size=4"):
+        even_parts(3, 4)
 
 
 # ---------------------------------------------------------------------- a module

@@ -1,7 +1,5 @@
 """``PipelineModule.from_sequential``: the children of an nn.Sequential as layers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -12,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from support.training import on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,10 +39,7 @@ def data() -> DataLoader[Any]:
 
 
 def trainer(**options: Any) -> L.Trainer:
-    return L.Trainer(
-        strategy="auto", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    return on_one_device(strategy="auto", **options)
 
 
 def test_the_children_are_the_layers() -> None:

@@ -1,7 +1,5 @@
 """Tied weights: one parameter under several names, with the same initial values on every grid."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """The same script under DDP with two processes: ``python ddp_script.py ddp|recycle folder``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from same_script import GLOBAL_BATCH, PIPELINES, Classifier, Data
+from support.training import QUIET
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -51,11 +50,7 @@ if __name__ == "__main__":
         accumulate_grad_batches=2,
         gradient_clip_val=0.2,
         default_root_dir=root,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=True,
-        **strategy(name),
+        **{**QUIET, "enable_checkpointing": True, **strategy(name)},
     )
     module = Synchronized()
     trainer.fit(module, training(trainer, data), data.loader(4 * GLOBAL_BATCH, seed=2))

@@ -1,7 +1,5 @@
 """A module that measures and logs in every way that Lightning allows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs scripts in a process of its own, whose output a test reads: ``python printing_script.py folder``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from same_script import Classifier, Session, on_a_grid, on_one_device
+from support.training import QUIET
 
 from lightning_recycle import LayerSpec
 
@@ -29,27 +28,13 @@ class WithRecipe(Classifier):
 
 def with_defaults(session: Session) -> None:
     """Everything that a Trainer enables by itself: Rich's summary and bar, checkpoints, a logger."""
-    session.fit(
-        Classifier(),
-        validates=True,
-        max_epochs=1,
-        logger=True,
-        enable_checkpointing=True,
-        enable_progress_bar=True,
-        enable_model_summary=True,
-        log_every_n_steps=1,
-    )
+    session.fit(Classifier(), validates=True, max_epochs=1, log_every_n_steps=1, **dict.fromkeys(QUIET, True))
 
 
 def with_plain_text(session: Session) -> None:
-    trainer = session.fit(
-        WithRecipe(),
-        validates=True,
-        max_epochs=1,
-        enable_progress_bar=True,
-        enable_model_summary=True,
-        callbacks=[TQDMProgressBar(), ModelSummary(max_depth=2)],
-    )
+    shown: dict[str, Any] = {"enable_progress_bar": True, "enable_model_summary": True}
+    callbacks = [TQDMProgressBar(), ModelSummary(max_depth=2)]
+    trainer = session.fit(WithRecipe(), validates=True, max_epochs=1, callbacks=callbacks, **shown)
     trainer.validate(session.run.module, session.data.validation())  # prints a table
 
 

@@ -7,8 +7,6 @@ observable ends up in a :class:`Run`, and :func:`assert_same` compares two value
 Classes live in a module of their own, so that worker processes can import them.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -19,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import ModelHooks
+from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,7 +36,6 @@ STEPS_PER_EPOCH = 4
 CLASSES = 4
 VALIDATION_SAMPLES = 21  # the last batch is smaller than the others, and its micro-batches are of 1, 1, 1 and 2 samples
 
-TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-5
 """What torchmetrics and Lightning accumulate in float32 whatever the model computes in."""
 
@@ -230,17 +229,12 @@ class Session:
         self.root, self._strategy, self.data, self.run = root, strategy, data, run
 
     def trainer(self, **kwargs: Any) -> L.Trainer:
-        quiet: dict[str, Any] = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": self.root,
-        }
-        if kwargs.get("barebones"):
-            quiet = {"default_root_dir": self.root}
-        self.run.trainer = L.Trainer(accelerator="cpu", **self._strategy(), **{**quiet, **kwargs})
+        options = {"default_root_dir": self.root, **({} if kwargs.get("barebones") else QUIET), **kwargs}
+        self.run.trainer = L.Trainer(accelerator="cpu", **self._strategy(), **options)
         return self.run.trainer
+
+    def diary(self) -> Diary:
+        return Diary(self.root / "diary")
 
     def fit(self, module: Any, validates: bool = False, **kwargs: Any) -> L.Trainer:
         """Makes a Trainer and trains ``module`` on the script's data."""
@@ -274,6 +268,19 @@ def run_both(script: Script, root: Path, **kwargs: Any) -> tuple[Run, Run]:
     return on_one_device(script, root / "one", **kwargs), on_a_grid(script, root / "grid", **kwargs)
 
 
+Runs = tuple[Run, Run]
+
+
+def runs_of(script: Script) -> Any:
+    """A fixture for a module: what ``script`` left behind on one device and on the grid."""
+
+    @pytest.fixture(scope="module")
+    def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+        return run_both(script, tmp_path_factory.mktemp(script.__name__))
+
+    return runs
+
+
 # ---------------------------------------------------------------------- comparing
 
 
@@ -302,8 +309,3 @@ def assert_same(one: Any, other: Any, tolerance: float = TOLERANCE, where: str =
         assert close, f"{where}: {one} != {other}"
     else:
         assert (type(one), one) == (type(other), other), f"{where}: {one!r} != {other!r}"
-
-
-def difference(one: Any, other: Any) -> float:
-    """The largest absolute difference of two state dicts."""
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)

@@ -1,7 +1,5 @@
 """Runs whose leader dies, in a process of its own whose output a test reads: ``takeover_script.py folder case...``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Lightning's own callbacks do on a grid what they do on one device: decisions, files, states, logged values."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import re
@@ -14,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import same_script as same
 import torch
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
@@ -26,22 +25,9 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from same_script import (
-    GLOBAL_BATCH,
-    PIPELINES,
-    STAGES,
-    TOLERANCE,
-    VALIDATION_SAMPLES,
-    Classifier,
-    Diary,
-    Run,
-    Session,
-    assert_same,
-    run_both,
-)
 
 
-class Overfitted(Classifier):
+class Overfitted(same.Classifier):
     """Its validation loss falls and rises, and its learning rate follows two schedulers."""
 
     def __init__(self) -> None:
@@ -106,7 +92,7 @@ def callbacks(root: Path) -> dict[str, Any]:
     }
 
 
-def monitored(session: Session) -> None:
+def monitored(session: same.Session) -> None:
     made = callbacks(session.root)
     trainer = session.fit(
         Overfitted(),
@@ -118,7 +104,7 @@ def monitored(session: Session) -> None:
             CSVLogger(session.root, name="csv", version=0),
             TensorBoardLogger(session.root, name="board", version=0, default_hp_metric=False),
         ],
-        callbacks=[*made.values(), Diary(session.root / "diary")],
+        callbacks=[*made.values(), session.diary()],
     )
     session.run.results["progress"] = session.run.progress
     session.run.results["weights"] = session.run.weights
@@ -130,17 +116,15 @@ def monitored(session: Session) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    return run_both(monitored, tmp_path_factory.mktemp("monitored"))
+runs = same.runs_of(monitored)
 
 
-def states(runs: tuple[Run, Run], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def states(runs: same.Runs, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The states of a callback after the fit, in the launching process."""
     return runs[0].results["states"][name], runs[1].results["states"][name]
 
 
-def without_root(value: Any, run: Run) -> Any:
+def without_root(value: Any, run: same.Run) -> Any:
     """Paths relative to the folder of the run."""
     if isinstance(value, (str, Path)):
         return str(value).replace(str(run.root), "")
@@ -149,28 +133,28 @@ def without_root(value: Any, run: Run) -> Any:
     return value
 
 
-def test_early_stopping_ends_the_training_at_the_same_epoch(runs: tuple[Run, Run]) -> None:
+def test_early_stopping_ends_the_training_at_the_same_epoch(runs: same.Runs) -> None:
     one, grid = states(runs, "stopping")
     assert 1 < one["stopped_epoch"] < 19, "the training did not stop early"
-    assert_same(one, grid)
+    same.assert_same(one, grid)
     assert runs[0].results["progress"] == runs[1].results["progress"]
 
 
-def test_weights_are_the_same_after_all_that(runs: tuple[Run, Run]) -> None:
-    assert_same(runs[0].results["weights"], runs[1].results["weights"])
+def test_weights_are_the_same_after_all_that(runs: same.Runs) -> None:
+    same.assert_same(runs[0].results["weights"], runs[1].results["weights"])
 
 
 @pytest.mark.parametrize("name", ["best", "steps", "timed"])
-def test_model_checkpoint_writes_the_same_files_and_keeps_the_same_state(runs: tuple[Run, Run], name: str) -> None:
+def test_model_checkpoint_writes_the_same_files_and_keeps_the_same_state(runs: same.Runs, name: str) -> None:
     one, grid = (without_root(run.results["states"][name], run) for run in runs)
     assert one["best_model_path"]
-    assert_same(one, grid)
+    same.assert_same(one, grid)
     files = [[file for file in run.files() if file.startswith(name)] for run in runs]
     assert len(files[0]) >= 3
     assert files[0] == files[1]
 
 
-def test_model_checkpoint_keeps_the_two_best_and_the_last(runs: tuple[Run, Run]) -> None:
+def test_model_checkpoint_keeps_the_two_best_and_the_last(runs: same.Runs) -> None:
     names = sorted(path.name for path in (runs[1].root / "best").iterdir())
     assert names[-1] == "last.ckpt"
     assert len(names) == 3
@@ -181,29 +165,29 @@ COMPARED_IN_CHECKPOINTS = ("epoch", "global_step", "state_dict", "optimizer_stat
 
 
 @pytest.mark.parametrize("name", ["best/last.ckpt", "steps/epoch=0-step=3.ckpt"])
-def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs: tuple[Run, Run], name: str) -> None:
+def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs: same.Runs, name: str) -> None:
     one, grid = (torch.load(run.root / name, weights_only=False) for run in runs)
     assert one.keys() == grid.keys()
     for key in set(COMPARED_IN_CHECKPOINTS) & one.keys():
-        assert_same(one[key], grid[key], where=key)
+        same.assert_same(one[key], grid[key], where=key)
     assert one["hyper_parameters"] == grid["hyper_parameters"] == {"lr": 0.4}
 
 
-def test_the_best_checkpoint_is_found_by_name(runs: tuple[Run, Run]) -> None:
+def test_the_best_checkpoint_is_found_by_name(runs: same.Runs) -> None:
     one, grid = (run.results["best"] for run in runs)
-    assert_same(one, grid, TOLERANCE)
+    same.assert_same(one, grid, same.TOLERANCE)
     best = runs[1].results["states"]["best"]["best_model_score"]
     assert grid[0]["test_loss"] == pytest.approx(float(best), rel=1e-10)
 
 
-def test_learning_rates_follow_the_schedulers_step_by_step(runs: tuple[Run, Run]) -> None:
+def test_learning_rates_follow_the_schedulers_step_by_step(runs: same.Runs) -> None:
     one, grid = states(runs, "rates")
     assert len(set(one["rates"])) == len(one["rates"]) > 8, "the rate changes in every step"
     assert one["schedulers"][2]["last_epoch"] > 2
-    assert_same(one, grid)
+    same.assert_same(one, grid)
 
 
-def test_the_plateau_scheduler_decided_by_the_monitored_loss(runs: tuple[Run, Run]) -> None:
+def test_the_plateau_scheduler_decided_by_the_monitored_loss(runs: same.Runs) -> None:
     rates = states(runs, "rates")[1]["rates"]
     falls = [after / before for before, after in itertools.pairwise(rates)]
     assert min(falls) < 0.51, "it never reduced the rate"
@@ -214,19 +198,19 @@ def test_the_plateau_scheduler_decided_by_the_monitored_loss(runs: tuple[Run, Ru
 TIMED = re.compile(r"time|per_sec|DeviceStats|it/s")
 
 
-def csv_rows(run: Run) -> list[dict[str, Any]]:
+def csv_rows(run: same.Run) -> list[dict[str, Any]]:
     with open(run.root / "csv" / "version_0" / "metrics.csv") as file:
         rows = [{k: v for k, v in row.items() if not k.startswith("recycle/")} for row in csv.DictReader(file)]
     return [{k: float(v) for k, v in row.items() if v and not TIMED.search(k)} for row in rows]
 
 
-def test_the_csv_logger_writes_the_same_rows(runs: tuple[Run, Run]) -> None:
+def test_the_csv_logger_writes_the_same_rows(runs: same.Runs) -> None:
     one, grid = (csv_rows(run) for run in runs)
     assert {"train_loss", "val_loss", "every_step", "every_epoch", "on_plateau"} <= {key for row in one for key in row}
-    assert_same(one, grid)
+    same.assert_same(one, grid)
 
 
-def board(run: Run) -> dict[str, list[tuple[int, float]]]:
+def board(run: same.Run) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(run.root / "board" / "version_0"))
@@ -236,13 +220,13 @@ def board(run: Run) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_tensorboard_logger_writes_the_same_values(runs: tuple[Run, Run]) -> None:
+def test_the_tensorboard_logger_writes_the_same_values(runs: same.Runs) -> None:
     one, grid = (board(run) for run in runs)
     assert {"train_loss", "val_loss", "every_step"} <= one.keys()
-    assert_same(one, grid, 1e-6)  # TensorBoard keeps float32
+    same.assert_same(one, grid, 1e-6)  # TensorBoard keeps float32
 
 
-def test_the_loggers_write_the_same_files_in_one_version(runs: tuple[Run, Run]) -> None:
+def test_the_loggers_write_the_same_files_in_one_version(runs: same.Runs) -> None:
     one, grid = (
         [re.sub(r"tfevents.*", "tfevents", file) for file in run.files("best", "steps", "timed")] for run in runs
     )
@@ -251,49 +235,49 @@ def test_the_loggers_write_the_same_files_in_one_version(runs: tuple[Run, Run]) 
     assert grid.count("board/version_0/events.out.tfevents") >= 1
 
 
-def test_the_learning_rate_monitor_logs_momentum_too(runs: tuple[Run, Run]) -> None:
+def test_the_learning_rate_monitor_logs_momentum_too(runs: same.Runs) -> None:
     assert any("momentum" in key for row in csv_rows(runs[1]) for key in row)
 
 
-def columns(run: Run, words: str) -> set[str]:
+def columns(run: same.Run, words: str) -> set[str]:
     with open(run.root / "csv" / "version_0" / "metrics.csv") as file:
         return {key for key in next(csv.reader(file)) if words in key}
 
 
-def logged(run: Run, name: str) -> list[float]:
+def logged(run: same.Run, name: str) -> list[float]:
     with open(run.root / "csv" / "version_0" / "metrics.csv") as file:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
-def test_the_throughput_monitor_counts_the_samples_of_all_workers(runs: tuple[Run, Run]) -> None:
+def test_the_throughput_monitor_counts_the_samples_of_all_workers(runs: same.Runs) -> None:
     one, grid = (columns(run, "per_sec") for run in runs)
     assert "train/device/samples_per_sec" in one
     assert one == grid
     for kind in ("train", "validate"):
         one_samples, grid_samples = (logged(run, f"{kind}/samples") for run in runs)
         assert one_samples == grid_samples
-    assert logged(runs[1], "train/samples")[0] == 2 * GLOBAL_BATCH
+    assert logged(runs[1], "train/samples")[0] == 2 * same.GLOBAL_BATCH
     samples, batches = (logged(runs[1], f"train/device/{what}_per_sec") for what in ("samples", "batches"))
-    assert_same(samples, [GLOBAL_BATCH * b for b in batches], 1e-6)
+    same.assert_same(samples, [same.GLOBAL_BATCH * b for b in batches], 1e-6)
 
 
-def test_the_device_stats_monitor_logs_the_same_columns(runs: tuple[Run, Run]) -> None:
+def test_the_device_stats_monitor_logs_the_same_columns(runs: same.Runs) -> None:
     one, grid = (columns(run, "DeviceStatsMonitor") for run in runs)
     assert len(one) > 3
     assert one == grid
 
 
-def test_the_timer_measures_the_training(runs: tuple[Run, Run]) -> None:
+def test_the_timer_measures_the_training(runs: same.Runs) -> None:
     one, grid = (state["time_elapsed"] for state in states(runs, "timer"))
     assert one.keys() == grid.keys()
     for times in (one, grid):
         assert 0 < times["train"] < 60
 
 
-def test_every_worker_comes_to_the_same_decisions(runs: tuple[Run, Run]) -> None:
+def test_every_worker_comes_to_the_same_decisions(runs: same.Runs) -> None:
     diaries = [path.read_text() for path in (runs[1].root / "diary").glob("callback-*")]
-    assert len(diaries) == 2 * PIPELINES * STAGES  # of the fit and of the test
-    assert sorted(map(diaries.count, diaries)) == [PIPELINES * STAGES] * len(diaries)
+    assert len(diaries) == 2 * same.PIPELINES * same.STAGES  # of the fit and of the test
+    assert sorted(map(diaries.count, diaries)) == [same.PIPELINES * same.STAGES] * len(diaries)
 
 
 # ---------------------------------------------------------------------- predictions
@@ -321,40 +305,38 @@ class Writer(BasePredictionWriter):
             torch.save(value, file)
 
 
-def predicted(session: Session) -> None:
+def predicted(session: same.Session) -> None:
     trainer = session.trainer(callbacks=[Writer(session.root / "predictions", "batch_and_epoch")])
     loaders = [session.data.validation(), session.data.loader(5, seed=3)]
-    session.run.results["predict"] = trainer.predict(Classifier(), loaders)
+    session.run.results["predict"] = trainer.predict(same.Classifier(), loaders)
 
 
-@pytest.fixture(scope="module")
-def predicted_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    return run_both(predicted, tmp_path_factory.mktemp("predicted"))
+predicted_runs = same.runs_of(predicted)
 
 
-def test_a_prediction_writer_writes_each_file_once(predicted_runs: tuple[Run, Run]) -> None:
+def test_a_prediction_writer_writes_each_file_once(predicted_runs: same.Runs) -> None:
     one, grid = (run.files() for run in predicted_runs)
     assert len(one) == 3 + 1 + 1
     assert one == grid
 
 
 @pytest.mark.parametrize("name", ["batch-0-0.pt", "batch-0-2.pt", "batch-1-0.pt", "epoch.pt"])
-def test_a_prediction_writer_gets_the_same_predictions_and_indices(predicted_runs: tuple[Run, Run], name: str) -> None:
+def test_a_prediction_writer_gets_the_same_predictions_and_indices(predicted_runs: same.Runs, name: str) -> None:
     one, grid = (torch.load(run.root / "predictions" / name) for run in predicted_runs)
-    assert_same(one, grid)
+    same.assert_same(one, grid)
 
 
-def test_predictions_have_one_item_per_sample(predicted_runs: tuple[Run, Run]) -> None:
+def test_predictions_have_one_item_per_sample(predicted_runs: same.Runs) -> None:
     predictions = predicted_runs[1].results["predict"]
-    assert [len(torch.cat(of_loader)) for of_loader in predictions] == [VALIDATION_SAMPLES, 5]
+    assert [len(torch.cat(of_loader)) for of_loader in predictions] == [same.VALIDATION_SAMPLES, 5]
 
 
 # ---------------------------------------------------------------------- profilers
 
 
-def profiled(profiler: Callable[[Path], Any]) -> Callable[[Session], None]:
-    def script(session: Session) -> None:
-        session.fit(Classifier(), validates=True, max_epochs=1, profiler=profiler(session.root))
+def profiled(profiler: Callable[[Path], Any]) -> Callable[[same.Session], None]:
+    def script(session: same.Session) -> None:
+        session.fit(same.Classifier(), validates=True, max_epochs=1, profiler=profiler(session.root))
 
     return script
 
@@ -383,10 +365,10 @@ ACTIONS = (
 
 @pytest.mark.parametrize("profiler", [simple, pytest.param(advanced, marks=pytest.mark.exhaustive)])
 def test_a_profiler_reports_the_same_actions(tmp_path: Path, profiler: Callable[[Path], Any]) -> None:
-    one, grid = run_both(profiled(profiler), tmp_path)
+    one, grid = same.run_both(profiled(profiler), tmp_path)
     name = profiler.__name__
     assert one.files() == [f"fit-{name}.txt"]
-    assert grid.files() == [f"fit-{name}-{rank}.txt" for rank in range(PIPELINES * STAGES)]  # as with DDP
+    assert grid.files() == [f"fit-{name}-{rank}.txt" for rank in range(same.PIPELINES * same.STAGES)]  # as with DDP
     texts = [(one.root / f"fit-{name}.txt").read_text(), (grid.root / f"fit-{name}-1.txt").read_text()]
     for text in texts:
         for action in ACTIONS:
@@ -394,11 +376,11 @@ def test_a_profiler_reports_the_same_actions(tmp_path: Path, profiler: Callable[
 
 
 def test_the_pytorch_profiler_writes_a_trace_with_the_operations_of_the_layers(tmp_path: Path) -> None:
-    one, grid = run_both(profiled(pytorch), tmp_path)
+    one, grid = same.run_both(profiled(pytorch), tmp_path)
     for run in (one, grid):
         traces = [file for file in run.files() if file.endswith(".json")]
         assert traces
         assert all("aten::linear" in (run.root / trace).read_text() for trace in traces)
-    assert len([file for file in one.files() if file.endswith(".json")]) * PIPELINES * STAGES == len(
+    assert len([file for file in one.files() if file.endswith(".json")]) * same.PIPELINES * same.STAGES == len(
         [file for file in grid.files() if file.endswith(".json")]
     )

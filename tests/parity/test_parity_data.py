@@ -1,27 +1,14 @@
 """Data modules, the hooks that convert batches, and loaders of all kinds give what they give on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import same_script as same
 import torch
-from same_script import (
-    GLOBAL_BATCH,
-    STEPS_PER_EPOCH,
-    TOLERANCE,
-    Classifier,
-    Run,
-    Session,
-    assert_same,
-    difference,
-    on_a_grid,
-    on_one_device,
-    run_both,
-)
+from support.training import difference
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -29,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 class ConvertingData(L.LightningDataModule):
     """Loaders for all phases, and all hooks that convert a batch on its way to the device."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: same.Session) -> None:
         super().__init__()
         self.data = session.data
         self.answer = 0
@@ -57,10 +44,10 @@ class ConvertingData(L.LightningDataModule):
         return [batch[0] + dataloader_idx * 0.5, batch[1]]
 
 
-def converted(session: Session) -> None:
+def converted(session: same.Session) -> None:
     data = ConvertingData(session)
     trainer = session.trainer(max_epochs=1)
-    session.run.module = Classifier()
+    session.run.module = same.Classifier()
     trainer.fit(session.run.module, datamodule=data)
     results = session.run.results
     results["fit"] = session.run.metrics
@@ -68,61 +55,59 @@ def converted(session: Session) -> None:
     results["predict"] = trainer.predict(session.run.module, datamodule=data)
 
 
-@pytest.fixture(scope="module")
-def converted_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    return run_both(converted, tmp_path_factory.mktemp("converted"))
+converted_runs = same.runs_of(converted)
 
 
-def test_the_hooks_that_convert_batches_see_every_sample_once(converted_runs: tuple[Run, Run], tmp_path: Path) -> None:
+def test_the_hooks_that_convert_batches_see_every_sample_once(converted_runs: same.Runs, tmp_path: Path) -> None:
     one, grid = converted_runs
-    assert_same(one.weights, grid.weights)
-    unconverted = on_one_device(lambda s: s.fit(Classifier(), max_epochs=1) and None, tmp_path)
+    same.assert_same(one.weights, grid.weights)
+    unconverted = same.on_one_device(lambda s: s.fit(same.Classifier(), max_epochs=1) and None, tmp_path)
     assert difference(unconverted.weights, grid.weights) > 1e-4, "the hooks made no difference"
 
 
 @pytest.mark.parametrize("entry", ["fit", "test", "predict"])
-def test_every_phase_reads_the_loaders_of_a_data_module(converted_runs: tuple[Run, Run], entry: str) -> None:
+def test_every_phase_reads_the_loaders_of_a_data_module(converted_runs: same.Runs, entry: str) -> None:
     one, grid = (run.results[entry] for run in converted_runs)
     assert one
-    assert_same(one, grid)
+    same.assert_same(one, grid)
 
 
-def test_each_of_several_validation_loaders_has_its_own_value(converted_runs: tuple[Run, Run]) -> None:
+def test_each_of_several_validation_loaders_has_its_own_value(converted_runs: same.Runs) -> None:
     names = {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
     assert names < converted_runs[1].results["fit"].keys()
 
 
-class NoisyOnTheDevice(Classifier):
+class NoisyOnTheDevice(same.Classifier):
     """Augments whole batches, when they are on the device."""
 
     def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Tensor]:
         return [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]
 
 
-def augmented(session: Session) -> None:
+def augmented(session: same.Session) -> None:
     session.fit(NoisyOnTheDevice(), max_epochs=2)
 
 
 def test_what_a_batch_hook_draws_depends_on_the_data_alone(tmp_path: Path) -> None:
     for name in ("2x2", "again"):
         (tmp_path / name).mkdir()
-    grid = on_a_grid(augmented, tmp_path / "2x2")
-    again = on_a_grid(augmented, tmp_path / "again", staggered=False, decoupled=False)
-    assert_same(grid.weights, again.weights)
+    grid = same.on_a_grid(augmented, tmp_path / "2x2")
+    again = same.on_a_grid(augmented, tmp_path / "again", staggered=False, decoupled=False)
+    same.assert_same(grid.weights, again.weights)
 
 
 class Records(Dataset[dict[str, Tensor]]):
     """Samples that are dicts."""
 
     def __len__(self) -> int:
-        return GLOBAL_BATCH * STEPS_PER_EPOCH + 3
+        return same.GLOBAL_BATCH * same.STEPS_PER_EPOCH + 3
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         x = torch.full((8,), index / len(self), dtype=torch.float64)
         return {"x": x, "y": torch.tensor(index % 4)}
 
 
-class OfRecords(Classifier):
+class OfRecords(same.Classifier):
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         return batch["x"], batch["y"]
 
@@ -133,8 +118,8 @@ class OfRecords(Classifier):
         self.log("seen_x", batch["x"].sum(), on_step=True, on_epoch=True)
 
 
-def with_records(**loader: Any) -> Callable[[Session], None]:
-    def script(session: Session) -> None:
+def with_records(**loader: Any) -> Callable[[same.Session], None]:
+    def script(session: same.Session) -> None:
         module = session.run.module = OfRecords()
         trainer = session.trainer(max_epochs=1)
         made = DataLoader(Records(), batch_size=session.data.batch_size, **loader)
@@ -153,12 +138,12 @@ def with_records(**loader: Any) -> Callable[[Session], None]:
     ids=["drop_last", "num_workers"],
 )
 def test_batches_that_are_dicts_and_arguments_of_the_loader(tmp_path: Path, loader: dict[str, Any]) -> None:
-    one, grid = run_both(with_records(**loader), tmp_path)
-    assert_same(one.weights, grid.weights)
+    one, grid = same.run_both(with_records(**loader), tmp_path)
+    same.assert_same(one.weights, grid.weights)
     assert one.results["fit"]["seen_x_epoch"] != 0
-    assert_same(one.results, grid.results, TOLERANCE)
+    same.assert_same(one.results, grid.results, same.TOLERANCE)
     # Whatever drop_last says, a prediction is of all samples.
-    assert sum(map(len, grid.results["predict"])) == GLOBAL_BATCH * STEPS_PER_EPOCH + 3
+    assert sum(map(len, grid.results["predict"])) == same.GLOBAL_BATCH * same.STEPS_PER_EPOCH + 3
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
@@ -192,17 +177,17 @@ class StreamData(L.LightningDataModule):
         return DataLoader(Stream(), batch_size=self.batch_size)
 
 
-def streamed(session: Session) -> None:
+def streamed(session: same.Session) -> None:
     data = StreamData(session.data.batch_size)
     module = session.run.module = OfRecords()
-    trainer = session.trainer(max_steps=2 * STEPS_PER_EPOCH, val_check_interval=2, check_val_every_n_epoch=None)
+    trainer = session.trainer(max_steps=2 * same.STEPS_PER_EPOCH, val_check_interval=2, check_val_every_n_epoch=None)
     trainer.fit(module, datamodule=data)
     session.run.results["fit"] = session.run.metrics
     session.run.results["predict"] = trainer.predict(module, data.val_dataloader())
 
 
 def test_a_stream_that_does_not_know_its_length_trains_and_validates_the_same(tmp_path: Path) -> None:
-    one, grid = run_both(streamed, tmp_path)
-    assert_same(one.weights, grid.weights)
-    assert_same(one.results, grid.results, TOLERANCE)
+    one, grid = same.run_both(streamed, tmp_path)
+    same.assert_same(one.weights, grid.weights)
+    same.assert_same(one.results, grid.results, same.TOLERANCE)
     assert grid.results["fit"]["seen_x_epoch"] != 0

@@ -1,15 +1,12 @@
 """A script written for DDP, with its batch size per process and its sync_dist, trains the same on a grid."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from same_script import Run, assert_same
+from support.scripts import output_of
 
 
 @pytest.fixture(scope="module")
@@ -18,14 +15,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Run]]
     found = {}
     for name in ("ddp", "recycle"):
         (root / name).mkdir()
-        done = subprocess.run(
-            [sys.executable, Path(__file__).parent / "ddp_script.py", name, root / name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=110,
-        )
-        assert done.returncode == 0, done.stdout
+        output_of(Path(__file__).parent / "ddp_script.py", name, root / name, timeout=110)
         found[name] = (torch.load(root / name / "left.pt"), Run(None, None, root / name))
     return found
 

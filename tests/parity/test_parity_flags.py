@@ -4,8 +4,6 @@ Whatever the flag, the hooks of the leader (order, arguments, losses, progress),
 are those of one device; and each row says what the flag itself must have done, so that none passes by doing nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,33 +13,20 @@ from typing import Any
 
 import lightning as L
 import pytest
+import same_script as same
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from same_script import (
-    GLOBAL_BATCH,
-    PIPELINES,
-    STAGES,
-    STEPS_PER_EPOCH,
-    Classifier,
-    Diary,
-    Run,
-    Session,
-    assert_same,
-    difference,
-    on_a_grid,
-    on_one_device,
-    run_both,
-)
+from support.training import difference
 from torch.utils.data import DataLoader, Sampler
 
 
-def calls(run: Run, hook: str) -> int:
+def calls(run: same.Run, hook: str) -> int:
     return Counter(name for name, _, _ in run.diary("callback"))[hook]
 
 
-def validated_at(run: Run) -> list[int]:
+def validated_at(run: same.Run) -> list[int]:
     """The global steps at which validations began, without the sanity check."""
     entries = run.diary("callback")
     return [step for hook, (_, step, stage), _ in entries if hook == "on_validation_start" and "SANITY" not in stage]
@@ -60,8 +45,8 @@ class Flag:
     """
 
     trainer: dict[str, Any]
-    claim: Callable[[Run], Any]
-    module: Callable[[], Any] = Classifier
+    claim: Callable[[same.Run], Any]
+    module: Callable[[], Any] = same.Classifier
     validates: bool = True
     callbacks: Callable[[], list[Any]] = field(default=list)
 
@@ -75,13 +60,13 @@ class Ordered(Sampler[int]):
     """The user's own order: backwards."""
 
     def __len__(self) -> int:
-        return GLOBAL_BATCH * STEPS_PER_EPOCH
+        return same.GLOBAL_BATCH * same.STEPS_PER_EPOCH
 
     def __iter__(self) -> Iterator[int]:
         return iter(reversed(range(len(self))))
 
 
-class SetsValuesInModules(Classifier):
+class SetsValuesInModules(same.Classifier):
     """Notes what a flag set for the whole process."""
 
     def on_train_start(self) -> None:
@@ -90,8 +75,8 @@ class SetsValuesInModules(Classifier):
         self.log("anomaly", float(torch.is_anomaly_enabled()), on_epoch=True, on_step=False)
 
 
-def norm_of_clipped(run: Run) -> float:
-    return difference(run.weights, Classifier().state_dict())
+def norm_of_clipped(run: same.Run) -> float:
+    return difference(run.weights, same.Classifier().state_dict())
 
 
 FLAGS: dict[str, Flag] = {
@@ -181,13 +166,10 @@ SAMPLED = {  # in the normal run; the others are variations of these
 }
 
 
-def script_of(flag: Flag) -> Callable[[Session], None]:
-    def script(session: Session) -> None:
+def script_of(flag: Flag) -> Callable[[same.Session], None]:
+    def script(session: same.Session) -> None:
         session.fit(
-            flag.module(),
-            validates=flag.validates,
-            callbacks=[Diary(session.root / "diary"), *flag.callbacks()],
-            **flag.trainer,
+            flag.module(), validates=flag.validates, callbacks=[session.diary(), *flag.callbacks()], **flag.trainer
         )
 
     return script
@@ -206,12 +188,12 @@ def settings_of_the_process() -> Iterator[None]:
     "name", [pytest.param(n, marks=[] if n in SAMPLED else [pytest.mark.exhaustive]) for n in FLAGS]
 )
 def test_a_flag_means_the_same(tmp_path: Path, name: str) -> None:
-    one, grid = run_both(script_of(FLAGS[name]), tmp_path)
+    one, grid = same.run_both(script_of(FLAGS[name]), tmp_path)
     for run in (one, grid):
         assert FLAGS[name].claim(run), f"{name} did not do what it says"
-    assert_same(one.diary("callback"), grid.diary("callback"), where="hooks")
-    assert_same(one.weights, grid.weights, where="weights")
-    assert_same(one.metrics, grid.metrics, where="metrics")
+    same.assert_same(one.diary("callback"), grid.diary("callback"), where="hooks")
+    same.assert_same(one.weights, grid.weights, where="weights")
+    same.assert_same(one.metrics, grid.metrics, where="metrics")
     assert one.progress == grid.progress
     assert one.files() == grid.files()
 
@@ -219,50 +201,46 @@ def test_a_flag_means_the_same(tmp_path: Path, name: str) -> None:
 # ---------------------------------------------------------------------- flags that need a script of their own
 
 
-def accumulated(session: Session) -> None:
+def accumulated(session: same.Session) -> None:
     session.fit(
-        Classifier(),
+        same.Classifier(),
         validates=True,
         accumulate_grad_batches=2,
         max_epochs=2,
         val_check_interval=2,
         log_every_n_steps=1,
         logger=CSVLogger(session.root, name="logs", version=0),
-        callbacks=[Diary(session.root / "diary")],
+        callbacks=[session.diary()],
     )
 
 
-@pytest.fixture(scope="module")
-def accumulated_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    return run_both(accumulated, tmp_path_factory.mktemp("accumulated"))
+accumulated_runs = same.runs_of(accumulated)
 
 
-def test_accumulate_grad_batches_trains_the_same_weights(accumulated_runs: tuple[Run, Run]) -> None:
+def test_accumulate_grad_batches_trains_the_same_weights(accumulated_runs: same.Runs) -> None:
     one, grid = accumulated_runs
-    assert_same(one.weights, grid.weights)
+    same.assert_same(one.weights, grid.weights)
     assert one.progress == grid.progress == (2, 4)
     assert one.metrics["val_loss"] == pytest.approx(grid.metrics["val_loss"], rel=1e-10)
     assert validated_at(one) == validated_at(grid) == [1, 2, 3, 4]
 
 
-def test_accumulate_grad_batches_gives_the_mean_loss_of_the_batches_of_a_step(
-    accumulated_runs: tuple[Run, Run],
-) -> None:
+def test_accumulate_grad_batches_gives_the_mean_loss_of_the_batches_of_a_step(accumulated_runs: same.Runs) -> None:
     one, grid = (
         [args[0]["loss"] for hook, _, args in run.diary("callback") if hook == "on_train_batch_end"]
         for run in accumulated_runs
     )
     # On one device Lightning calls the hook for each batch, with the batch's share of the step's loss.
-    assert_same([a + b for a, b in zip(one[::2], one[1::2], strict=True)], grid)
+    same.assert_same([a + b for a, b in zip(one[::2], one[1::2], strict=True)], grid)
 
 
-def test_accumulate_grad_batches_steps_through_the_same_optimizer_hooks(accumulated_runs: tuple[Run, Run]) -> None:
+def test_accumulate_grad_batches_steps_through_the_same_optimizer_hooks(accumulated_runs: same.Runs) -> None:
     one, grid = (
         [e[:2] for e in run.diary("callback") if e[0] in ("on_before_optimizer_step", "on_before_zero_grad")]
         for run in accumulated_runs
     )
     assert len(one) == 8
-    assert_same(one, grid)
+    same.assert_same(one, grid)
 
 
 class Slow(Callback):
@@ -270,53 +248,53 @@ class Slow(Callback):
         time.sleep(0.1)
 
 
-def stopped_by_the_clock(session: Session) -> None:
-    session.fit(Classifier(), max_time={"seconds": 1}, callbacks=[Slow(), Diary(session.root / "diary")])
+def stopped_by_the_clock(session: same.Session) -> None:
+    session.fit(same.Classifier(), max_time={"seconds": 1}, callbacks=[Slow(), session.diary()])
 
 
 def test_max_time_stops_all_workers_at_the_same_step(tmp_path: Path) -> None:
-    one, grid = run_both(stopped_by_the_clock, tmp_path)
+    one, grid = same.run_both(stopped_by_the_clock, tmp_path)
     assert 5 <= one.progress[1] <= 10
     assert 2 <= grid.progress[1] <= 10
-    steps = {len(grid.diary("callback", rank)) for rank in range(PIPELINES * STAGES)}
+    steps = {len(grid.diary("callback", rank)) for rank in range(same.PIPELINES * same.STAGES)}
     assert len(steps) == 1
-    alone = on_one_device(lambda s: s.fit(Classifier(), max_steps=grid.progress[1]) and None, tmp_path)
-    assert_same(alone.weights, grid.weights)
+    alone = same.on_one_device(lambda s: s.fit(same.Classifier(), max_steps=grid.progress[1]) and None, tmp_path)
+    same.assert_same(alone.weights, grid.weights)
 
 
-def validated_by_the_clock(session: Session) -> None:
+def validated_by_the_clock(session: same.Session) -> None:
     session.fit(
-        Classifier(),
+        same.Classifier(),
         validates=True,
         val_check_interval={"seconds": 0.25},
         check_val_every_n_epoch=None,
         max_steps=8,
-        callbacks=[Slow(), Diary(session.root / "diary")],
+        callbacks=[Slow(), session.diary()],
     )
 
 
 def test_a_val_check_interval_in_seconds_validates_on_all_workers_at_the_same_step(tmp_path: Path) -> None:
-    grid = on_a_grid(validated_by_the_clock, tmp_path)
+    grid = same.on_a_grid(validated_by_the_clock, tmp_path)
     assert 1 <= len(validated_at(grid)) <= 5
-    for rank in range(PIPELINES * STAGES):
-        assert_same(grid.diary("callback"), grid.diary("callback", rank))
+    for rank in range(same.PIPELINES * same.STAGES):
+        same.assert_same(grid.diary("callback"), grid.diary("callback", rank))
 
 
-class NaN(Classifier):
+class NaN(same.Classifier):
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return super().loss(output, target) + (output - output).sum().abs().sqrt()  # its gradient is not a number
 
 
-def anomalous(session: Session) -> None:
+def anomalous(session: same.Session) -> None:
     try:
-        session.fit(NaN(), detect_anomaly=True, max_steps=2, callbacks=[Diary(session.root / "diary")])
+        session.fit(NaN(), detect_anomaly=True, max_steps=2, callbacks=[session.diary()])
     except RuntimeError as error:
         session.run.results["error"] = str(error)
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*Error detected in")
 def test_detect_anomaly_raises_the_same_error_in_the_launching_process(tmp_path: Path) -> None:
-    one, grid = run_both(anomalous, tmp_path)
+    one, grid = same.run_both(anomalous, tmp_path)
     assert "returned nan values" in one.results["error"]
     assert one.results["error"] == grid.results["error"]
     told = [
@@ -329,69 +307,67 @@ def test_detect_anomaly_raises_the_same_error_in_the_launching_process(tmp_path:
 class ReloadedData(L.LightningDataModule):
     """Other data in every epoch."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: same.Session) -> None:
         super().__init__()
         self.data = session.data
 
     def train_dataloader(self) -> Any:
-        return self.data.loader(GLOBAL_BATCH * 2, seed=10 + self.trainer.current_epoch)
+        return self.data.loader(same.GLOBAL_BATCH * 2, seed=10 + self.trainer.current_epoch)
 
     def val_dataloader(self) -> Any:
         return self.data.loader(5, seed=20 + self.trainer.current_epoch)
 
 
-def reloaded(session: Session) -> None:
-    trainer = session.trainer(
-        max_epochs=3, reload_dataloaders_every_n_epochs=1, callbacks=[Diary(session.root / "diary")]
-    )
-    session.run.module = Classifier()
+def reloaded(session: same.Session) -> None:
+    trainer = session.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, callbacks=[session.diary()])
+    session.run.module = same.Classifier()
     trainer.fit(session.run.module, datamodule=ReloadedData(session))
 
 
 def test_reload_dataloaders_every_n_epochs_reads_the_new_data(tmp_path: Path) -> None:
-    one, grid = run_both(reloaded, tmp_path)
+    one, grid = same.run_both(reloaded, tmp_path)
     losses = [args[0]["loss"] for hook, _, args in one.diary("callback") if hook == "on_train_batch_end"]
     assert len(losses) == 6
-    assert_same(one.diary("callback"), grid.diary("callback"))
-    assert_same(one.weights, grid.weights)
+    same.assert_same(one.diary("callback"), grid.diary("callback"))
+    same.assert_same(one.weights, grid.weights)
 
 
-def in_the_users_order(session: Session) -> None:
-    trainer = session.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[Diary(session.root / "diary")])
+def in_the_users_order(session: same.Session) -> None:
+    trainer = session.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[session.diary()])
     loader = session.data.training()
-    session.run.module = Classifier()
+    session.run.module = same.Classifier()
     trainer.fit(session.run.module, DataLoader(loader.dataset, batch_size=session.data.batch_size, sampler=Ordered()))
 
 
 def test_use_distributed_sampler_false_keeps_the_users_sampler(tmp_path: Path) -> None:
-    one, grid = run_both(in_the_users_order, tmp_path)
-    assert_same(one.diary("callback"), grid.diary("callback"))
-    assert_same(one.weights, grid.weights)
-    ordered = on_one_device(lambda s: s.fit(Classifier(), max_epochs=1) and None, tmp_path)
+    one, grid = same.run_both(in_the_users_order, tmp_path)
+    same.assert_same(one.diary("callback"), grid.diary("callback"))
+    same.assert_same(one.weights, grid.weights)
+    ordered = same.on_one_device(lambda s: s.fit(same.Classifier(), max_epochs=1) and None, tmp_path)
     assert difference(ordered.weights, grid.weights) > 1e-6, "the order made no difference"
 
 
-def barebones(session: Session) -> None:
-    session.fit(Classifier(), validates=True, barebones=True, max_epochs=1)
+def barebones(session: same.Session) -> None:
+    session.fit(same.Classifier(), validates=True, barebones=True, max_epochs=1)
 
 
 def test_barebones_trains_the_same_and_writes_nothing(tmp_path: Path) -> None:
-    one, grid = run_both(barebones, tmp_path)
-    assert_same(one.weights, grid.weights)
+    one, grid = same.run_both(barebones, tmp_path)
+    same.assert_same(one.weights, grid.weights)
     assert one.files() == grid.files() == []
 
 
-def limited(session: Session) -> None:
+def limited(session: same.Session) -> None:
     trainer = session.trainer(limit_test_batches=1, limit_predict_batches=0.7)
-    module = Classifier()
+    module = same.Classifier()
     session.run.results["test"] = trainer.test(module, session.data.validation(), verbose=False)
     session.run.results["predict"] = trainer.predict(module, session.data.validation())
 
 
 def test_limits_of_tests_and_predictions_are_those_of_one_device(tmp_path: Path) -> None:
-    one, grid = run_both(limited, tmp_path)
-    assert [len(batch) for batch in grid.results["predict"]] == [GLOBAL_BATCH] * 2
-    assert_same(one.results, grid.results)
+    one, grid = same.run_both(limited, tmp_path)
+    assert [len(batch) for batch in grid.results["predict"]] == [same.GLOBAL_BATCH] * 2
+    same.assert_same(one.results, grid.results)
 
 
 class NotingCheckpointIO(TorchCheckpointIO):
@@ -403,9 +379,9 @@ class NotingCheckpointIO(TorchCheckpointIO):
             file.write("saved\n")
 
 
-def with_a_plugin(session: Session) -> None:
+def with_a_plugin(session: same.Session) -> None:
     session.fit(
-        Classifier(),
+        same.Classifier(),
         max_epochs=1,
         enable_checkpointing=True,
         plugins=[NotingCheckpointIO()],
@@ -415,21 +391,21 @@ def with_a_plugin(session: Session) -> None:
 
 
 def test_a_checkpoint_plugin_is_used_once_and_hyperparameters_are_not_logged_when_switched_off(tmp_path: Path) -> None:
-    one, grid = run_both(with_a_plugin, tmp_path)
+    one, grid = same.run_both(with_a_plugin, tmp_path)
     assert one.files() == grid.files()
     assert "logs/version_0/hparams.yaml" not in grid.files()
     [note] = [file for file in grid.files() if file.endswith(".note")]
     assert (grid.root / note).read_text() == "saved\n"
 
 
-class NotesInference(Classifier):
+class NotesInference(same.Classifier):
     def on_validation_output(self, output: torch.Tensor, target: torch.Tensor) -> None:
         self.log("inference", float(torch.is_inference_mode_enabled()))
         self.log("grad", float(torch.is_grad_enabled()))
 
 
-def inference(enabled: bool) -> Callable[[Session], None]:
-    def script(session: Session) -> None:
+def inference(enabled: bool) -> Callable[[same.Session], None]:
+    def script(session: same.Session) -> None:
         trainer = session.trainer(inference_mode=enabled)
         session.run.results["validate"] = trainer.validate(NotesInference(), session.data.validation(), verbose=False)
 
@@ -438,6 +414,6 @@ def inference(enabled: bool) -> Callable[[Session], None]:
 
 @pytest.mark.parametrize("enabled", [True, pytest.param(False)])
 def test_inference_mode_is_that_of_the_flag_in_the_workers(tmp_path: Path, enabled: bool) -> None:
-    one, grid = run_both(inference(enabled), tmp_path)
+    one, grid = same.run_both(inference(enabled), tmp_path)
     assert one.results["validate"] == [{"inference": float(enabled), "grad": 0.0}]
-    assert_same(one.results, grid.results)
+    same.assert_same(one.results, grid.results)

@@ -1,27 +1,12 @@
 """The leader's hooks come in the order, with the arguments and at the progress of one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import same_script as same
 from lightning.pytorch.callbacks import LambdaCallback
-from same_script import (
-    CALLBACK_HOOKS,
-    LEADER,
-    MODULE_HOOKS,
-    PIPELINES,
-    STAGES,
-    Book,
-    Diary,
-    KeepsDiary,
-    Run,
-    Session,
-    assert_same,
-    run_both,
-)
 
 NOT_CALLED = {
     "on_exception",  # nothing fails
@@ -33,9 +18,9 @@ NOT_CALLED = {
 class KeepsDiaryOfData(L.LightningDataModule):
     """Writes down the hooks of a data module."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: same.Session) -> None:
         super().__init__()
-        self.data, self.book = session.data, Book(session.root / "diary", "data")
+        self.data, self.book = session.data, same.Book(session.root / "diary", "data")
 
     def _note(self, hook: str, *args: Any) -> None:
         self.book.note(self.trainer, hook, *args)
@@ -63,47 +48,45 @@ class KeepsDiaryOfData(L.LightningDataModule):
 
 
 def note_from_lambda(trainer: Any, *_: Any) -> None:
-    Book(Path(trainer.default_root_dir) / "diary", "lambda").note(trainer, "on_train_epoch_end")
+    same.Book(Path(trainer.default_root_dir) / "diary", "lambda").note(trainer, "on_train_epoch_end")
 
 
-def fitted(session: Session) -> None:
-    module = KeepsDiary()
-    module.book = Book(session.root / "diary", "module")
+def fitted(session: same.Session) -> None:
+    module = same.KeepsDiary()
+    module.book = same.Book(session.root / "diary", "module")
     trainer = session.trainer(
         max_epochs=2,
         val_check_interval=2,
         enable_checkpointing=True,
-        callbacks=[Diary(session.root / "diary"), LambdaCallback(on_train_epoch_end=note_from_lambda)],
+        callbacks=[session.diary(), LambdaCallback(on_train_epoch_end=note_from_lambda)],
     )
     session.run.module = module
     trainer.fit(module, datamodule=KeepsDiaryOfData(session))
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    return run_both(fitted, tmp_path_factory.mktemp("hooks"))
+runs = same.runs_of(fitted)
 
 
-def test_the_hooks_of_callbacks_are_those_of_one_device(runs: tuple[Run, Run]) -> None:
+def test_the_hooks_of_callbacks_are_those_of_one_device(runs: same.Runs) -> None:
     one, grid = (run.diary("callback") for run in runs)
     called = {hook for hook, _, _ in one}
-    expected = {h for h in CALLBACK_HOOKS if "test" not in h and "predict" not in h} - NOT_CALLED
+    expected = {h for h in same.CALLBACK_HOOKS if "test" not in h and "predict" not in h} - NOT_CALLED
     assert called == expected
-    assert_same(one, grid)
+    same.assert_same(one, grid)
 
 
-def test_the_hooks_of_the_module_are_those_of_one_device(runs: tuple[Run, Run]) -> None:
+def test_the_hooks_of_the_module_are_those_of_one_device(runs: same.Runs) -> None:
     one, grid = (run.diary("module") for run in runs)
     called = {hook for hook, _, _ in one}
-    assert called >= {h for h in MODULE_HOOKS if "test" not in h and "predict" not in h} - NOT_CALLED
+    assert called >= {h for h in same.MODULE_HOOKS if "test" not in h and "predict" not in h} - NOT_CALLED
     prepared = [entry for entry in one if entry[0] == "prepare_data"]
     assert len(prepared) == 1
     # Lightning prepares data on local rank 0, which is not the worker that speaks for the run.
     assert [entry for entry in runs[1].diary("module", rank=0) if entry[0] == "prepare_data"] == prepared
-    assert_same([entry for entry in one if entry[0] != "prepare_data"], grid)
+    same.assert_same([entry for entry in one if entry[0] != "prepare_data"], grid)
 
 
-def test_the_hooks_of_the_data_module_are_those_of_one_device(runs: tuple[Run, Run]) -> None:
+def test_the_hooks_of_the_data_module_are_those_of_one_device(runs: same.Runs) -> None:
     one, grid = (run.diary("data") for run in runs)
     assert [hook for hook, _, _ in one] == [
         "prepare_data",
@@ -113,35 +96,35 @@ def test_the_hooks_of_the_data_module_are_those_of_one_device(runs: tuple[Run, R
         *["state_dict"] * 4,  # a checkpoint after each validation
         "teardown",
     ]
-    assert_same([entry for entry in one if entry[0] != "prepare_data"], grid)
+    same.assert_same([entry for entry in one if entry[0] != "prepare_data"], grid)
 
 
 @pytest.mark.parametrize("who", ["callback", "module"])
-def test_every_worker_runs_the_same_hooks(runs: tuple[Run, Run], who: str) -> None:
+def test_every_worker_runs_the_same_hooks(runs: same.Runs, who: str) -> None:
     leader = runs[1].diary(who)
-    for rank in range(PIPELINES * STAGES):
+    for rank in range(same.PIPELINES * same.STAGES):
         theirs = [entry for entry in runs[1].diary(who, rank) if entry[0] != "prepare_data"]
-        assert_same(leader, theirs, where=f"rank {rank}")
+        same.assert_same(leader, theirs, where=f"rank {rank}")
 
 
-def test_a_lambda_callback_runs_on_every_worker(runs: tuple[Run, Run]) -> None:
+def test_a_lambda_callback_runs_on_every_worker(runs: same.Runs) -> None:
     one, grid = (run.diary("lambda") for run in runs)
     assert [progress for _, progress, _ in one] == [[0, 4, "RunningStage.TRAINING"], [1, 8, "RunningStage.TRAINING"]]
-    assert_same(one, grid)
-    assert_same(one, runs[1].diary("lambda", rank=0))
-    assert LEADER != 0
+    same.assert_same(one, grid)
+    same.assert_same(one, runs[1].diary("lambda", rank=0))
+    assert same.LEADER != 0
 
 
-def test_weights_and_progress_are_the_same(runs: tuple[Run, Run]) -> None:
+def test_weights_and_progress_are_the_same(runs: same.Runs) -> None:
     one, grid = runs
-    assert_same(one.weights, grid.weights)
+    same.assert_same(one.weights, grid.weights)
     assert one.progress == grid.progress == (2, 8)
 
 
-def evaluated(session: Session) -> None:
-    module = KeepsDiary()
-    module.book = Book(session.root / "diary", "module")
-    trainer = session.trainer(callbacks=[Diary(session.root / "diary")])
+def evaluated(session: same.Session) -> None:
+    module = same.KeepsDiary()
+    module.book = same.Book(session.root / "diary", "module")
+    trainer = session.trainer(callbacks=[session.diary()])
     session.run.module = module
     getattr(trainer, session.root.parent.name)(module, [session.data.validation(), session.data.loader(5, seed=3)])
 
@@ -149,11 +132,11 @@ def evaluated(session: Session) -> None:
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
 def test_the_hooks_of_an_evaluation_are_those_of_one_device(tmp_path: Path, entry: str) -> None:
     (tmp_path / entry).mkdir()
-    one, grid = run_both(evaluated, tmp_path / entry)
+    one, grid = same.run_both(evaluated, tmp_path / entry)
     phase = "validation" if entry == "validate" else entry
     diary = one.diary("callback")
     assert {f"on_{phase}_{when}" for when in ("start", "batch_start", "batch_end", "epoch_end", "end")} < {
         hook for hook, _, _ in diary
     }
-    assert_same(diary, grid.diary("callback"))
-    assert_same([e for e in one.diary("module") if e[0] != "prepare_data"], grid.diary("module"))
+    same.assert_same(diary, grid.diary("callback"))
+    same.assert_same([e for e in one.diary("module") if e[0] != "prepare_data"], grid.diary("module"))

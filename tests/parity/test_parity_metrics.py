@@ -1,29 +1,16 @@
 """What is logged and measured on a grid equals what is logged and measured on one device, on every worker."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import same_script as same
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from metered import LOGGING_HOOKS, LogsEverywhere, LogsEverywhereToo, Metered
-from same_script import (
-    FLOAT32_TOLERANCE,
-    PIPELINES,
-    STAGES,
-    TOLERANCE,
-    VALIDATION_SAMPLES,
-    Run,
-    Session,
-    assert_same,
-    run_both,
-)
 
 
 class NotesMetrics(Callback):
@@ -32,7 +19,7 @@ class NotesMetrics(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def _note(self, trainer: Any) -> None:
+    def _note(self, trainer: Any, *_: Any) -> None:
         if trainer.state.fn != "fit":
             return
         self.folder.mkdir(exist_ok=True)
@@ -40,17 +27,10 @@ class NotesMetrics(Callback):
         with open(self.folder / f"{trainer.global_rank}-{os.getpid()}", "a") as file:
             file.write(json.dumps(seen, sort_keys=True) + "\n")
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self._note(trainer)
-
-    def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        self._note(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        self._note(trainer)
+    on_train_batch_end = on_validation_end = on_train_epoch_end = _note
 
 
-def measured(session: Session) -> None:
+def measured(session: same.Session) -> None:
     module = Metered()
     logger = CSVLogger(session.root, name="logs", version=0)
     trainer = session.fit(
@@ -71,107 +51,88 @@ def measured(session: Session) -> None:
     trainer.predict(module, session.data.validation(), return_predictions=False)
 
 
-@pytest.fixture(scope="module")
-def measured_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Run]]:
-    return run_both(measured, tmp_path_factory.mktemp("measured"))
+measured_runs = same.runs_of(measured)
 
 
 FIT_METRICS = [
-    "train_accuracy_step",
-    "train_accuracy_epoch",
-    "train_mean",
-    "out_mean_step",
-    "out_mean_epoch",
-    "out_max",
-    "out_min",
-    "seen_step",
-    "seen_epoch",
-    "val_loss",
-    "val_accuracy",
-    "val_accuracy_by_hand",
-    "val_perplexity",
-    "val_mean_metric",
-    "collected_precision",
-    "collected_recall",
-    "collected_auroc",
-    "val_step_and_epoch_epoch",
-    "val_max",
-    "val_min",
-    "val_sum",
-]
+    "train_accuracy_step", "train_accuracy_epoch", "train_mean", "out_mean_step", "out_mean_epoch", "out_max",
+    "out_min", "seen_step", "seen_epoch", "val_loss", "val_accuracy", "val_accuracy_by_hand", "val_perplexity",
+    "val_mean_metric", "collected_precision", "collected_recall", "collected_auroc", "val_step_and_epoch_epoch",
+    "val_max", "val_min", "val_sum",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FIT_METRICS)
-def test_a_metric_of_fit_equals_that_of_one_device(measured_runs: tuple[Run, Run], name: str) -> None:
+def test_a_metric_of_fit_equals_that_of_one_device(measured_runs: same.Runs, name: str) -> None:
     one, grid = (run.results["fit"] for run in measured_runs)
-    assert_same(one[name], grid[name], FLOAT32_TOLERANCE, name)
+    same.assert_same(one[name], grid[name], same.FLOAT32_TOLERANCE, name)
 
 
-def test_callbacks_see_the_same_names(measured_runs: tuple[Run, Run]) -> None:
+def test_callbacks_see_the_same_names(measured_runs: same.Runs) -> None:
     one, grid = (run.results["fit"] for run in measured_runs)
     assert one.keys() == grid.keys()
     assert set(FIT_METRICS) < one.keys()
 
 
-def test_losses_are_exact(measured_runs: tuple[Run, Run]) -> None:
+def test_losses_are_exact(measured_runs: same.Runs) -> None:
     one, grid = (run.results["fit"] for run in measured_runs)
-    assert_same(one["train_loss"], grid["train_loss"], TOLERANCE)
-    assert_same(one["val_loss"], grid["val_loss"], TOLERANCE)
+    same.assert_same(one["train_loss"], grid["train_loss"], same.TOLERANCE)
+    same.assert_same(one["val_loss"], grid["val_loss"], same.TOLERANCE)
 
 
-def test_weights_are_exact(measured_runs: tuple[Run, Run]) -> None:
+def test_weights_are_exact(measured_runs: same.Runs) -> None:
     one, grid = measured_runs
-    assert_same(one.weights, grid.weights)
+    same.assert_same(one.weights, grid.weights)
     assert one.progress == grid.progress == (2, 8)
 
 
 @pytest.mark.parametrize("where", ["logged", "bar"])
-def test_loggers_and_the_progress_bar_see_the_same(measured_runs: tuple[Run, Run], where: str) -> None:
+def test_loggers_and_the_progress_bar_see_the_same(measured_runs: same.Runs, where: str) -> None:
     one, grid = (run.results[where] for run in measured_runs)
     assert one, "nothing was shown"
-    assert_same(one, grid, FLOAT32_TOLERANCE)
+    same.assert_same(one, grid, same.FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("entry", ["validate", "test"])
-def test_an_evaluation_returns_the_same(measured_runs: tuple[Run, Run], entry: str) -> None:
+def test_an_evaluation_returns_the_same(measured_runs: same.Runs, entry: str) -> None:
     one, grid = (run.results[entry] for run in measured_runs)
     assert len(one) == {"validate": 1, "test": 2}[entry]
     assert len(one[0]) > 8
-    assert_same(one, grid, FLOAT32_TOLERANCE)
+    same.assert_same(one, grid, same.FLOAT32_TOLERANCE)
 
 
-def test_predictions_are_the_same_batch_by_batch(measured_runs: tuple[Run, Run]) -> None:
+def test_predictions_are_the_same_batch_by_batch(measured_runs: same.Runs) -> None:
     one, grid = (run.results["predict"] for run in measured_runs)
-    assert [len(batch["class"]) for batch in one[0]] == [8, 8, VALIDATION_SAMPLES - 16]
+    assert [len(batch["class"]) for batch in one[0]] == [8, 8, same.VALIDATION_SAMPLES - 16]
     assert [type(batch["logits"]) for loader in grid for batch in loader] == [tuple] * 4
-    assert_same(one, grid)
+    same.assert_same(one, grid)
 
 
-def test_every_worker_sees_the_same_metrics_when_callbacks_decide(measured_runs: tuple[Run, Run]) -> None:
+def test_every_worker_sees_the_same_metrics_when_callbacks_decide(measured_runs: same.Runs) -> None:
     found = {path.name.split("-")[0]: path.read_text() for path in (measured_runs[1].root / "notes").iterdir()}
-    assert len(found) == PIPELINES * STAGES
+    assert len(found) == same.PIPELINES * same.STAGES
     assert len(found["0"].splitlines()) > 8
     assert len(set(found.values())) == 1
 
 
-def rows(run: Run) -> list[dict[str, str]]:
+def rows(run: same.Run) -> list[dict[str, str]]:
     with open(run.root / "logs" / "version_0" / "metrics.csv") as file:
         return [{k: v for k, v in row.items() if not k.startswith("recycle/")} for row in csv.DictReader(file)]
 
 
-def test_the_csv_logger_has_the_same_rows(measured_runs: tuple[Run, Run]) -> None:
+def test_the_csv_logger_has_the_same_rows(measured_runs: same.Runs) -> None:
     one, grid = (rows(run) for run in measured_runs)
     numbers = [[{k: float(v) if v else None for k, v in row.items()} for row in rows] for rows in (one, grid)]
     assert len(one) > 5
-    assert_same(*numbers, tolerance=FLOAT32_TOLERANCE)
+    same.assert_same(*numbers, tolerance=same.FLOAT32_TOLERANCE)
 
 
-def everywhere(session: Session) -> None:
+def everywhere(session: same.Session) -> None:
     session.fit(LogsEverywhere(), validates=True, max_epochs=2, callbacks=[LogsEverywhereToo()])
 
 
 def test_values_can_be_logged_in_every_hook_where_lightning_allows_it(tmp_path: Path) -> None:
-    one, grid = run_both(everywhere, tmp_path)
+    one, grid = same.run_both(everywhere, tmp_path)
     expected = {
         f"{who}/{hook}"
         for who in ("module", "callback")
@@ -179,4 +140,4 @@ def test_values_can_be_logged_in_every_hook_where_lightning_allows_it(tmp_path: 
         if "test" not in hook and "predict" not in hook
     }
     assert expected <= {name.removesuffix("_epoch") for name in one.metrics}
-    assert_same(one.metrics, grid.metrics)
+    same.assert_same(one.metrics, grid.metrics)

@@ -1,7 +1,5 @@
 """docs/trainer_flags.md names every flag of the Trainer and every callback, each with a test that exists."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

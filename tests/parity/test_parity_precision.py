@@ -1,14 +1,13 @@
 """Precisions: what is computed in which dtype is as on one device, and so are the results, as far as its bits go."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from same_script import Classifier, Session, assert_same, difference, run_both
+from same_script import Classifier, Session, assert_same, run_both
+from support.training import difference
 from torch import Tensor, nn
 
 BYTES = {torch.float32: 4.0, torch.float64: 8.0, torch.bfloat16: 2.0}

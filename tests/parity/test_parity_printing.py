@@ -1,15 +1,12 @@
 """What a run prints: the summary shows the whole model, bars are drawn by the leader alone, nothing is repeated."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from printing_script import SEPARATOR
 from same_script import Run
+from support.scripts import output_of
 
 ONE, GRID = "one", "grid"
 DEFAULTS, PLAIN = 0, 1
@@ -23,15 +20,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> dict[str, list[str]]:
     """What each script printed on one device and on the grid, all processes of it."""
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "printing_script.py", folder],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=115,
-    )
-    assert done.returncode == 0, done.stdout
-    outputs = done.stdout.replace("\r", "\n").split(SEPARATOR)[1:]
+    output = output_of(Path(__file__).parent / "printing_script.py", folder, timeout=115)
+    outputs = output.replace("\r", "\n").split(SEPARATOR)[1:]
     return {ONE: outputs[:2], GRID: outputs[2:]}
 
 

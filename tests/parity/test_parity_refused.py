@@ -1,7 +1,5 @@
 """What cannot be supported is refused in the launching process, before a worker starts, with the value and a remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,15 +1,12 @@
 """When the leader dies its successor's bar, monitors and loggers go on, whatever was under way, without a traceback."""
 
-from __future__ import annotations
-
 import csv
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from same_script import LEADER, STEPS_PER_EPOCH
+from support.scripts import output_of
 from takeover_script import CASES, SEPARATOR
 
 SAMPLED = {"TQDM-fit-validation-4", "Rich-fit-forward-2", "Rich-test-batch-1"}
@@ -23,16 +20,8 @@ def sampled_outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dic
 
 
 def run_cases(folder: Path, cases: list[str]) -> dict[str, str]:
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "takeover_script.py", folder, *cases],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=115,
-    )
-    output = done.stdout.replace("\r", "\n")
-    assert done.returncode == 0, output
-    return dict(zip(cases, output.split(SEPARATOR)[1:], strict=True))
+    output = output_of(Path(__file__).parent / "takeover_script.py", folder, *cases, timeout=115)
+    return dict(zip(cases, output.replace("\r", "\n").split(SEPARATOR)[1:], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -6,25 +6,15 @@ from random import Random
 
 import pytest
 
+from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    Problem,
-    Technique,
-    Worker,
-    heuristic,
-    lower_bound,
-    makespan_lower_bound,
-    reroute,
-)
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, best_timing, interleave
 
 
-def best_of_all(problem: Problem) -> float:
+def best_of_all(problem: p.Problem) -> float:
     """The smallest period over all orders of operations on all workers, with the routing of the heuristic."""
     grid = problem.grid
-    routes = reroute(grid, problem.failed, dict(problem.worker_factors))
+    routes = p.reroute(grid, problem.failed, dict(problem.worker_factors))
     codes = Codes(problem, routes, fused=not problem.technique.decoupled)
     kinds = (FORWARD, BACKWARD, WEIGHT) if problem.technique.decoupled else (FORWARD, BACKWARD)
     programs: dict[int, list[list[int]]] = {}
@@ -55,19 +45,19 @@ def interleavings(chains: list[list[int]], length: int, limit: int) -> Iterator[
             yield from ([chain[0], *order] for order in interleavings(rest, length, limit))
 
 
-def tiny(seed: int) -> Problem:
+def tiny(seed: int) -> p.Problem:
     draw = Random(seed)
     coupled = draw.random() < 0.4
     grid, failed = draw.choice(
         [
-            (Grid(1, 2, 2), []),
-            (Grid(1, 3, 2), []),
-            (Grid(2, 2, 1), [Worker(0, 0)]),
-            (Grid(2, 2, 1), [Worker(1, 1)]),
-            (Grid(2, 3, 1), [Worker(1, 1)]),
-            (Grid(2, 3, 1), [Worker(0, 0), Worker(0, 2)]),
-            (Grid(1, 2, 3), []) if coupled else (Grid(1, 1, 3), []),
-            (Grid(1, 3, 2), []),
+            (p.Grid(1, 2, 2), []),
+            (p.Grid(1, 3, 2), []),
+            (p.Grid(2, 2, 1), [p.Worker(0, 0)]),
+            (p.Grid(2, 2, 1), [p.Worker(1, 1)]),
+            (p.Grid(2, 3, 1), [p.Worker(1, 1)]),
+            (p.Grid(2, 3, 1), [p.Worker(0, 0), p.Worker(0, 2)]),
+            (p.Grid(1, 2, 3), []) if coupled else (p.Grid(1, 1, 3), []),
+            (p.Grid(1, 3, 2), []),
         ]
     )
     stages = range(grid.stages)
@@ -76,12 +66,12 @@ def tiny(seed: int) -> Problem:
         return [draw.choice([0.5, 1.0, 1.0, 1.3, 2.0]) for _ in stages]
 
     closing = [draw.choice([0.0, 0.4]) for _ in stages]
-    costs = Costs(per_stage(), per_stage(), per_stage(), closing, closing, draw.choice([0.0, 0.2, 1.0]))  # type: ignore[arg-type]
+    costs = p.Costs(per_stage(), per_stage(), per_stage(), closing, closing, draw.choice([0.0, 0.2, 1.0]))  # type: ignore[arg-type]
     limit = tuple(draw.choice([1, 2, 3]) for _ in stages) if draw.random() < 0.5 else None
     live = [worker for worker in grid.workers() if worker not in failed]
     factors = {draw.choice(live): 1.5} if draw.random() < 0.3 and grid.microbatches > 1 else {}
-    technique = Technique(not coupled, draw.random() < 0.6)
-    return Problem(grid, costs, frozenset(failed), technique, limit, factors)  # type: ignore[arg-type]
+    technique = p.Technique(not coupled, draw.random() < 0.6)
+    return p.Problem(grid, costs, frozenset(failed), technique, limit, factors)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("part", range(6))
@@ -90,8 +80,8 @@ def test_no_schedule_of_a_tiny_grid_beats_the_bound(part: int) -> None:
     for seed in range(part * 10, part * 10 + 10):
         problem = tiny(seed)
         optimum = best_of_all(problem)
-        assert lower_bound(problem) <= optimum + 1e-9, (seed, problem)
-        found = heuristic(problem).period
+        assert p.lower_bound(problem) <= optimum + 1e-9, (seed, problem)
+        found = p.heuristic(problem).period
         assert found >= optimum - 1e-9, (seed, problem)
         gaps.append(found / optimum - 1)
     # Seeded, so this is a statement about the heuristic, not about luck.
@@ -102,22 +92,26 @@ def test_no_schedule_of_a_tiny_grid_beats_the_bound(part: int) -> None:
 @pytest.mark.parametrize(
     ("grid", "technique", "limit", "failed", "bound"),
     [
-        (Grid(3, 4, 6), Technique(), None, (), 19.0),  # round trip: 7 slots for 6 forwards
-        (Grid(3, 4, 6), Technique(), (4,) * 4, (), 21.0),
-        (Grid(3, 4, 6), Technique(False, False), (4,) * 4, ((1, 0),), 36.0),  # three rounds of memory
-        (Grid(3, 4, 6), Technique(), (4,) * 4, ((1, 3),), 30.0),  # detour through stage 3
-        (Grid(1, 1, 5), Technique(), None, (), 15.0),
+        (p.Grid(3, 4, 6), p.Technique(), None, (), 19.0),  # round trip: 7 slots for 6 forwards
+        (p.Grid(3, 4, 6), p.Technique(), (4,) * 4, (), 21.0),
+        (p.Grid(3, 4, 6), p.Technique(False, False), (4,) * 4, ((1, 0),), 36.0),  # three rounds of memory
+        (p.Grid(3, 4, 6), p.Technique(), (4,) * 4, ((1, 3),), 30.0),  # detour through stage 3
+        (p.Grid(1, 1, 5), p.Technique(), None, (), 15.0),
     ],
 )
 def test_bounds_by_hand(
-    grid: Grid, technique: Technique, limit: tuple[int, ...] | None, failed: tuple[tuple[int, int], ...], bound: float
+    grid: p.Grid,
+    technique: p.Technique,
+    limit: tuple[int, ...] | None,
+    failed: tuple[tuple[int, int], ...],
+    bound: float,
 ) -> None:
-    workers = frozenset(Worker(*position) for position in failed)
-    assert lower_bound(Problem(grid, Costs.uniform(grid.stages), workers, technique, limit)) == bound
+    workers = frozenset(p.Worker(*position) for position in failed)
+    assert p.lower_bound(p.Problem(grid, p.Costs.uniform(grid.stages), workers, technique, limit)) == bound
 
 
 def test_slow_workers_raise_the_bound_by_what_the_others_cannot_take_over() -> None:
-    grid, costs = Grid(3, 1, 6), Costs.uniform(1)
-    slow = Problem(grid, costs, worker_factors={Worker(0, 0): 2.0})  # type: ignore[arg-type]
-    assert lower_bound(Problem(grid, costs)) == 18.0
-    assert lower_bound(slow) == makespan_lower_bound(slow) == heuristic(slow).period == 24.0  # shares 4, 7, 7
+    grid, costs = p.Grid(3, 1, 6), p.Costs.uniform(1)
+    slow = p.Problem(grid, costs, worker_factors={p.Worker(0, 0): 2.0})  # type: ignore[arg-type]
+    assert p.lower_bound(p.Problem(grid, costs)) == 18.0
+    assert p.lower_bound(slow) == p.makespan_lower_bound(slow) == p.heuristic(slow).period == 24.0  # shares 4, 7, 7

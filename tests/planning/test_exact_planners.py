@@ -11,40 +11,25 @@ import time
 from pathlib import Path
 
 import pytest
-from process_tree import is_alive
+from support.process_tree import is_alive
+from support.waiting import wait_for
+from test_running_example import COUPLED, DECOUPLED, STAGGERED
+from test_running_example import GRID as EXAMPLE
+from test_running_example import TABLE as ONE_DEAD
 
+from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import (
-    Costs,
-    ExactPlanner,
-    Grid,
-    Problem,
-    Schedule,
-    Technique,
-    Worker,
-    available_planners,
-    heuristic,
-    plan,
-    reroute,
-    solve,
-    solver_process,
-    validate,
-)
 from lightning_recycle.planning import exact as exact_module
 from lightning_recycle.planning.slots import common_slot, discretize
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 # Found, not imported: in one process, importing ortools before highspy makes highspy fail to load.
 BACKENDS = ["cbc", "highs", *(["cpsat"] if importlib.util.find_spec("ortools") else [])]
-EXAMPLE = Grid(3, 4, 6)
-COUPLED = Technique(decoupled=False, staggered=False)
-DECOUPLED = Technique(decoupled=True, staggered=False)
-STAGGERED = Technique(decoupled=True, staggered=True)
 
 
-def one_at_a_time(problem: Problem) -> Schedule:
+def one_at_a_time(problem: p.Problem) -> p.Schedule:
     """The worst plan: each micro-batch when the one before is through."""
-    codes = Codes(problem, reroute(problem.grid, problem.failed), fused=not problem.technique.decoupled)
+    codes = Codes(problem, p.reroute(problem.grid, problem.failed), fused=not problem.technique.decoupled)
     stages = range(problem.grid.stages)
     sequence = []
     for number in range(codes.n):
@@ -55,40 +40,40 @@ def one_at_a_time(problem: Problem) -> Schedule:
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
-def example(technique: Technique, stage: int | None, limit: int | None = None) -> Problem:
-    failed = frozenset() if stage is None else frozenset({Worker(1, stage)})
+def example(technique: p.Technique, stage: int | None, limit: int | None = None) -> p.Problem:
+    failed = frozenset() if stage is None else frozenset({p.Worker(1, stage)})
     limits = None if limit is None else (limit,) * EXAMPLE.stages
-    return Problem(EXAMPLE, Costs.uniform(EXAMPLE.stages), failed, technique, limits)
+    return p.Problem(EXAMPLE, p.Costs.uniform(EXAMPLE.stages), failed, technique, limits)
 
 
-def random_problem(seed: int, *, instant: bool = False) -> Problem:
+def random_problem(seed: int, *, instant: bool = False) -> p.Problem:
     draw = random.Random(seed)
-    grid = Grid(draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 3))
+    grid = p.Grid(draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 3))
 
     def per_stage(least: int, most: int) -> tuple[float, ...]:
         return tuple(float(draw.randint(least, most)) for _ in range(grid.stages))
 
     work = 0 if instant else 1
-    costs = Costs(
+    costs = p.Costs(
         per_stage(work, 3), per_stage(work, 3), per_stage(work, 3), per_stage(0, 1), per_stage(0, 1), draw.randint(0, 1)
     )
     failed = frozenset(
-        Worker(draw.randrange(grid.pipelines), stage)
+        p.Worker(draw.randrange(grid.pipelines), stage)
         for stage in range(grid.stages)
         if grid.pipelines > 1 and draw.random() < 0.4
     )
     limits = tuple(draw.randint(1, 3) for _ in range(grid.stages)) if draw.random() < 0.5 else None
     slow = {worker: 2.0 for worker in grid.workers() if draw.random() < 0.1}
-    technique = Technique(draw.random() < 0.5, draw.random() < 0.5)
-    return Problem(grid, costs, failed, technique, limits, tuple(slow.items()))
+    technique = p.Technique(draw.random() < 0.5, draw.random() < 0.5)
+    return p.Problem(grid, costs, failed, technique, limits, tuple(slow.items()))
 
 
-def check_agreement(problem: Problem) -> None:
-    start = heuristic(problem)
+def check_agreement(problem: p.Problem) -> None:
+    start = p.heuristic(problem)
     found = {}
     for backend in BACKENDS:
-        result = ExactPlanner(backend, time_limit=20.0, threads=1).improve(start)
-        validate(result.schedule)
+        result = p.ExactPlanner(backend, time_limit=20.0, threads=1).improve(start)
+        p.validate(result.schedule)
         assert result.warning is None
         assert result.status == "optimal"
         assert result.schedule.period == pytest.approx(result.lower_bound)
@@ -115,23 +100,18 @@ def test_all_solvers_find_the_same_optimum_in_many_problems(seed: int) -> None:
     ids=["decoupled", "staggered", "coupled-limit"],
 )
 def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
-    backend: str, technique: Technique, stage: int, limit: int | None, slots: float
+    backend: str, technique: p.Technique, stage: int, limit: int | None, slots: float
 ) -> None:
     start = one_at_a_time(example(technique, stage, limit))
-    validate(start)
+    p.validate(start)
     assert start.period > 4 * slots
-    result = ExactPlanner(backend).improve(start)
-    validate(result.schedule)
+    result = p.ExactPlanner(backend).improve(start)
+    p.validate(result.schedule)
     assert (result.schedule.period, result.status, result.backend) == (slots, "optimal", backend)
 
 
 TABLE = [
-    *((COUPLED, stage, None, slots) for stage, slots in enumerate((29, 30, 33, 36))),
-    *((DECOUPLED, stage, None, slots) for stage, slots in enumerate((27, 28, 29, 30))),
-    *((STAGGERED, stage, None, 27) for stage in range(4)),
-    *((COUPLED, stage, 4, slots) for stage, slots in enumerate((36, 33, 33, 36))),
-    *((DECOUPLED, stage, 4, slots) for stage, slots in enumerate((30, 29, 29, 30))),
-    *((STAGGERED, stage, 4, slots) for stage, slots in enumerate((30, 28, 29, 30))),
+    *((technique, stage, limit, slots[stage]) for technique, limit, slots in ONE_DEAD for stage in range(4)),
     (COUPLED, None, None, 27),
     (DECOUPLED, None, 4, 21),
     (STAGGERED, None, None, 19),
@@ -143,10 +123,10 @@ TABLE = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("technique", "stage", "limit", "slots"), TABLE)
 def test_the_whole_table_of_the_running_example(
-    backend: str, technique: Technique, stage: int | None, limit: int | None, slots: float
+    backend: str, technique: p.Technique, stage: int | None, limit: int | None, slots: float
 ) -> None:
-    result = ExactPlanner(backend, time_limit=300.0).improve(one_at_a_time(example(technique, stage, limit)))
-    validate(result.schedule)
+    result = p.ExactPlanner(backend, time_limit=300.0).improve(one_at_a_time(example(technique, stage, limit)))
+    p.validate(result.schedule)
     assert result.schedule.period == slots
     if backend != "cpsat":  # its proofs for the staggered plans under a limit can take longer
         assert result.status == "optimal"
@@ -156,21 +136,21 @@ def test_the_whole_table_of_the_running_example(
 def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert backend in available_planners()
+    assert backend in p.available_planners()
     monkeypatch.setitem(exact_module.BACKENDS, backend, "no_such_module:solve")
-    result = solve(example(STAGGERED, 2), backend)
+    result = p.solve(example(STAGGERED, 2), backend)
     assert (result.schedule.period, result.status, result.warning) == (27, "optimal", None)
-    assert plan(example(STAGGERED, 2), backend) == heuristic(example(STAGGERED, 2))
+    assert p.plan(example(STAGGERED, 2), backend) == p.heuristic(example(STAGGERED, 2))
 
 
 def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with_the_real_ones() -> None:
-    costs = Costs.uniform(3, 1.0, 1.0872345671, 0.9123456789, 0.1, 0.05, 0.1034567)
-    problem = Problem(Grid(2, 3, 4), costs, frozenset({Worker(0, 1)}), DECOUPLED, (3, 3, 3))
+    costs = p.Costs.uniform(3, 1.0, 1.0872345671, 0.9123456789, 0.1, 0.05, 0.1034567)
+    problem = p.Problem(p.Grid(2, 3, 4), costs, frozenset({p.Worker(0, 1)}), DECOUPLED, (3, 3, 3))
     start = one_at_a_time(problem)
     assert not discretize(start, 500).exact
-    result = ExactPlanner("highs", time_limit=20.0, max_variables=4_000).improve(start)
-    validate(result.schedule)
-    assert result.schedule.period <= 1.05 * heuristic(problem).period
+    result = p.ExactPlanner("highs", time_limit=20.0, max_variables=4_000).improve(start)
+    p.validate(result.schedule)
+    assert result.schedule.period <= 1.05 * p.heuristic(problem).period
     assert result.lower_bound <= result.schedule.period
     assert (result.status == "optimal") == (result.lower_bound == result.schedule.period)
 
@@ -182,8 +162,8 @@ def test_common_slot() -> None:
 
 
 def test_a_problem_of_only_instant_operations() -> None:
-    problem = Problem(Grid(2, 2, 2), Costs.uniform(2, 0.0, 0.0, 0.0), frozenset({Worker(0, 1)}))
-    assert solve(problem, "highs").status == "optimal"
+    problem = p.Problem(p.Grid(2, 2, 2), p.Costs.uniform(2, 0.0, 0.0, 0.0), frozenset({p.Worker(0, 1)}))
+    assert p.solve(problem, "highs").status == "optimal"
 
 
 # What solvers do wrong. The fakes are functions like those in milp.py and cpsat.py.
@@ -225,11 +205,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "fake_solvers.py").write_text(textwrap.dedent(FAKES))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FAKE_PID", str(tmp_path / "pid"))
-    monkeypatch.setattr(solver_process, "GRACE", 0.5)
+    monkeypatch.setattr(p.solver_process, "GRACE", 0.5)
 
-    def use(name: str) -> ExactPlanner:
+    def use(name: str) -> p.ExactPlanner:
         monkeypatch.setitem(exact_module.BACKENDS, "highs", f"fake_solvers:{name}")
-        return ExactPlanner("highs", time_limit=0.5 if name == "hang" else 20.0)
+        return p.ExactPlanner("highs", time_limit=0.5 if name == "hang" else 20.0)
 
     return use
 
@@ -261,8 +241,8 @@ def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name: str, re
 
 def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -> None:
     problem = example(STAGGERED, 2, 4)  # 29, while no arithmetic bound is above 28
-    assert fake("missing").plan(problem) == heuristic(problem)
-    if heuristic(problem).period > solve(problem).lower_bound:
+    assert fake("missing").plan(problem) == p.heuristic(problem)
+    if p.heuristic(problem).period > p.solve(problem).lower_bound:
         assert "not available" in caplog.text
 
 
@@ -270,7 +250,7 @@ def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -
 def test_a_solver_that_lies_is_not_believed(fake, name: str) -> None:
     start = one_at_a_time(example(DECOUPLED, 1))
     result = fake(name).improve(start)
-    validate(result.schedule)
+    p.validate(result.schedule)
     assert result.schedule.period <= start.period
 
 
@@ -289,33 +269,26 @@ def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) 
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    wait_for(lambda: pid.exists() and pid.read_text() != "")
+    assert wait_for(lambda: pid.exists() and pid.read_text())
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    wait_for(lambda: not is_alive(int(pid.read_text())))
-
-
-def wait_for(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert wait_for(lambda: not is_alive(int(pid.read_text())))
 
 
 def test_a_model_that_is_too_large_is_not_built() -> None:
     start = one_at_a_time(example(DECOUPLED, 1))
     for backend in BACKENDS:
-        result = ExactPlanner(backend, max_variables=20).improve(start)
+        result = p.ExactPlanner(backend, max_variables=20).improve(start)
         assert result.schedule is start
         assert result.warning is not None
         assert "too large" in result.warning
-    assert ExactPlanner("highs", max_variables=2_000).improve(start).schedule.period == 28
+    assert p.ExactPlanner("highs", max_variables=2_000).improve(start).schedule.period == 28
 
 
 def test_the_solver_s_output_is_kept_on_request() -> None:
     start = one_at_a_time(example(COUPLED, None, 2))
-    assert "HiGHS" in ExactPlanner("highs", log=True).improve(start).log
-    assert ExactPlanner("highs").improve(start).log == ""
+    assert "HiGHS" in p.ExactPlanner("highs", log=True).improve(start).log
+    assert p.ExactPlanner("highs").improve(start).log == ""
 
 
 @pytest.mark.parametrize(
@@ -330,4 +303,4 @@ def test_the_solver_s_output_is_kept_on_request() -> None:
 )
 def test_bad_settings(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        ExactPlanner(**arguments)  # type: ignore[arg-type]
+        p.ExactPlanner(**arguments)  # type: ignore[arg-type]

@@ -7,61 +7,46 @@ from collections.abc import Callable
 
 import pytest
 
+from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    HeuristicPlanner,
-    InvalidScheduleError,
-    Microbatch,
-    OpKind,
-    Problem,
-    Schedule,
-    Technique,
-    Worker,
-    get_planner,
-    one_f_one_b,
-    plan,
-    reroute,
-)
 
-GRID = Grid(3, 4, 6)
-UNIT = Costs.uniform(4)
+GRID = p.Grid(3, 4, 6)
+UNIT = p.Costs.uniform(4)
 
 
 def test_ranks_put_the_stages_of_a_pipeline_next_to_each_other() -> None:
     assert GRID.num_workers == 12
     assert GRID.global_microbatches == 18
-    assert GRID.workers()[:5] == (Worker(0, 0), Worker(0, 1), Worker(0, 2), Worker(0, 3), Worker(1, 0))
+    assert GRID.workers()[:5] == (p.Worker(0, 0), p.Worker(0, 1), p.Worker(0, 2), p.Worker(0, 3), p.Worker(1, 0))
     assert [GRID.rank(worker) for worker in GRID.workers()] == list(range(12))
-    assert GRID.peers(Worker(1, 2)) == (Worker(0, 2), Worker(2, 2))
+    assert GRID.peers(p.Worker(1, 2)) == (p.Worker(0, 2), p.Worker(2, 2))
     assert len(list(GRID.all_microbatches())) == 18
-    assert Worker(2, 3) in GRID
-    assert Worker(3, 0) not in GRID
+    assert p.Worker(2, 3) in GRID
+    assert p.Worker(3, 0) not in GRID
 
 
 def test_orphans_alternate_between_the_peers() -> None:
-    route = reroute(GRID, {Worker(1, 2)})[2]
-    assert [route[Microbatch(1, m)].pipeline for m in range(6)] == [0, 2, 0, 2, 0, 2]
+    route = p.reroute(GRID, {p.Worker(1, 2)})[2]
+    assert [route[p.Microbatch(1, m)].pipeline for m in range(6)] == [0, 2, 0, 2, 0, 2]
 
 
 def test_routes_and_programs() -> None:
-    schedule = plan(Problem(GRID, UNIT, frozenset({Worker(1, 2)})))
-    assert schedule.live_workers == tuple(worker for worker in GRID.workers() if worker != Worker(1, 2))
-    assert schedule.route(1, Microbatch(1, 0)) == Worker(1, 1)
-    assert schedule.route(2, Microbatch(1, 0)) == Worker(0, 2)
-    program = schedule.program(Worker(0, 2))
-    assert [op.kind for op in program[-2:]] == [OpKind.REDUCE, OpKind.STEP]
-    assert sum(op.kind is OpKind.FORWARD for op in program) == 9
+    schedule = p.plan(p.Problem(GRID, UNIT, frozenset({p.Worker(1, 2)})))
+    assert schedule.live_workers == tuple(worker for worker in GRID.workers() if worker != p.Worker(1, 2))
+    assert schedule.route(1, p.Microbatch(1, 0)) == p.Worker(1, 1)
+    assert schedule.route(2, p.Microbatch(1, 0)) == p.Worker(0, 2)
+    program = schedule.program(p.Worker(0, 2))
+    assert [op.kind for op in program[-2:]] == [p.OpKind.REDUCE, p.OpKind.STEP]
+    assert sum(op.kind is p.OpKind.FORWARD for op in program) == 9
     with pytest.raises(PlanningError, match=r"\(1, 2\) has failed"):
-        schedule.program(Worker(1, 2))
+        schedule.program(p.Worker(1, 2))
     with pytest.raises(PlanningError, match=r"no forward of micro-batch \(0, 6\)"):
-        schedule.route(0, Microbatch(0, 6))
+        schedule.route(0, p.Microbatch(0, 6))
 
 
 def test_plan_file_has_the_documented_schema() -> None:
-    problem = Problem(GRID, UNIT, frozenset({Worker(1, 2)}), in_flight_limit=(9, 9, 9, 9))
-    data = json.loads(json.dumps(plan(problem).to_plan()))
+    problem = p.Problem(GRID, UNIT, frozenset({p.Worker(1, 2)}), in_flight_limit=(9, 9, 9, 9))
+    data = json.loads(json.dumps(p.plan(problem).to_plan()))
     workers = data.pop("workers")
     assert data == {
         "schema": 1,
@@ -92,8 +77,8 @@ def test_plan_file_has_the_documented_schema() -> None:
 
 
 def test_a_gap_to_the_bound_is_feasible_not_optimal() -> None:
-    technique = Technique(decoupled=False, staggered=False)
-    data = plan(Problem(GRID, UNIT, frozenset({Worker(1, 0)}), technique)).to_plan(backend="mine")
+    technique = p.Technique(decoupled=False, staggered=False)
+    data = p.plan(p.Problem(GRID, UNIT, frozenset({p.Worker(1, 0)}), technique)).to_plan(backend="mine")
     assert (data["backend"], data["status"], data["lower_bound"], data["period"]) == ("mine", "feasible", 28.0, 29.0)
 
 
@@ -121,39 +106,39 @@ def damage(path: tuple[object, ...], value: object) -> Callable[[dict[str, objec
     ],
 )
 def test_a_damaged_plan_is_refused(change: Callable[[dict[str, object]], None], message: str) -> None:
-    data = plan(Problem(GRID, UNIT)).to_plan()
+    data = p.plan(p.Problem(GRID, UNIT)).to_plan()
     change(data)
     with pytest.raises(PlanningError, match=message):
-        Schedule.from_plan(data)
+        p.Schedule.from_plan(data)
 
 
 @pytest.mark.parametrize("data", [[], None, "plan", {}])
 def test_what_is_no_plan_is_refused(data: object) -> None:
     with pytest.raises(PlanningError, match="cannot be read"):
-        Schedule.from_plan(data)  # type: ignore[arg-type]
+        p.Schedule.from_plan(data)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Grid(0, 4, 6), ConfigurationError, r"pipelines=0.*at least 1"),
-        (lambda: Grid(3, 4, 1.5), ConfigurationError, r"microbatches=1\.5"),  # type: ignore[arg-type]
+        (lambda: p.Grid(0, 4, 6), ConfigurationError, r"pipelines=0.*at least 1"),
+        (lambda: p.Grid(3, 4, 1.5), ConfigurationError, r"microbatches=1\.5"),  # type: ignore[arg-type]
         (lambda: GRID.worker(12), ConfigurationError, r"rank 12 .* 0\.\.11"),
-        (lambda: Costs.uniform(4, forward=-1.0), ConfigurationError, r"forward.*-1\.0"),
-        (lambda: Costs.uniform(4, communication=float("nan")), ConfigurationError, "communication"),
-        (lambda: Costs.uniform(4, reduce="1"), ConfigurationError, "reduce.*'1'"),  # type: ignore[arg-type]
-        (lambda: Costs(1.0, (1.0,), (1.0,), (0.0,), (0.0,)), ConfigurationError, "per stage"),  # type: ignore[arg-type]
-        (lambda: Costs((1.0,), (1.0, 1.0), (1.0,), (0.0,), (0.0,)), ConfigurationError, "'backward_input': 2"),
-        (lambda: Problem(GRID, Costs.uniform(3)), ConfigurationError, r"3 stages.*has 4"),
-        (lambda: Problem(GRID, UNIT, frozenset({Worker(3, 0)})), ConfigurationError, r"\(3, 0\).*0\.\.2"),
-        (lambda: Problem(GRID, UNIT, frozenset(GRID.workers()[2::4])), PlanningError, "all 3 replicas of stage 2"),
-        (lambda: Problem(GRID, UNIT, in_flight_limit=(4, 4)), ConfigurationError, r"\(4, 4\).*4 integers"),
-        (lambda: Problem(GRID, UNIT, in_flight_limit=(4, 4, 4, 0)), ConfigurationError, "at least 1"),
-        (lambda: plan(Problem(GRID, UNIT), planner="magic"), ConfigurationError, r"'magic'.*heuristic"),
-        (lambda: plan(Problem(GRID, UNIT), planner=7), ConfigurationError, "7 is no planner"),  # type: ignore[arg-type]
-        (lambda: HeuristicPlanner(effort=-1), ConfigurationError, r"effort=-1.*at least 0"),
-        (lambda: one_f_one_b(Problem(GRID, UNIT, frozenset({Worker(1, 2)}))), PlanningError, r"\(1, 2\) failed"),
-        (lambda: reroute(Grid(1, 1, 1), {Worker(0, 0)}), PlanningError, "stage 0 has no live worker"),
+        (lambda: p.Costs.uniform(4, forward=-1.0), ConfigurationError, r"forward.*-1\.0"),
+        (lambda: p.Costs.uniform(4, communication=float("nan")), ConfigurationError, "communication"),
+        (lambda: p.Costs.uniform(4, reduce="1"), ConfigurationError, "reduce.*'1'"),  # type: ignore[arg-type]
+        (lambda: p.Costs(1.0, (1.0,), (1.0,), (0.0,), (0.0,)), ConfigurationError, "per stage"),  # type: ignore[arg-type]
+        (lambda: p.Costs((1.0,), (1.0, 1.0), (1.0,), (0.0,), (0.0,)), ConfigurationError, "'backward_input': 2"),
+        (lambda: p.Problem(GRID, p.Costs.uniform(3)), ConfigurationError, r"3 stages.*has 4"),
+        (lambda: p.Problem(GRID, UNIT, frozenset({p.Worker(3, 0)})), ConfigurationError, r"\(3, 0\).*0\.\.2"),
+        (lambda: p.Problem(GRID, UNIT, frozenset(GRID.workers()[2::4])), PlanningError, "all 3 replicas of stage 2"),
+        (lambda: p.Problem(GRID, UNIT, in_flight_limit=(4, 4)), ConfigurationError, r"\(4, 4\).*4 integers"),
+        (lambda: p.Problem(GRID, UNIT, in_flight_limit=(4, 4, 4, 0)), ConfigurationError, "at least 1"),
+        (lambda: p.plan(p.Problem(GRID, UNIT), planner="magic"), ConfigurationError, r"'magic'.*heuristic"),
+        (lambda: p.plan(p.Problem(GRID, UNIT), planner=7), ConfigurationError, "7 is no planner"),  # type: ignore[arg-type]
+        (lambda: p.HeuristicPlanner(effort=-1), ConfigurationError, r"effort=-1.*at least 0"),
+        (lambda: p.one_f_one_b(p.Problem(GRID, UNIT, frozenset({p.Worker(1, 2)}))), PlanningError, r"\(1, 2\) failed"),
+        (lambda: p.reroute(p.Grid(1, 1, 1), {p.Worker(0, 0)}), PlanningError, "stage 0 has no live worker"),
     ],
 )
 def test_bad_input_names_the_value_and_the_remedy(
@@ -165,21 +150,21 @@ def test_bad_input_names_the_value_and_the_remedy(
 
 def test_a_planner_object_is_used_and_its_mistakes_are_caught() -> None:
     class Broken:
-        def plan(self, problem: Problem) -> Schedule:
-            return Schedule(problem, {}, 0.0)
+        def plan(self, problem: p.Problem) -> p.Schedule:
+            return p.Schedule(problem, {}, 0.0)
 
-    assert isinstance(get_planner("heuristic"), HeuristicPlanner)
-    assert plan(Problem(GRID, UNIT), planner=HeuristicPlanner(effort=0)).period == 19
-    with pytest.raises(InvalidScheduleError):
-        plan(Problem(GRID, UNIT), planner=Broken())
+    assert isinstance(p.get_planner("heuristic"), p.HeuristicPlanner)
+    assert p.plan(p.Problem(GRID, UNIT), planner=p.HeuristicPlanner(effort=0)).period == 19
+    with pytest.raises(p.InvalidScheduleError):
+        p.plan(p.Problem(GRID, UNIT), planner=Broken())
 
 
 def test_lists_become_tuples_and_equal_problems_have_equal_hashes() -> None:
-    a = Problem(GRID, Costs([1] * 4, [1] * 4, [1] * 4, [0] * 4, [0] * 4), [Worker(1, 2)], in_flight_limit=[4] * 4)  # type: ignore[arg-type]
-    b = Problem(GRID, UNIT, frozenset({Worker(1, 2)}), in_flight_limit=(4, 4, 4, 4))
+    a = p.Problem(GRID, p.Costs([1] * 4, [1] * 4, [1] * 4, [0] * 4, [0] * 4), [p.Worker(1, 2)], in_flight_limit=[4] * 4)  # type: ignore[arg-type]
+    b = p.Problem(GRID, UNIT, frozenset({p.Worker(1, 2)}), in_flight_limit=(4, 4, 4, 4))
     assert a == b
     assert hash(a) == hash(b)
-    assert hash(plan(a)) == hash(plan(b))
+    assert hash(p.plan(a)) == hash(p.plan(b))
 
 
 def test_planning_loads_neither_torch_nor_lightning() -> None:
@@ -193,6 +178,8 @@ def test_planning_loads_neither_torch_nor_lightning() -> None:
 
 
 def test_a_large_grid_is_planned_in_seconds() -> None:
-    problem = Problem(Grid(8, 32, 64), Costs.uniform(32), frozenset({Worker(0, 3), Worker(5, 3), Worker(2, 20)}))
-    schedule = plan(problem)
+    problem = p.Problem(
+        p.Grid(8, 32, 64), p.Costs.uniform(32), frozenset({p.Worker(0, 3), p.Worker(5, 3), p.Worker(2, 20)})
+    )
+    schedule = p.plan(problem)
     assert schedule.period <= 1.1 * 64 * 8 / 6 * 3

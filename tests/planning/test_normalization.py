@@ -6,53 +6,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    Problem,
-    Technique,
-    Worker,
-    distribution_of,
-    lower_bound,
-    moves,
-    normalize,
-    normalized_failures,
-    plan,
-    roles,
-)
 
-GRID = Grid(3, 4, 6)
-UNIT = Costs.uniform(4)
+GRID = p.Grid(3, 4, 6)
+UNIT = p.Costs.uniform(4)
 
 
-def distributions(grid: Grid, failures: int) -> list[tuple[int, ...]]:
+def distributions(grid: p.Grid, failures: int) -> list[tuple[int, ...]]:
     return [d for d in product(range(grid.pipelines), repeat=grid.stages) if sum(d) == failures]
 
 
-@pytest.mark.parametrize("technique", [Technique(), Technique(staggered=False), Technique(False, False)], ids=str)
+@pytest.mark.parametrize("technique", [p.Technique(), p.Technique(staggered=False), p.Technique(False, False)], ids=str)
 @pytest.mark.parametrize("limit", [None, (4, 4, 4, 4)])
-def test_no_distribution_has_a_smaller_bound(technique: Technique, limit: tuple[int, ...] | None) -> None:
+def test_no_distribution_has_a_smaller_bound(technique: p.Technique, limit: tuple[int, ...] | None) -> None:
     for failures in range(9):
-        chosen = normalize(GRID, UNIT, failures, technique=technique, in_flight_limit=limit)
+        chosen = p.normalize(GRID, UNIT, failures, technique=technique, in_flight_limit=limit)
         assert sum(chosen) == failures
         bounds = {
-            d: lower_bound(Problem(GRID, UNIT, normalized_failures(GRID, d), technique, limit))
+            d: p.lower_bound(p.Problem(GRID, UNIT, p.normalized_failures(GRID, d), technique, limit))
             for d in distributions(GRID, failures)
         }
         assert bounds[chosen] == min(bounds.values())
 
 
 def test_without_limit_a_failure_goes_where_memory_is_most_free() -> None:
-    assert normalize(GRID, UNIT, 1) == (0, 0, 0, 1)
-    assert normalize(GRID, UNIT, 3) == (0, 1, 1, 1)
-    assert normalize(GRID, UNIT, 5) == (1, 1, 1, 2)
+    assert p.normalize(GRID, UNIT, 1) == (0, 0, 0, 1)
+    assert p.normalize(GRID, UNIT, 3) == (0, 1, 1, 1)
+    assert p.normalize(GRID, UNIT, 5) == (1, 1, 1, 2)
 
 
 def test_without_staggering_a_failure_goes_where_the_way_out_is_short() -> None:
-    chosen = normalize(GRID, UNIT, 1, technique=Technique(staggered=False))
+    chosen = p.normalize(GRID, UNIT, 1, technique=p.Technique(staggered=False))
     assert chosen == (1, 0, 0, 0)
-    assert plan(Problem(GRID, UNIT, normalized_failures(GRID, chosen), Technique(staggered=False))).period == 27
+    assert p.plan(p.Problem(GRID, UNIT, p.normalized_failures(GRID, chosen), p.Technique(staggered=False))).period == 27
 
 
 def test_the_true_period_decides_between_equal_bounds() -> None:
@@ -60,37 +47,37 @@ def test_the_true_period_decides_between_equal_bounds() -> None:
     limit = (4, 4, 4, 4)
 
     def period(distribution: tuple[int, ...]) -> float:
-        failed = normalized_failures(GRID, distribution)
-        return plan(Problem(GRID, UNIT, failed, in_flight_limit=limit)).period
+        failed = p.normalized_failures(GRID, distribution)
+        return p.plan(p.Problem(GRID, UNIT, failed, in_flight_limit=limit)).period
 
-    assert normalize(GRID, UNIT, 1, in_flight_limit=limit) == (0, 0, 1, 0)
-    assert normalize(GRID, UNIT, 1, in_flight_limit=limit, period=period) == (0, 1, 0, 0)
+    assert p.normalize(GRID, UNIT, 1, in_flight_limit=limit) == (0, 0, 1, 0)
+    assert p.normalize(GRID, UNIT, 1, in_flight_limit=limit, period=period) == (0, 1, 0, 0)
 
 
 def test_failures_go_to_stages_with_little_work() -> None:
-    costs = Costs((1.0, 0.5, 1.0), (1.0, 0.5, 1.0), (1.0, 0.5, 1.0), (0.0,) * 3, (0.0,) * 3)
-    assert normalize(Grid(4, 3, 12), costs, 2) == (0, 2, 0)
+    costs = p.Costs((1.0, 0.5, 1.0), (1.0, 0.5, 1.0), (1.0, 0.5, 1.0), (0.0,) * 3, (0.0,) * 3)
+    assert p.normalize(p.Grid(4, 3, 12), costs, 2) == (0, 2, 0)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_plans_of_normalized_failures_reach_the_chosen_bound(data: st.DataObject) -> None:
-    grid = Grid(data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(4, 8)))
+    grid = p.Grid(data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(4, 8)))
     failures = data.draw(st.integers(0, grid.stages * (grid.pipelines - 1)))
-    costs = Costs.uniform(grid.stages, communication=data.draw(st.sampled_from([0.0, 0.2])))
-    chosen = normalize(grid, costs, failures)
-    problem = Problem(grid, costs, normalized_failures(grid, chosen))
-    assert plan(problem).period <= 1.1 * lower_bound(problem)
-    assert distribution_of(grid, problem.failed) == chosen
+    costs = p.Costs.uniform(grid.stages, communication=data.draw(st.sampled_from([0.0, 0.2])))
+    chosen = p.normalize(grid, costs, failures)
+    problem = p.Problem(grid, costs, p.normalized_failures(grid, chosen))
+    assert p.plan(problem).period <= 1.1 * p.lower_bound(problem)
+    assert p.distribution_of(grid, problem.failed) == chosen
 
 
 @st.composite
-def accidents(draw: st.DrawFn) -> tuple[Grid, frozenset[Worker], tuple[int, ...]]:
-    grid = Grid(draw(st.integers(1, 4)), draw(st.integers(1, 4)), 4)
-    failed: set[Worker] = set()
+def accidents(draw: st.DrawFn) -> tuple[p.Grid, frozenset[p.Worker], tuple[int, ...]]:
+    grid = p.Grid(draw(st.integers(1, 4)), draw(st.integers(1, 4)), 4)
+    failed: set[p.Worker] = set()
     for stage in range(grid.stages):
         failed |= {
-            Worker(d, stage) for d in draw(st.sets(st.integers(0, grid.pipelines - 1), max_size=grid.pipelines - 1))
+            p.Worker(d, stage) for d in draw(st.sets(st.integers(0, grid.pipelines - 1), max_size=grid.pipelines - 1))
         }
     wanted = draw(st.sampled_from(distributions(grid, len(failed))))
     return grid, frozenset(failed), wanted
@@ -99,16 +86,16 @@ def accidents(draw: st.DrawFn) -> tuple[Grid, frozenset[Worker], tuple[int, ...]
 @settings(max_examples=200, deadline=None)
 @given(accidents())
 def test_roles_are_a_bijection_onto_the_live_positions_with_the_fewest_moves(
-    case: tuple[Grid, frozenset[Worker], tuple[int, ...]],
+    case: tuple[p.Grid, frozenset[p.Worker], tuple[int, ...]],
 ) -> None:
     grid, failed, wanted = case
-    taken = roles(grid, failed, wanted)
+    taken = p.roles(grid, failed, wanted)
     live = set(grid.workers()) - failed
     assert set(taken) == live
-    assert set(taken.values()) == set(grid.workers()) - normalized_failures(grid, wanted)
+    assert set(taken.values()) == set(grid.workers()) - p.normalized_failures(grid, wanted)
     assert len(set(taken.values())) == len(taken)
-    transfers = moves(grid, failed, wanted)
-    now = distribution_of(grid, failed)
+    transfers = p.moves(grid, failed, wanted)
+    now = p.distribution_of(grid, failed)
     assert len(transfers) == sum(max(0, have - want) for have, want in zip(now, wanted, strict=True))
     for move in transfers:
         assert move.worker in live
@@ -118,38 +105,38 @@ def test_roles_are_a_bijection_onto_the_live_positions_with_the_fewest_moves(
 
 
 def test_the_number_of_moves_is_the_minimum_over_all_assignments() -> None:
-    grid = Grid(2, 3, 2)
-    for failed in (frozenset(c) for c in product(*[(Worker(0, s), Worker(1, s)) for s in range(2)])):
+    grid = p.Grid(2, 3, 2)
+    for failed in (frozenset(c) for c in product(*[(p.Worker(0, s), p.Worker(1, s)) for s in range(2)])):
         live = sorted(set(grid.workers()) - failed)
         for wanted in distributions(grid, len(failed)):
-            positions = sorted(set(grid.workers()) - normalized_failures(grid, wanted))
+            positions = sorted(set(grid.workers()) - p.normalized_failures(grid, wanted))
             least = min(
                 sum(a.stage != b.stage for a, b in zip(live, order, strict=True)) for order in permutations(positions)
             )
-            assert len(moves(grid, failed, wanted)) == least
+            assert len(p.moves(grid, failed, wanted)) == least
 
 
 def test_sources_take_turns() -> None:
-    grid = Grid(4, 2, 4)
-    failed = frozenset({Worker(0, 0), Worker(1, 0)})
-    transfers = moves(grid, failed, (0, 2))
-    assert [move.source for move in transfers] == [Worker(2, 0), Worker(3, 0)]
+    grid = p.Grid(4, 2, 4)
+    failed = frozenset({p.Worker(0, 0), p.Worker(1, 0)})
+    transfers = p.moves(grid, failed, (0, 2))
+    assert [move.source for move in transfers] == [p.Worker(2, 0), p.Worker(3, 0)]
     assert [(move.worker, move.target) for move in transfers] == [
-        (Worker(2, 1), Worker(0, 0)),
-        (Worker(3, 1), Worker(1, 0)),
+        (p.Worker(2, 1), p.Worker(0, 0)),
+        (p.Worker(3, 1), p.Worker(1, 0)),
     ]
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: normalize(GRID, UNIT, -1), ConfigurationError, "failures=-1.*at least 0"),
-        (lambda: normalize(GRID, UNIT, 9), PlanningError, "9 failures.*at most 8"),
-        (lambda: normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
-        (lambda: normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
-        (lambda: moves(GRID, {Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 workers have failed.*for 2"),
+        (lambda: p.normalize(GRID, UNIT, -1), ConfigurationError, "failures=-1.*at least 0"),
+        (lambda: p.normalize(GRID, UNIT, 9), PlanningError, "9 failures.*at most 8"),
+        (lambda: p.normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
+        (lambda: p.normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
+        (lambda: p.moves(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 workers have failed.*for 2"),
         (
-            lambda: moves(GRID, {Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)),
+            lambda: p.moves(GRID, {p.Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)),
             PlanningError,
             "all 3 replicas of stage 0",
         ),

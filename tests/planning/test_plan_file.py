@@ -7,36 +7,23 @@ from typing import Any
 
 import pytest
 
+from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    Problem,
-    Profile,
-    StageProfile,
-    Worker,
-    heuristic,
-    load_plan,
-    load_profile,
-    save_plan,
-    save_profile,
-    solve,
-)
 from lightning_recycle.planning import files as files_module
 
-PROBLEM = Problem(Grid(3, 4, 6), Costs.uniform(4), frozenset({Worker(1, 2)}))
+PROBLEM = p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)}))
 
 
 def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "new" / "plan.json"
-    result = solve(PROBLEM)
-    save_plan(path, result)
-    loaded = load_plan(path)
+    result = p.solve(PROBLEM)
+    p.save_plan(path, result)
+    loaded = p.load_plan(path)
     assert loaded.schedule == result.schedule
     assert (loaded.backend, loaded.status, loaded.lower_bound) == ("heuristic", "optimal", 27.0)
     assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
-    save_plan(path, heuristic(PROBLEM))
-    assert load_plan(path).schedule == result.schedule
+    p.save_plan(path, p.heuristic(PROBLEM))
+    assert p.load_plan(path).schedule == result.schedule
 
 
 def changed(**values: object) -> Callable[[dict[str, Any]], None]:
@@ -65,12 +52,12 @@ def test_a_wrong_plan_is_refused_in_one_line(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     path = tmp_path / "plan.json"
-    save_plan(path, solve(PROBLEM))
+    p.save_plan(path, p.solve(PROBLEM))
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(PlanningError, match=message) as caught:
-        load_plan(path)
+        p.load_plan(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -91,7 +78,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, messa
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(PlanningError, match=message):
-        load_plan(path)
+        p.load_plan(path)
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
@@ -105,15 +92,15 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
 
     monkeypatch.setattr(files_module.os, "fsync", fail)
     with pytest.raises(PlanningError, match="No space left"):
-        save_plan(path, solve(PROBLEM))
+        p.save_plan(path, p.solve(PROBLEM))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
-PROFILE = Profile(
+PROFILE = p.Profile(
     stages=(
-        StageProfile(0.010, 0.011, 0.009, 0.002, 0.001, activation_bytes=1000, output_bytes=500),
-        StageProfile(0.012, 0.013, 0.010, 0.003, 0.002, activation_bytes=400, output_bytes=9000),
+        p.StageProfile(0.010, 0.011, 0.009, 0.002, 0.001, activation_bytes=1000, output_bytes=500),
+        p.StageProfile(0.012, 0.013, 0.010, 0.003, 0.002, activation_bytes=400, output_bytes=9000),
     ),
     latency=0.001,
     bandwidth=1e6,
@@ -123,18 +110,18 @@ PROFILE = Profile(
 
 def test_a_profile_comes_back_and_becomes_costs(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    save_profile(path, PROFILE)
-    assert load_profile(path) == PROFILE
+    p.save_profile(path, PROFILE)
+    assert p.load_profile(path) == PROFILE
     # Only messages between stages count: the last stage sends nothing on.
-    assert PROFILE.costs() == Costs(
+    assert PROFILE.costs() == p.Costs(
         (0.010, 0.012), (0.011, 0.013), (0.009, 0.010), (0.002, 0.003), (0.001, 0.002), 0.001 + 500 / 1e6
     )
-    assert Profile(PROFILE.stages[:1], latency=0.001).costs().communication == 0.0
+    assert p.Profile(PROFILE.stages[:1], latency=0.001).costs().communication == 0.0
 
 
 def test_memory_of_a_profile() -> None:
     assert PROFILE.in_flight_limit(4500, 9) == (4, 9)
-    assert Profile((StageProfile(1.0, 1.0, 1.0),)).in_flight_limit(100, 9) is None
+    assert p.Profile((p.StageProfile(1.0, 1.0, 1.0),)).in_flight_limit(100, 9) is None
     with pytest.raises(PlanningError, match=r"worker of stage 0 has 999 bytes.*1,000 more with one micro-batch"):
         PROFILE.in_flight_limit(999, 9)
 
@@ -154,19 +141,19 @@ def test_memory_of_a_profile() -> None:
 )
 def test_a_wrong_profile_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
     path = tmp_path / "profile.json"
-    save_profile(path, PROFILE)
+    p.save_profile(path, PROFILE)
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigurationError, match=message):
-        load_profile(path)
+        p.load_profile(path)
 
 
 def test_a_profile_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read the profile"):
-        load_profile(tmp_path / "none.json")
+        p.load_profile(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigurationError, match="no JSON"):
-        load_profile(tmp_path / "bad.json")
+        p.load_profile(tmp_path / "bad.json")
     with pytest.raises(ConfigurationError, match="cannot write the profile"):
-        save_profile(tmp_path / "bad.json" / "profile.json", PROFILE)
+        p.save_profile(tmp_path / "bad.json" / "profile.json", PROFILE)

@@ -44,11 +44,7 @@ def test_a_fast_peer_adopts_more_and_not_all_at_once() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0]), min_size=2, max_size=3),
-    st.integers(1, 5),
-    st.booleans(),
-)
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0]), min_size=2, max_size=3), st.integers(1, 5), st.booleans())
 def test_no_assignment_has_a_smaller_slowest_worker(speeds: list[float], microbatches: int, fails: bool) -> None:
     grid = Grid(len(speeds) + fails, 1, microbatches)
     failed = {Worker(len(speeds), 0)} if fails else set()

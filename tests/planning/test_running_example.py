@@ -4,40 +4,28 @@ from itertools import combinations
 
 import pytest
 
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    HeuristicPlanner,
-    Problem,
-    Schedule,
-    Technique,
-    Worker,
-    lower_bound,
-    makespan_lower_bound,
-    one_f_one_b,
-    plan,
-)
+from lightning_recycle import planning as p
 
-GRID = Grid(pipelines=3, stages=4, microbatches=6)
-COUPLED = Technique(decoupled=False, staggered=False)
-DECOUPLED = Technique(decoupled=True, staggered=False)
-STAGGERED = Technique(decoupled=True, staggered=True)
+GRID = p.Grid(pipelines=3, stages=4, microbatches=6)
+COUPLED = p.Technique(decoupled=False, staggered=False)
+DECOUPLED = p.Technique(decoupled=True, staggered=False)
+STAGGERED = p.Technique(decoupled=True, staggered=True)
 
 
-def solve(technique: Technique, *failed: tuple[int, int], limit: int | None = None) -> Schedule:
+def solve(technique: p.Technique, *failed: tuple[int, int], limit: int | None = None) -> p.Schedule:
     limits = None if limit is None else (limit,) * GRID.stages
-    workers = frozenset(Worker(*position) for position in failed)
-    return plan(Problem(GRID, Costs.uniform(4), workers, technique, limits))
+    workers = frozenset(p.Worker(*position) for position in failed)
+    return p.plan(p.Problem(GRID, p.Costs.uniform(4), workers, technique, limits))
 
 
 def test_fault_free_1f1b_takes_27_slots_and_holds_at_most_s_minus_stage_microbatches() -> None:
-    schedule = one_f_one_b(Problem(GRID, Costs.uniform(4), technique=COUPLED))
+    schedule = p.one_f_one_b(p.Problem(GRID, p.Costs.uniform(4), technique=COUPLED))
     assert (schedule.period, schedule.makespan) == (27, 27)
-    assert [schedule.peak_in_flight(Worker(0, s)) for s in range(4)] == [4, 3, 2, 1]
+    assert [schedule.peak_in_flight(p.Worker(0, s)) for s in range(4)] == [4, 3, 2, 1]
 
 
 def test_fault_free_coupled_plan_is_1f1b() -> None:
-    assert solve(COUPLED) == one_f_one_b(Problem(GRID, Costs.uniform(4), technique=COUPLED))
+    assert solve(COUPLED) == p.one_f_one_b(p.Problem(GRID, p.Costs.uniform(4), technique=COUPLED))
 
 
 @pytest.mark.parametrize(
@@ -46,11 +34,11 @@ def test_fault_free_coupled_plan_is_1f1b() -> None:
     ids=["adaptive", "decoupled", "staggered"],
 )
 def test_each_technique_brings_the_dead_worker_of_stage_2_closer_to_free(
-    technique: Technique, makespan: float, period: float
+    technique: p.Technique, makespan: float, period: float
 ) -> None:
     """With the plain rule, as in the paper; a better order brings the coupled backward to 33."""
-    problem = Problem(GRID, Costs.uniform(4), frozenset({Worker(1, 2)}), technique)
-    schedule = plan(problem, HeuristicPlanner(effort=0))
+    problem = p.Problem(GRID, p.Costs.uniform(4), frozenset({p.Worker(1, 2)}), technique)
+    schedule = p.plan(problem, p.HeuristicPlanner(effort=0))
     assert (schedule.makespan, schedule.period) == (makespan, period)
 
 
@@ -69,18 +57,20 @@ TABLE = [
     ("technique", "limit", "stage", "slots"),
     [(technique, limit, stage, slots[stage]) for technique, limit, slots in TABLE for stage in range(4)],
 )
-def test_every_plan_of_the_table_is_optimal(technique: Technique, limit: int | None, stage: int, slots: float) -> None:
+def test_every_plan_of_the_table_is_optimal(
+    technique: p.Technique, limit: int | None, stage: int, slots: float
+) -> None:
     schedule = solve(technique, (1, stage), limit=limit)
-    assert lower_bound(schedule.problem) <= schedule.period == slots
+    assert p.lower_bound(schedule.problem) <= schedule.period == slots
     assert max(map(schedule.peak_in_flight, schedule.live_workers)) <= (limit or 18)
 
 
 @pytest.mark.parametrize(("stage", "makespan"), [(0, 27), (1, 28), (2, 29), (3, 30)])
 def test_decoupled_and_staggered_plans_are_optimal_for_a_failure_in_any_stage(stage: int, makespan: float) -> None:
     decoupled, staggered = solve(DECOUPLED, (1, stage)), solve(STAGGERED, (1, stage))
-    assert decoupled.makespan == makespan == lower_bound(decoupled.problem)
-    assert staggered.period == 27 == lower_bound(staggered.problem)
-    assert staggered.makespan == makespan == makespan_lower_bound(staggered.problem)
+    assert decoupled.makespan == makespan == p.lower_bound(decoupled.problem)
+    assert staggered.period == 27 == p.lower_bound(staggered.problem)
+    assert staggered.makespan == makespan == p.makespan_lower_bound(staggered.problem)
 
 
 @pytest.mark.parametrize("pipeline", range(3))
@@ -105,4 +95,4 @@ def test_two_failures_in_different_stages_cost_no_more_than_one() -> None:
 def test_only_one_replica_of_a_stage_left() -> None:
     schedule = solve(STAGGERED, (0, 2), (1, 2))
     assert schedule.period == 54  # 18 micro-batches of 3 slots each on one worker
-    assert {schedule.route(2, microbatch) for microbatch in GRID.all_microbatches()} == {Worker(2, 2)}
+    assert {schedule.route(2, microbatch) for microbatch in GRID.all_microbatches()} == {p.Worker(2, 2)}

@@ -10,76 +10,65 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_properties import problems
 
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    OpKind,
-    Problem,
-    Schedule,
-    Technique,
-    Worker,
-    heuristic,
-    lower_bound,
-    reroute,
-    retime,
-    validate,
-)
+from lightning_recycle import planning as p
 
 EFFORT = 10_000
 CLOSE = 1e-6
-UNEVEN = Costs((1.0, 1.3, 0.9, 1.1), (1.0, 1.2, 1.1, 0.7), (0.9, 1.0, 0.8, 1.0), (0.4,) * 4, (0.2,) * 4, 0.2)
+UNEVEN = p.Costs((1.0, 1.3, 0.9, 1.1), (1.0, 1.2, 1.1, 0.7), (0.9, 1.0, 0.8, 1.0), (0.4,) * 4, (0.2,) * 4, 0.2)
 
 
-def orders(schedule: Schedule) -> dict[Worker, tuple[object, ...]]:
+def orders(schedule: p.Schedule) -> dict[p.Worker, tuple[object, ...]]:
     return {worker: schedule.program(worker) for worker in schedule.live_workers}
 
 
-def loads(schedule: Schedule) -> Counter[Worker]:
-    return Counter({w: sum(op.kind is OpKind.FORWARD for op in schedule.program(w)) for w in schedule.live_workers})
+def loads(schedule: p.Schedule) -> Counter[p.Worker]:
+    return Counter({w: sum(op.kind is p.OpKind.FORWARD for op in schedule.program(w)) for w in schedule.live_workers})
 
 
 @settings(max_examples=80, deadline=None)
 @given(problems())
-def test_a_plan_is_never_worse_than_the_one_that_takes_all_workers_for_equally_fast(problem: Problem) -> None:
-    schedule = heuristic(problem, EFFORT)
-    validate(schedule)
-    ignorant = retime(heuristic(replace(problem, worker_factors=()), EFFORT), problem.costs, problem.worker_factors)
-    validate(ignorant)
+def test_a_plan_is_never_worse_than_the_one_that_takes_all_workers_for_equally_fast(problem: p.Problem) -> None:
+    schedule = p.heuristic(problem, EFFORT)
+    p.validate(schedule)
+    ignorant = p.retime(p.heuristic(replace(problem, worker_factors=()), EFFORT), problem.costs, problem.worker_factors)
+    p.validate(ignorant)
     assert ignorant.problem == problem
     assert schedule.period <= ignorant.period + CLOSE
-    assert lower_bound(problem) <= schedule.period + CLOSE
+    assert p.lower_bound(problem) <= schedule.period + CLOSE
 
 
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.sampled_from([0.5, 2.0]))
-def test_factors_of_the_dead_and_factors_of_one_change_no_order(problem: Problem, factor: float) -> None:
+def test_factors_of_the_dead_and_factors_of_one_change_no_order(problem: p.Problem, factor: float) -> None:
     plain = replace(problem, worker_factors=())
     named = {worker: factor if worker in problem.failed else 1.0 for worker in problem.grid.workers()}
-    schedule = heuristic(replace(problem, worker_factors=named), EFFORT)  # type: ignore[arg-type]
+    schedule = p.heuristic(replace(problem, worker_factors=named), EFFORT)  # type: ignore[arg-type]
     if not problem.technique.decoupled and not problem.failed:
-        assert schedule == heuristic(plain, EFFORT)
-    assert orders(schedule) == orders(heuristic(plain, EFFORT))
+        assert schedule == p.heuristic(plain, EFFORT)
+    assert orders(schedule) == orders(p.heuristic(plain, EFFORT))
 
 
 @pytest.mark.parametrize(
     ("problem", "digest"),
     [
-        (Problem(Grid(3, 4, 6), Costs.uniform(4), frozenset({Worker(1, 2)})), "ebf26e12ffe261b6"),
+        (p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)})), "ebf26e12ffe261b6"),
         (
-            Problem(Grid(3, 4, 6), UNEVEN, frozenset({Worker(0, 1), Worker(2, 3)}), Technique(), (5, 5, 4, 4)),
+            p.Problem(
+                p.Grid(3, 4, 6), UNEVEN, frozenset({p.Worker(0, 1), p.Worker(2, 3)}), p.Technique(), (5, 5, 4, 4)
+            ),
             "a8ddb623c80aaefa",
         ),
-        (Problem(Grid(2, 2, 4), Costs.uniform(2), in_flight_limit=(3, 3)), "87d337fdb7e0949a"),
+        (p.Problem(p.Grid(2, 2, 4), p.Costs.uniform(2), in_flight_limit=(3, 3)), "87d337fdb7e0949a"),
         (
-            Problem(Grid(2, 3, 4), Costs.uniform(3), frozenset({Worker(0, 0)}), Technique(False, True)),
+            p.Problem(p.Grid(2, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(0, 0)}), p.Technique(False, True)),
             "ca8b6b9c3442fe1c",
         ),
     ],
     ids=["running example", "uneven costs", "healthy", "fused"],
 )
-def test_orders_at_equal_speeds_are_those_of_before_there_were_others(problem: Problem, digest: str) -> None:
+def test_orders_at_equal_speeds_are_those_of_before_there_were_others(problem: p.Problem, digest: str) -> None:
     """A change of the heuristic itself changes these digests, too: then write the new ones here."""
-    schedule = heuristic(problem)
+    schedule = p.heuristic(problem)
     text = json.dumps([[str(w), [str(op) for op in schedule.program(w)]] for w in schedule.live_workers])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
@@ -90,34 +79,34 @@ def test_orders_at_equal_speeds_are_those_of_before_there_were_others(problem: P
 def test_a_slow_worker_runs_fewer_microbatches_and_the_period_shows_it(
     stage: int, factor: float, staggered: bool
 ) -> None:
-    slow = Worker(0, stage)
-    problem = Problem(
-        Grid(3, 3, 6), Costs.uniform(3), technique=Technique(staggered=staggered), in_flight_limit=(5, 5, 5),
+    slow = p.Worker(0, stage)
+    problem = p.Problem(
+        p.Grid(3, 3, 6), p.Costs.uniform(3), technique=p.Technique(staggered=staggered), in_flight_limit=(5, 5, 5),
         worker_factors={slow: factor},  # type: ignore[arg-type]
     )  # fmt: skip
-    schedule = heuristic(problem)
-    ignorant = retime(heuristic(replace(problem, worker_factors=())), problem.costs, problem.worker_factors)
+    schedule = p.heuristic(problem)
+    ignorant = p.retime(p.heuristic(replace(problem, worker_factors=())), problem.costs, problem.worker_factors)
     assert loads(ignorant)[slow] == 6
     assert loads(schedule)[slow] < 6
     assert schedule.period < 0.93 * ignorant.period
 
 
 def test_a_little_slowness_moves_nothing() -> None:
-    problem = Problem(Grid(3, 3, 6), Costs.uniform(3), worker_factors={Worker(0, 1): 1.05})  # type: ignore[arg-type]
-    assert loads(heuristic(problem))[Worker(0, 1)] == 6
+    problem = p.Problem(p.Grid(3, 3, 6), p.Costs.uniform(3), worker_factors={p.Worker(0, 1): 1.05})  # type: ignore[arg-type]
+    assert loads(p.heuristic(problem))[p.Worker(0, 1)] == 6
 
 
 def test_the_work_alone_does_not_decide_how_much_a_slow_worker_gets() -> None:
     """With two micro-batches even one of them on the worker that takes three times as long holds up the pipeline."""
-    slow = Worker(1, 1)
-    problem = Problem(
-        Grid(3, 4, 2),
-        Costs.uniform(4),
+    slow = p.Worker(1, 1)
+    problem = p.Problem(
+        p.Grid(3, 4, 2),
+        p.Costs.uniform(4),
         in_flight_limit=(7,) * 4,
         worker_factors={slow: 3.0},  # type: ignore[arg-type]
     )
-    least_work = reroute(problem.grid, (), {slow: 3.0})[1]
+    least_work = p.reroute(problem.grid, (), {slow: 3.0})[1]
     assert Counter(least_work.values())[slow] == 1  # 9 slots on it, and 9 on the other two
-    schedule = heuristic(problem)
+    schedule = p.heuristic(problem)
     assert loads(schedule)[slow] == 0
     assert schedule.period == 12

@@ -6,139 +6,125 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    InvalidScheduleError,
-    Microbatch,
-    Op,
-    OpKind,
-    Problem,
-    Schedule,
-    ScheduledOp,
-    Technique,
-    Worker,
-    heuristic,
-    validate,
-)
+from lightning_recycle import planning as p
 
-GRID = Grid(3, 4, 6)
-FAILED = frozenset({Worker(1, 2)})
-F, B, W, BW = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD
-Programs = dict[Worker, list[ScheduledOp]]
+GRID = p.Grid(3, 4, 6)
+FAILED = frozenset({p.Worker(1, 2)})
+F, B, W, BW = p.OpKind.FORWARD, p.OpKind.BACKWARD_INPUT, p.OpKind.BACKWARD_WEIGHT, p.OpKind.BACKWARD
+Programs = dict[p.Worker, list[p.ScheduledOp]]
 
 
-def good(**changes: object) -> Schedule:
-    costs = Costs.uniform(4, reduce=2.0, optimizer=1.0, communication=0.5)
-    return heuristic(replace(Problem(GRID, costs, FAILED), **changes))  # type: ignore[arg-type]
+def good(**changes: object) -> p.Schedule:
+    costs = p.Costs.uniform(4, reduce=2.0, optimizer=1.0, communication=0.5)
+    return p.heuristic(replace(p.Problem(GRID, costs, FAILED), **changes))  # type: ignore[arg-type]
 
 
-def with_programs(schedule: Schedule, change: Callable[[Programs], None]) -> Schedule:
+def with_programs(schedule: p.Schedule, change: Callable[[Programs], None]) -> p.Schedule:
     programs = {worker: list(ops) for worker, ops in schedule.workers.items()}
     change(programs)
     return replace(schedule, workers={worker: tuple(ops) for worker, ops in programs.items()})
 
 
-def violations(schedule: Schedule) -> tuple[str, ...]:
-    with pytest.raises(InvalidScheduleError) as caught:
-        validate(schedule)
+def violations(schedule: p.Schedule) -> tuple[str, ...]:
+    with pytest.raises(p.InvalidScheduleError) as caught:
+        p.validate(schedule)
     return caught.value.violations
 
 
-def find(ops: list[ScheduledOp], kind: OpKind, microbatch: Microbatch | None = None) -> int:
+def find(ops: list[p.ScheduledOp], kind: p.OpKind, microbatch: p.Microbatch | None = None) -> int:
     return next(i for i, s in enumerate(ops) if s.op.kind is kind and microbatch in (None, s.op.microbatch))
 
 
-def shift(scheduled: ScheduledOp, by: float) -> ScheduledOp:
-    return ScheduledOp(scheduled.op, scheduled.start + by, scheduled.end + by)
+def shift(scheduled: p.ScheduledOp, by: float) -> p.ScheduledOp:
+    return p.ScheduledOp(scheduled.op, scheduled.start + by, scheduled.end + by)
 
 
 def drop_worker(programs: Programs) -> None:
-    del programs[Worker(0, 0)]
+    del programs[p.Worker(0, 0)]
 
 
 def revive_the_dead(programs: Programs) -> None:
-    programs[Worker(1, 2)] = [shift(op, 0.0) for op in programs[Worker(0, 2)][-2:]]
+    programs[p.Worker(1, 2)] = [shift(op, 0.0) for op in programs[p.Worker(0, 2)][-2:]]
 
 
 def swap_order(programs: Programs) -> None:
-    ops = programs[Worker(0, 0)]
+    ops = programs[p.Worker(0, 0)]
     ops[0], ops[1] = ops[1], ops[0]
 
 
 def forget_weight_gradient(programs: Programs) -> None:
-    ops = programs[Worker(0, 1)]
+    ops = programs[p.Worker(0, 1)]
     del ops[find(ops, W)]
 
 
 def forget_everything_of_a_microbatch(programs: Programs) -> None:
-    home = Microbatch(0, 3)
+    home = p.Microbatch(0, 3)
     for worker, ops in programs.items():
         programs[worker] = [op for op in ops if op.op.microbatch != home]
 
 
 def run_twice(programs: Programs) -> None:
-    source, target = programs[Worker(0, 0)], programs[Worker(1, 0)]
+    source, target = programs[p.Worker(0, 0)], programs[p.Worker(1, 0)]
     target.append(shift(source[find(source, F)], 1000.0))
 
 
 def split_a_microbatch(programs: Programs) -> None:
-    source, target = programs[Worker(0, 1)], programs[Worker(1, 1)]
-    moved = source.pop(find(source, W, Microbatch(0, 5)))
+    source, target = programs[p.Worker(0, 1)], programs[p.Worker(1, 1)]
+    moved = source.pop(find(source, W, p.Microbatch(0, 5)))
     target.append(moved)
     target.sort(key=lambda scheduled: scheduled.start)
 
 
 def foreign_stage(programs: Programs) -> None:
-    ops = programs[Worker(0, 1)]
+    ops = programs[p.Worker(0, 1)]
     ops[0] = replace(ops[0], op=replace(ops[0].op, stage=0))
 
 
 def foreign_microbatch(programs: Programs) -> None:
-    ops = programs[Worker(0, 1)]
-    ops[0] = replace(ops[0], op=Op(F, 1, Microbatch(0, 6)))
+    ops = programs[p.Worker(0, 1)]
+    ops[0] = replace(ops[0], op=p.Op(F, 1, p.Microbatch(0, 6)))
 
 
 def two_steps(programs: Programs) -> None:
-    ops = programs[Worker(0, 1)]
+    ops = programs[p.Worker(0, 1)]
     ops.append(shift(ops[-1], 1.0))
 
 
 def no_reduce(programs: Programs) -> None:
-    del programs[Worker(0, 1)][-2]
+    del programs[p.Worker(0, 1)][-2]
 
 
 def work_after_step(programs: Programs) -> None:
-    ops = programs[Worker(0, 1)]
+    ops = programs[p.Worker(0, 1)]
     ops.append(replace(ops.pop(find(ops, W)), start=1000.0, end=1001.0))
 
 
 def too_short(programs: Programs) -> None:
-    ops = programs[Worker(0, 0)]
+    ops = programs[p.Worker(0, 0)]
     ops[0] = replace(ops[0], end=ops[0].start + 0.5)
 
 
 def not_a_number(programs: Programs) -> None:
-    ops = programs[Worker(0, 0)]
+    ops = programs[p.Worker(0, 0)]
     ops[0] = replace(ops[0], end=float("nan"))
 
 
 def before_the_iteration(programs: Programs) -> None:
-    programs[Worker(0, 0)][0] = shift(programs[Worker(0, 0)][0], -1.0)
+    programs[p.Worker(0, 0)][0] = shift(programs[p.Worker(0, 0)][0], -1.0)
 
 
 def overlap(programs: Programs) -> None:
-    ops = programs[Worker(0, 2)]
+    ops = programs[p.Worker(0, 2)]
     at = find(ops, W)
     ops[at] = shift(ops[at], 0.5)
     ops[at + 1] = replace(ops[at + 1], start=ops[at].start + 0.25, end=ops[at].end + 0.25)
 
 
-def early(kind: OpKind, stage: int) -> Callable[[Programs], None]:
+def early(kind: p.OpKind, stage: int) -> Callable[[Programs], None]:
     """Let the first operation of this kind start 0.4 slots too early (less than the communication)."""
 
     def change(programs: Programs) -> None:
-        ops = programs[Worker(0, stage)]
+        ops = programs[p.Worker(0, stage)]
         at = find(ops, kind)
         ops[at] = shift(ops[at], -0.4)
 
@@ -146,14 +132,14 @@ def early(kind: OpKind, stage: int) -> Callable[[Programs], None]:
 
 
 def backward_before_own_forward(programs: Programs) -> None:
-    ops = programs[Worker(0, 3)]
-    f, b = find(ops, F, Microbatch(0, 2)), find(ops, B, Microbatch(0, 2))
+    ops = programs[p.Worker(0, 3)]
+    f, b = find(ops, F, p.Microbatch(0, 2)), find(ops, B, p.Microbatch(0, 2))
     ops[f], ops[b] = replace(ops[f], op=ops[b].op), replace(ops[b], op=ops[f].op)
 
 
 def weight_before_input_gradient(programs: Programs) -> None:
-    ops = programs[Worker(0, 1)]
-    b, w = find(ops, B, Microbatch(0, 2)), find(ops, W, Microbatch(0, 2))
+    ops = programs[p.Worker(0, 1)]
+    b, w = find(ops, B, p.Microbatch(0, 2)), find(ops, W, p.Microbatch(0, 2))
     ops[b], ops[w] = replace(ops[b], op=ops[w].op), replace(ops[w], op=ops[b].op)
 
 
@@ -178,8 +164,8 @@ def weight_before_input_gradient(programs: Programs) -> None:
         (overlap, "overlap:"),
         (early(F, 1), "dependency: F"),
         (early(B, 1), "dependency: B"),
-        (early(OpKind.REDUCE, 1), "dependency: REDUCE"),
-        (early(OpKind.STEP, 1), "dependency: STEP"),
+        (early(p.OpKind.REDUCE, 1), "dependency: REDUCE"),
+        (early(p.OpKind.STEP, 1), "dependency: STEP"),
         (backward_before_own_forward, "dependency: B(0, 2)@3"),
         (weight_before_input_gradient, "dependency: W(0, 2)@1"),
     ],
@@ -187,7 +173,7 @@ def weight_before_input_gradient(programs: Programs) -> None:
 )
 def test_a_broken_rule_is_found_and_named(change: Callable[[Programs], None], rule: str) -> None:
     schedule = good()
-    validate(schedule)
+    p.validate(schedule)
     found = violations(with_programs(schedule, change))
     assert any(rule in violation for violation in found), found
 
@@ -205,10 +191,10 @@ def test_reduce_waits_for_the_slowest_peer() -> None:
 
 def test_memory_limit() -> None:
     schedule = good()
-    peak = schedule.peak_in_flight(Worker(0, 1))
+    peak = schedule.peak_in_flight(p.Worker(0, 1))
     tight = replace(schedule, problem=replace(schedule.problem, in_flight_limit=(18, peak - 1, 18, 18)))
     assert any("memory: (0, 1) holds" in violation for violation in violations(tight))
-    validate(replace(schedule, problem=replace(schedule.problem, in_flight_limit=(18, peak, 18, 18))))
+    p.validate(replace(schedule, problem=replace(schedule.problem, in_flight_limit=(18, peak, 18, 18))))
 
 
 def test_period_shorter_than_a_stage_needs() -> None:
@@ -220,53 +206,53 @@ def test_period_shorter_than_a_stage_needs() -> None:
 
 def test_stage_steps_before_any_of_its_workers_goes_on() -> None:
     """No worker is too busy for this period, but one begins while a peer has not stepped yet."""
-    grid = Grid(2, 1, 1)
-    costs = Costs.uniform(1, optimizer=1.0)
-    schedule = heuristic(Problem(grid, costs))
+    grid = p.Grid(2, 1, 1)
+    costs = p.Costs.uniform(1, optimizer=1.0)
+    schedule = p.heuristic(p.Problem(grid, costs))
     late = {
         worker: tuple(shift(op, 1.0) if worker.pipeline == 1 or op.op.microbatch is None else op for op in ops)
         for worker, ops in schedule.workers.items()
     }
-    found = violations(Schedule(schedule.problem, late, schedule.period))
+    found = violations(p.Schedule(schedule.problem, late, schedule.period))
     assert any("the next iteration begins stage 0" in violation for violation in found)
-    validate(Schedule(schedule.problem, late, schedule.period + 1.0))
+    p.validate(p.Schedule(schedule.problem, late, schedule.period + 1.0))
 
 
 def test_without_staggering_the_period_is_the_makespan() -> None:
-    schedule = good(technique=Technique(staggered=False))
+    schedule = good(technique=p.Technique(staggered=False))
     for period in (schedule.makespan - 1.0, schedule.makespan + 1.0, float("nan")):
         assert any("period:" in violation for violation in violations(replace(schedule, period=period)))
 
 
 def test_a_coupled_plan_has_only_fused_backwards() -> None:
     schedule = good()
-    coupled = replace(schedule.problem, technique=Technique(decoupled=False))
+    coupled = replace(schedule.problem, technique=p.Technique(decoupled=False))
     assert any("not decoupled" in violation for violation in violations(replace(schedule, problem=coupled)))
-    fused = good(technique=Technique(decoupled=False))
-    validate(replace(fused, problem=schedule.problem))  # decoupling is a permission, not an obligation
+    fused = good(technique=p.Technique(decoupled=False))
+    p.validate(replace(fused, problem=schedule.problem))  # decoupling is a permission, not an obligation
 
 
 def test_programs_that_wait_for_each_other_are_found_even_without_durations() -> None:
-    grid = Grid(1, 2, 2)
-    a, b = Microbatch(0, 0), Microbatch(0, 1)
-    problem = Problem(grid, Costs.uniform(2, 0.0, 0.0, 0.0), technique=Technique(decoupled=False))
+    grid = p.Grid(1, 2, 2)
+    a, b = p.Microbatch(0, 0), p.Microbatch(0, 1)
+    problem = p.Problem(grid, p.Costs.uniform(2, 0.0, 0.0, 0.0), technique=p.Technique(decoupled=False))
 
-    def program(stage: int, *ops: tuple[OpKind, Microbatch | None]) -> tuple[ScheduledOp, ...]:
-        closing: tuple[tuple[OpKind, Microbatch | None], ...] = ((OpKind.REDUCE, None), (OpKind.STEP, None))
-        return tuple(ScheduledOp(Op(kind, stage, microbatch), 0.0, 0.0) for kind, microbatch in (*ops, *closing))
+    def program(stage: int, *ops: tuple[p.OpKind, p.Microbatch | None]) -> tuple[p.ScheduledOp, ...]:
+        closing: tuple[tuple[p.OpKind, p.Microbatch | None], ...] = ((p.OpKind.REDUCE, None), (p.OpKind.STEP, None))
+        return tuple(p.ScheduledOp(p.Op(kind, stage, microbatch), 0.0, 0.0) for kind, microbatch in (*ops, *closing))
 
     first = program(0, (F, a), (BW, a), (F, b), (BW, b))
     waiting = program(1, (F, a), (F, b), (BW, a), (BW, b))
     fine = program(1, (F, a), (BW, a), (F, b), (BW, b))
-    validate(Schedule(problem, {Worker(0, 0): first, Worker(0, 1): fine}, 0.0))
-    found = violations(Schedule(problem, {Worker(0, 0): first, Worker(0, 1): waiting}, 0.0))
+    p.validate(p.Schedule(problem, {p.Worker(0, 0): first, p.Worker(0, 1): fine}, 0.0))
+    found = violations(p.Schedule(problem, {p.Worker(0, 0): first, p.Worker(0, 1): waiting}, 0.0))
     assert any("waits forever before" in violation for violation in found)
 
 
 def test_the_error_lists_some_violations_counts_all_and_survives_pickling() -> None:
     schedule = good()
-    with pytest.raises(InvalidScheduleError, match=r"and \d+ more") as caught:
-        validate(replace(schedule, workers={}))
+    with pytest.raises(p.InvalidScheduleError, match=r"and \d+ more") as caught:
+        p.validate(replace(schedule, workers={}))
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value)
     assert copy.violations == caught.value.violations

@@ -4,8 +4,6 @@ A member runs one task after another in its main thread. Aborts are carried out 
 watcher of a worker does.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import queue

@@ -184,22 +184,24 @@ def assert_same_bits(actual: dict[str, Tensor | None], expected: dict[str, Tenso
             assert torch.equal(actual[name], value), name  # type: ignore[arg-type]
 
 
+def assert_split_is_fused(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
+    expected = results(MODULES[name], dtype, shapes, decoupled=False)
+    assert_same_bits(results(MODULES[name], dtype, shapes, decoupled=True), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_split_backward_gives_the_bits_of_the_fused_one(name: str, dtype: torch.dtype) -> None:
     # The batch equals the width, so that a gradient of the wrong tensor would have the right shape.
     shapes = [(WIDTH, 5, WIDTH)]
-    expected = results(MODULES[name], dtype, shapes, decoupled=False)
-    assert_same_bits(results(MODULES[name], dtype, shapes, decoupled=True), expected)
+    assert_split_is_fused(name, dtype, shapes)
 
 
 @pytest.mark.parametrize(
     "name", [n for n in MODULES if n not in ("attention", "transformer block", "input that is not contiguous")]
 )
 def test_split_backward_gives_the_bits_of_the_fused_one_for_matrices(name: str) -> None:
-    shapes = [(WIDTH, WIDTH)]
-    expected = results(MODULES[name], torch.float64, shapes, decoupled=False)
-    assert_same_bits(results(MODULES[name], torch.float64, shapes, decoupled=True), expected)
+    assert_split_is_fused(name, torch.float64, [(WIDTH, WIDTH)])
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -216,8 +218,7 @@ def test_several_microbatches_add_up_to_the_bits_of_the_fused_backward(name: str
 
 def test_bfloat16_gradients_have_the_same_bits() -> None:
     for name in ("linear", "two layers", "transformer block"):
-        expected = results(MODULES[name], torch.bfloat16, [(4, 6, WIDTH)], decoupled=False)
-        assert_same_bits(results(MODULES[name], torch.bfloat16, [(4, 6, WIDTH)], decoupled=True), expected)
+        assert_split_is_fused(name, torch.bfloat16, [(4, 6, WIDTH)])
 
 
 def test_autocast_gradients_have_the_same_bits() -> None:
@@ -240,8 +241,7 @@ def test_autocast_gradients_have_the_same_bits() -> None:
 
 
 def test_a_one_dimensional_input_works() -> None:
-    expected = results(MODULES["two layers"], torch.float64, [(WIDTH,)], decoupled=False)
-    assert_same_bits(results(MODULES["two layers"], torch.float64, [(WIDTH,)], decoupled=True), expected)
+    assert_split_is_fused("two layers", torch.float64, [(WIDTH,)])
 
 
 @pytest.mark.parametrize("kind", ["hook", "post accumulate hook"])

@@ -1,15 +1,13 @@
 """The announcement of a generation, as it reaches the executor and its communicator."""
 
-from __future__ import annotations
-
-import contextlib
 import multiprocessing
 import threading
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
+from support.thread_client import ThreadClient
 from torch import nn
 
 from lightning_recycle.control import client as client_module
@@ -30,21 +28,6 @@ class Recorder:
     def abort(self, generation: int) -> None:
         self.aborted.append(generation)
         self.called.set()
-
-
-class _Ended(BaseException):
-    """In the place of the end of the process."""
-
-
-class ThreadClient(client_module.ControlClient):
-    """A client whose end is the end of its receiver thread, not of the process."""
-
-    def _receive(self) -> None:
-        with contextlib.suppress(_Ended):
-            super()._receive()
-
-    def _exit(self, why: str, code: int) -> NoReturn:
-        raise _Ended(why)
 
 
 class HeldBack(threading.Condition):

@@ -1,7 +1,5 @@
 """Which other workers can be reached: over real sockets of this machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Stages cut from a model compute what the whole model computes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,14 +14,17 @@ from lightning_recycle.runtime.stage import Stage
 CPU = torch.device("cpu")
 SEED, STEP = 7, 3
 WIDTH = 6
+Batches = Sequence[tuple[Any, Tensor]]
 
 
-class Residual(nn.Module):
-    """Passes a tuple on: the value, a skip connection, and positions (integers) that need no gradient."""
-
+class WithLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Residual(WithLinear):
+    """Passes a tuple on: the value, a skip connection, and positions (integers) that need no gradient."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.linear(x), x * 2, torch.arange(x.shape[0])
@@ -38,34 +39,22 @@ class Join(nn.Module):
         return x + skip * self.embedding(positions)
 
 
-class PassOn(nn.Module):
+class PassOn(WithLinear):
     """Hands what it received on, unchanged and used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, skip: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.linear(x) + skip, skip, positions
 
 
-class Ignore(nn.Module):
+class Ignore(WithLinear):
     """Does not use one of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, skip: Tensor, positions: Tensor) -> Tensor:
         return self.linear(x)
 
 
-class Spectrum(nn.Module):
+class Spectrum(WithLinear):
     """Hands on a complex tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.rfft(self.linear(x))
@@ -109,7 +98,7 @@ def build(name: str) -> list[nn.Module]:
     return [layer.double() for layer in MODELS[name]()]
 
 
-def data(count: int) -> list[tuple[Tensor, Tensor]]:
+def data(count: int) -> Batches:
     generator = torch.Generator().manual_seed(1)
 
     def draw() -> Tensor:
@@ -132,19 +121,29 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def gradients(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
+    found = {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
 def train_step(
-    layers: list[nn.Module], cuts: Sequence[int], microbatches: int = 2, *, decoupled: bool, reverse: bool = False
+    layers: list[nn.Module],
+    cuts: Sequence[int],
+    batches: Batches | None = None,
+    *,
+    decoupled: bool,
+    reverse: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """One step by hand: losses of the micro-batches, and gradients."""
     stages = cut(layers, cuts)
-    batches = data(microbatches)
-    losses = [0.0] * microbatches
-    order = list(range(microbatches))
+    batches = batches or data(2)
+    losses = [0.0] * len(batches)
+    order = list(range(len(batches)))
     for m in reversed(order) if reverse else order:
         value: Any = batches[m][0]
         for stage in stages:
             value = stage.forward(STEP, m, copied(value), decoupled=decoupled)
-        losses[m] = stages[-1].loss(0, m, value, batches[m][1], microbatches).item()
+        losses[m] = stages[-1].loss(0, m, value, batches[m][1], len(batches)).item()
     weights_to_do = []
     for m in order:
         grads: Any = None
@@ -157,22 +156,21 @@ def train_step(
         assert grads is None, "the first stage has nobody to send gradients to"
     for stage, m in weights_to_do:
         stage.backward_weight(m)
-    found = {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
-    return losses, {name: grad for name, grad in found.items() if grad is not None}
+    return losses, gradients(layers)
 
 
-def whole_model(layers: list[nn.Module], microbatches: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+def whole_model(layers: list[nn.Module], batches: Batches = ()) -> tuple[list[float], dict[str, Tensor]]:
     """The same with plain autograd."""
     losses = []
-    for x, y in data(microbatches):
+    batches = batches or data(2)
+    for x, y in batches:
         value: Any = x
         for layer in layers:
             value = layer(*value) if isinstance(value, tuple) else layer(value)
         loss = mse(value, y)
-        (loss / microbatches).backward()
+        (loss / len(batches)).backward()
         losses.append(loss.item())
-    found = {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
-    return losses, {name: grad for name, grad in found.items() if grad is not None}
+    return losses, gradients(layers)
 
 
 def assert_close(
@@ -227,7 +225,7 @@ def test_forward_leaves_the_generator_of_the_process_alone() -> None:
 
 def test_interleaved_microbatches_do_not_disturb_each_other() -> None:
     """F0 F1 B1 F2 W1 B0 B2 W2 W0, as a schedule may order them."""
-    expected = train_step(build("linear"), [2], 3, decoupled=False)
+    expected = train_step(build("linear"), [2], data(3), decoupled=False)
     layers = build("linear")
     first, last = cut(layers, [2])
     batches = data(3)
@@ -249,8 +247,7 @@ def test_interleaved_microbatches_do_not_disturb_each_other() -> None:
         (weights, 2), (weights, 0),
     ):  # fmt: skip
         operation(m)
-    found = {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
-    assert_close((losses, found), expected)  # type: ignore[arg-type]
+    assert_close((losses, gradients(layers)), expected)
 
 
 def test_after_clear_a_step_can_run_again_with_the_same_result() -> None:
@@ -319,12 +316,8 @@ class Tagged(nn.Module):
         return x, None, tokens, mask, self.linear(x).mean(), torch.linspace(0, 1, tokens.shape[-1], dtype=x.dtype)
 
 
-class Relay(nn.Module):
+class Relay(WithLinear):
     """Uses and changes some of them; its None is in another place when it has run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(
         self, x: Tensor, nothing: None, tokens: Tensor, mask: Tensor | None, mean: Tensor, ramp: Tensor
@@ -348,10 +341,10 @@ class Gather(nn.Module):
         return y * mean + self.embedding(tokens)
 
 
-def tagged_batches() -> list[tuple[Any, Tensor]]:
+def tagged_batches() -> Batches:
     """Three micro-batches of different lengths, one without a mask."""
     generator = torch.Generator().manual_seed(2)
-    found: list[tuple[Any, Tensor]] = []
+    found = []
     for samples, length, masked in ((2, 5, True), (1, 3, False), (3, 7, True)):
         tokens = torch.randint(0, 16, (samples, length), generator=generator)
         mask = torch.rand(samples, length, generator=generator) > 0.3 if masked else None
@@ -368,36 +361,8 @@ def test_none_integers_truth_values_scalars_and_lengths_that_vary_pass_between_s
         torch.manual_seed(0)
         return [layer.double() for layer in (Tagged(), Relay(), Gather())]
 
-    batches = tagged_batches()
-    layers = build_tagged()
-    expected_losses = []
-    for inputs, target in batches:
-        value: Any = inputs
-        for layer in layers:
-            value = layer(*value) if isinstance(value, tuple) else layer(value)
-        loss = mse(value, target)
-        (loss / len(batches)).backward()
-        expected_losses.append(loss.item())
-    expected = {f"{i}.{n}": p.grad for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
-
-    layers = build_tagged()
-    stages = cut(layers, cuts)
-    losses = []
-    for m, (inputs, target) in enumerate(batches):  # all in flight at once
-        value = inputs
-        for stage in stages:
-            value = stage.forward(STEP, m, copied(value), decoupled=decoupled)
-        losses.append(stages[-1].loss(STEP, m, value, target, len(batches)).item())
-    for m in range(len(batches)):
-        grads: Any = None
-        for stage in reversed(stages):
-            grads = copied(grads)
-            grads = stage.backward_input(m, grads) if decoupled else stage.backward(m, grads)
-        if decoupled:
-            for stage in stages:
-                stage.backward_weight(m)
-    found = {f"{i}.{n}": p.grad for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
-    assert_close((losses, found), (expected_losses, expected))  # type: ignore[arg-type]
+    expected = whole_model(build_tagged(), tagged_batches())
+    assert_close(train_step(build_tagged(), cuts, tagged_batches(), decoupled=decoupled), expected)
 
 
 def test_gradients_go_back_for_what_has_some_and_are_none_for_the_rest() -> None:

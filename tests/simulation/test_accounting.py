@@ -6,51 +6,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.simulation import (
-    Bamboo,
-    Cause,
-    Cluster,
-    DropReplica,
-    ElasticLayers,
-    FaultFree,
-    Oobleck,
-    Outage,
-    Poisson,
-    Recycle,
-    Restart,
-    Scripted,
-    Spares,
-    State,
-    TrainingModel,
-    Transformer,
-    Varuna,
-    simulate,
-)
+from lightning_recycle import simulation as sim
 
 DURATION = 2000.0
 POLICIES = [
-    Recycle(effort=0),
-    Recycle(effort=0, normalization=False, fault_free="1f1b"),
-    Recycle(adaptive=False, decoupled=False, staggered=False),
-    ElasticLayers(effort=0),
-    Spares(0),
-    Spares(2),
-    DropReplica(),
-    DropReplica(relaunch=None),
-    Restart(checkpoint_every=200.0, restart=50.0, storage=1e9 / 32),
-    Restart(checkpoint_every=200.0, restart=50.0, elastic=False),
-    Bamboo(checkpoint_every=300.0),
-    Oobleck(),
-    Varuna(checkpoint_every=200.0),
-    FaultFree(),
+    sim.Recycle(effort=0),
+    sim.Recycle(effort=0, normalization=False, fault_free="1f1b"),
+    sim.Recycle(adaptive=False, decoupled=False, staggered=False),
+    sim.ElasticLayers(effort=0),
+    sim.Spares(0),
+    sim.Spares(2),
+    sim.DropReplica(),
+    sim.DropReplica(relaunch=None),
+    sim.Restart(checkpoint_every=200.0, restart=50.0, storage=1e9 / 32),
+    sim.Restart(checkpoint_every=200.0, restart=50.0, elastic=False),
+    sim.Bamboo(checkpoint_every=300.0),
+    sim.Oobleck(),
+    sim.Varuna(checkpoint_every=200.0),
+    sim.FaultFree(),
 ]
 
 
 @lru_cache
-def model(pipelines: int, stages: int) -> TrainingModel:
-    return TrainingModel(
-        "small", Transformer(6, 512, 8, 512), pipelines, stages, global_batch=pipelines * 4, throughput=pipelines * 1.7
-    )
+def model(pipelines: int, stages: int) -> sim.TrainingModel:
+    speed = {"global_batch": pipelines * 4, "throughput": pipelines * 1.7}
+    return sim.TrainingModel("small", sim.Transformer(6, 512, 8, 512), pipelines, stages, **speed)
 
 
 @st.composite
@@ -63,7 +43,7 @@ def outages(draw, nodes: int):
         begin = draw(times)
         length = draw(st.none() | st.floats(0.5, 800.0) | st.floats(0.5, 9.0))
         hit = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True))
-        found.append(Outage(begin, tuple(hit), None if length is None else begin + length))
+        found.append(sim.Outage(begin, tuple(hit), None if length is None else begin + length))
     return found
 
 
@@ -73,15 +53,15 @@ def test_the_parts_add_up_and_agree_with_the_failures(data) -> None:
     policy = data.draw(st.sampled_from(POLICIES))
     pipelines, stages = data.draw(st.sampled_from([(1, 2), (2, 2), (3, 2), (3, 4), (4, 3)]))
     chosen = model(pipelines, stages)
-    extra = 2 if isinstance(policy, Spares) else data.draw(st.sampled_from([0, 3]))
+    extra = 2 if isinstance(policy, sim.Spares) else data.draw(st.sampled_from([0, 3]))
     gpus_per_node = data.draw(st.sampled_from([size for size in (1, 2) if chosen.gpus % size == 0]))
-    cluster = Cluster.of(chosen, gpus_per_node=gpus_per_node, extra_nodes=extra)
+    cluster = sim.Cluster.of(chosen, gpus_per_node=gpus_per_node, extra_nodes=extra)
     broken = data.draw(outages(cluster.nodes))
-    result = simulate(chosen, cluster, policy, Scripted(broken), DURATION)
+    result = sim.simulate(chosen, cluster, policy, sim.Scripted(broken), DURATION)
     account = result.accounting
 
     assert account.total == cluster.gpus * round(DURATION * 1e9)
-    assert all(getattr(account, cause.value) >= 0 for cause in Cause)
+    assert all(getattr(account, cause.value) >= 0 for cause in sim.Cause)
     assert sum(account.fractions().values()) == pytest.approx(1.0)
 
     # Failed time is known from the outages alone.
@@ -95,15 +75,15 @@ def test_the_parts_add_up_and_agree_with_the_failures(data) -> None:
 
     # Useful time is what the samples need, and samples are what the timeline says.
     per_sample = chosen.useful_gpu_seconds / chosen.global_batch
-    assert account.seconds(Cause.USEFUL) == pytest.approx(result.samples * per_sample, rel=1e-6, abs=1e-5)
-    trained = sum((i.end - i.begin) * i.throughput for i in result.intervals if i.state is State.TRAINING)
+    assert account.seconds(sim.Cause.USEFUL) == pytest.approx(result.samples * per_sample, rel=1e-6, abs=1e-5)
+    trained = sum((i.end - i.begin) * i.throughput for i in result.intervals if i.state is sim.State.TRAINING)
     assert result.samples == pytest.approx(trained, rel=1e-6, abs=1e-6)
     assert sum(result.losses().values()) == pytest.approx(
         result.fault_free_throughput * cluster.gpus / chosen.gpus - result.throughput
     )
 
 
-def failed_ticks(node: int, broken: list[Outage]) -> int:
+def failed_ticks(node: int, broken: list[sim.Outage]) -> int:
     """Nanoseconds for which a node is down: the union of its outages."""
     end = round(DURATION * 1e9)
     spans = sorted(
@@ -121,8 +101,10 @@ def failed_ticks(node: int, broken: list[Outage]) -> int:
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy) -> None:
     chosen = model(3, 4)
-    cluster = Cluster.of(chosen, extra_nodes=2 if policy == Spares(2) else 0)
-    runs = [simulate(chosen, cluster, policy, Poisson(300.0, repair=200.0), DURATION, seed) for seed in (1, 1, 2)]
+    cluster = sim.Cluster.of(chosen, extra_nodes=2 if policy == sim.Spares(2) else 0)
+    runs = [
+        sim.simulate(chosen, cluster, policy, sim.Poisson(300.0, repair=200.0), DURATION, seed) for seed in (1, 1, 2)
+    ]
     assert runs[0] == runs[1]
     assert (runs[0] == runs[2]) is policy.ignores_failures
 
@@ -130,12 +112,12 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy) -> No
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_without_failures_nothing_is_lost_or_failed(policy) -> None:
     chosen = model(3, 4)
-    cluster = Cluster.of(chosen, extra_nodes=2 if policy == Spares(2) else 0)
-    result = simulate(chosen, cluster, policy, Scripted(), DURATION)
+    cluster = sim.Cluster.of(chosen, extra_nodes=2 if policy == sim.Spares(2) else 0)
+    result = sim.simulate(chosen, cluster, policy, sim.Scripted(), DURATION)
     account = result.accounting
     assert account.failed == 0
-    assert all(interval.state in (State.TRAINING, State.PAUSED) for interval in result.intervals)
-    if not isinstance(policy, (Bamboo, Varuna)):  # these compute twice, by design
+    assert all(interval.state in (sim.State.TRAINING, sim.State.PAUSED) for interval in result.intervals)
+    if not isinstance(policy, (sim.Bamboo, sim.Varuna)):  # these compute twice, by design
         assert account.redone == 0
-    if not isinstance(policy, (Restart, Varuna)):  # these write checkpoints
+    if not isinstance(policy, (sim.Restart, sim.Varuna)):  # these write checkpoints
         assert account.reconfiguring == 0

@@ -4,24 +4,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.simulation import (
-    Cause,
-    Cluster,
-    DropReplica,
-    FailureRate,
-    FaultFree,
-    Outage,
-    Poisson,
-    Scripted,
-    State,
-    get_model,
-    simulate,
-)
 from lightning_recycle.simulation.policies import Configuration, Loss, Pause, Reaction
 
-MODEL = get_model("gpt3_medium")
-CLUSTER = Cluster.of(MODEL)
+MODEL = sim.get_model("gpt3_medium")
+CLUSTER = sim.Cluster.of(MODEL)
 STEADY = Configuration("steady", 10.0, 100, 32, 240.0)  # a quarter of the time is bubble
 
 
@@ -42,11 +30,11 @@ class Script:
 
 
 def run(answers, outages, duration=100.0, first=STEADY):
-    return simulate(MODEL, CLUSTER, Script(answers, first), Scripted(outages), duration)
+    return sim.simulate(MODEL, CLUSTER, Script(answers, first), sim.Scripted(outages), duration)
 
 
 def parts(result):
-    return {cause.value: result.accounting.seconds(cause) for cause in Cause if result.accounting.seconds(cause)}
+    return {cause.value: result.accounting.seconds(cause) for cause in sim.Cause if result.accounting.seconds(cause)}
 
 
 def timeline(result):
@@ -65,7 +53,7 @@ def test_without_events_steps_follow_each_other() -> None:
 
 def test_a_failure_loses_the_step_in_progress_and_pauses() -> None:
     answer = Reaction(LESS, (Pause("detect", 3.0), Pause("regroup", 4.0)), Loss.STEP)
-    result = run({(36.0, "down"): answer}, [Outage(36.0, (5,))])
+    result = run({(36.0, "down"): answer}, [sim.Outage(36.0, (5,))])
     assert timeline(result) == [
         (0, 30, "training", "steady"),
         (30, 36, "lost", "steady"),
@@ -94,7 +82,7 @@ def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations() -> None:
             replace(again, gpus=30, useful_gpu_seconds=225.0), (Pause("load", 9.0),), Loss.CHECKPOINT
         ),
     }
-    result = run(answers, [Outage(55.0, (0,)), Outage(61.0, (1,))], first=first)
+    result = run(answers, [sim.Outage(55.0, (0,)), sim.Outage(61.0, (1,))], first=first)
     assert timeline(result) == [
         (0, 20, "training", "steady"),
         (20, 21, "paused", "checkpoint"),
@@ -114,7 +102,7 @@ def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations() -> None:
 def test_a_checkpoint_that_a_failure_interrupts_does_not_count() -> None:
     first = replace(STEADY, checkpoint_every=20.0, checkpoint_seconds=5.0)
     answer = Reaction(replace(first, gpus=31, useful_gpu_seconds=232.5), (Pause("load", 2.0),), Loss.CHECKPOINT)
-    result = run({(22.0, "down"): answer}, [Outage(22.0, (0,))], duration=30.0, first=first)
+    result = run({(22.0, "down"): answer}, [sim.Outage(22.0, (0,))], duration=30.0, first=first)
     assert timeline(result)[:3] == [
         (0, 20, "lost", "steady"),
         (20, 22, "paused", "checkpoint"),
@@ -123,11 +111,8 @@ def test_a_checkpoint_that_a_failure_interrupts_does_not_count() -> None:
 
 
 def test_a_repair_waits_for_the_end_of_the_step() -> None:
-    answers = {
-        (0.0, "down"): None,
-        (36.0, "up"): Reaction(STEADY, (Pause("join", 2.0),), at_boundary=True),
-    }
-    result = run(answers, [Outage(0.0, (5,), 36.0)], first=LESS)
+    answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Pause("join", 2.0),), at_boundary=True)}
+    result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=LESS)
     assert timeline(result) == [
         (0, 36, "training", "less"),
         (36, 40, "training", "less"),
@@ -143,7 +128,7 @@ def test_a_repair_waits_for_the_end_of_the_step() -> None:
 def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(lead, boundary) -> None:
     overlapping = replace(LESS, lead_seconds=lead)
     answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Pause("join", 2.0),), at_boundary=True)}
-    result = run(answers, [Outage(0.0, (5,), 36.0)], first=overlapping)
+    result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=overlapping)
     assert timeline(result)[2] == (boundary, boundary + 2, "paused", "join")
     assert "redone" not in parts(result)
 
@@ -153,7 +138,7 @@ def test_a_failure_in_a_pause_starts_the_pause_again_and_loses_nothing_more() ->
         (36.0, "down"): Reaction(LESS, (Pause("regroup", 10.0),), Loss.STEP),
         (40.0, "down"): Reaction(replace(LESS, gpus=30, useful_gpu_seconds=225.0), (Pause("again", 10.0),), Loss.STEP),
     }
-    result = run(answers, [Outage(36.0, (5,)), Outage(40.0, (6,))])
+    result = run(answers, [sim.Outage(36.0, (5,)), sim.Outage(40.0, (6,))])
     assert timeline(result)[2:] == [
         (36, 40, "paused", "regroup"),
         (40, 50, "paused", "again"),
@@ -164,12 +149,12 @@ def test_a_failure_in_a_pause_starts_the_pause_again_and_loses_nothing_more() ->
 
 def test_a_step_goes_on_at_another_speed_where_a_policy_loses_nothing() -> None:
     slow = replace(LESS, step_seconds=20.0)
-    result = run({(35.0, "down"): Reaction(slow)}, [Outage(35.0, (5,))], duration=65.0)
+    result = run({(35.0, "down"): Reaction(slow)}, [sim.Outage(35.0, (5,))], duration=65.0)
     # Half of the fourth step is done at 35; the other half takes 10 s; then one step until 65.
     assert result.samples == pytest.approx(500)
     lost = run({(35.0, "down"): Reaction(slow), (44.0, "down"): Reaction(replace(slow, gpus=30), lost=Loss.STEP)},
-               [Outage(35.0, (5,)), Outage(44.0, (6,))], duration=50.0)  # fmt: skip
-    assert next(interval.begin for interval in lost.intervals if interval.state is State.LOST) == 30
+               [sim.Outage(35.0, (5,)), sim.Outage(44.0, (6,))], duration=50.0)  # fmt: skip
+    assert next(interval.begin for interval in lost.intervals if interval.state is sim.State.LOST) == 30
 
 
 def test_an_alarm_rings_once_and_a_new_reaction_clears_it() -> None:
@@ -178,11 +163,11 @@ def test_an_alarm_rings_once_and_a_new_reaction_clears_it() -> None:
         (10.0, "down"): Reaction(LESS, lost=Loss.STEP, wake=25.0),
         (35.0, "woken"): Reaction(fast, at_boundary=True),
     }
-    result = run(answers, [Outage(10.0, (5,))])
+    result = run(answers, [sim.Outage(10.0, (5,))])
     assert timeline(result)[-1] == (40, 100, "training", "fast")
     assert [event.kind for event in result.events] == ["failure", "alarm"]
     answers[20.0, "down"] = Reaction(replace(LESS, gpus=30, useful_gpu_seconds=225.0), lost=Loss.STEP)
-    result = run(answers, [Outage(10.0, (5,)), Outage(20.0, (6,))])
+    result = run(answers, [sim.Outage(10.0, (5,)), sim.Outage(20.0, (6,))])
     assert [event.kind for event in result.events] == ["failure", "failure"]
 
 
@@ -195,7 +180,9 @@ def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on(
             return super().react(context, current, happening)
 
     policy = Recorder({(36.0, "up"): Reaction(STEADY, at_boundary=True)}, LESS)
-    result = simulate(MODEL, CLUSTER, policy, Scripted([Outage(0.0, (5,), 36.0), Outage(38.0, (5,))]), 100.0)
+    result = sim.simulate(
+        MODEL, CLUSTER, policy, sim.Scripted([sim.Outage(0.0, (5,), 36.0), sim.Outage(38.0, (5,))]), 100.0
+    )
     assert asked == [(36.0, (), (5,)), (38.0, (5,), ())]
     assert {interval.label for interval in result.intervals} == {"less"}
 
@@ -203,7 +190,7 @@ def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on(
 def test_where_nothing_runs_all_live_gpus_are_idle() -> None:
     from lightning_recycle.simulation.policies.policy import stopped
 
-    result = run({(36.0, "down"): Reaction(stopped("too few"), lost=Loss.STEP)}, [Outage(36.0, (5,))])
+    result = run({(36.0, "down"): Reaction(stopped("too few"), lost=Loss.STEP)}, [sim.Outage(36.0, (5,))])
     assert timeline(result)[-1] == (36, 100, "stopped", "too few")
     assert parts(result)["idle"] == 64 * 31
 
@@ -212,44 +199,44 @@ def test_a_policy_that_claims_impossible_work_is_found_out() -> None:
     with pytest.raises(PlanningError, match="impossible"):
         run({}, [], first=replace(STEADY, useful_gpu_seconds=321.0))
     with pytest.raises(PlanningError, match="impossible"):
-        run({}, [Outage(36.0, (5,))])  # it goes on with 32 GPUs of 31
+        run({}, [sim.Outage(36.0, (5,))])  # it goes on with 32 GPUs of 31
 
 
 def test_nodes_that_are_down_from_the_start_interrupt_nothing() -> None:
-    result = simulate(MODEL, CLUSTER, DropReplica(relaunch=None), Scripted([Outage(0.0, (5,))]), "1h")
+    result = sim.simulate(MODEL, CLUSTER, sim.DropReplica(relaunch=None), sim.Scripted([sim.Outage(0.0, (5,))]), "1h")
     assert result.ratio == pytest.approx(15 / 16)
     assert result.accounting.reconfiguring == 0
 
 
 def test_losses_explain_the_whole_difference_to_fault_free() -> None:
-    result = simulate(MODEL, CLUSTER, DropReplica(), Poisson("30min"), "6h", 1)
+    result = sim.simulate(MODEL, CLUSTER, sim.DropReplica(), sim.Poisson("30min"), "6h", 1)
     assert sum(result.losses().values()) == pytest.approx(27.58 - result.throughput)
-    assert simulate(MODEL, CLUSTER, FaultFree(), Poisson("30min"), "6h").throughput == pytest.approx(27.58)
+    assert sim.simulate(MODEL, CLUSTER, sim.FaultFree(), sim.Poisson("30min"), "6h").throughput == pytest.approx(27.58)
 
 
 def test_a_cluster_must_hold_the_grid() -> None:
     with pytest.raises(ConfigurationError, match="32 GPUs, the cluster has 31"):
-        simulate(MODEL, Cluster(31), FaultFree(), Poisson(), "1h")
+        sim.simulate(MODEL, sim.Cluster(31), sim.FaultFree(), sim.Poisson(), "1h")
     with pytest.raises(ConfigurationError, match="no whole nodes"):
-        Cluster.of(MODEL, gpus_per_node=5)
+        sim.Cluster.of(MODEL, gpus_per_node=5)
 
 
 def test_results_are_plain_data() -> None:
     import json
 
-    result = simulate(MODEL, CLUSTER, DropReplica(), Poisson("30min"), "2h", 1)
+    result = sim.simulate(MODEL, CLUSTER, sim.DropReplica(), sim.Poisson("30min"), "2h", 1)
     data = json.loads(json.dumps(result.to_dict()))
     assert data["throughput"] == result.throughput
-    assert {interval["state"] for interval in data["intervals"]} <= {state.value for state in State}
+    assert {interval["state"] for interval in data["intervals"]} <= {state.value for state in sim.State}
 
 
 def test_weeks_of_thousands_of_gpus_take_a_moment() -> None:
     import time
 
-    model = get_model("gpt3_medium", pipelines=512, global_batch=512 * 8, throughput=None)
+    model = sim.get_model("gpt3_medium", pipelines=512, global_batch=512 * 8, throughput=None)
     started = time.process_time()
-    result = simulate(
-        model, Cluster.of(model, gpus_per_node=8), DropReplica(), FailureRate("llama3", scale=16), "54d", 1
+    result = sim.simulate(
+        model, sim.Cluster.of(model, gpus_per_node=8), sim.DropReplica(), sim.FailureRate("llama3", scale=16), "54d", 1
     )
     assert result.failures == pytest.approx(419, abs=62)
     assert time.process_time() - started < 20

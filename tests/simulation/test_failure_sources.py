@@ -4,37 +4,25 @@ import statistics
 
 import pytest
 
+from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation import (
-    Cluster,
-    Correlated,
-    FailedFraction,
-    FailureRate,
-    Outage,
-    Poisson,
-    Regular,
-    Scripted,
-    TraceReplay,
-    Weibull,
-    as_seconds,
-)
 from lightning_recycle.simulation.failures import LLAMA3_PER_GPU_DAY, RSC1_PER_GPU_DAY
 from lightning_recycle.traces import load_trace
 
-CLUSTER = Cluster(32)
+CLUSTER = sim.Cluster(32)
 DAY = 86400.0
 SOURCES = [
-    Poisson("1h"),
-    Poisson("10min", repair="2h"),
-    FailureRate("rsc1", repair="1h", scale=300),
-    Weibull("20h", 0.7, repair="1h"),
-    Weibull("20h", 2.0, repair=None),
-    Correlated("30min", group=4, repair="3h"),
-    TraceReplay("aws-p3"),
-    TraceReplay("gcp-a100", start="2h", speed=2.0),
-    FailedFraction(0.25, within="12h"),
-    Regular("1h"),
-    Scripted([Outage(10.0, (1, 2), 50.0), Outage(20.0, (2, 3), 30.0), Outage(40.0, (2,), 60.0)]),
+    sim.Poisson("1h"),
+    sim.Poisson("10min", repair="2h"),
+    sim.FailureRate("rsc1", repair="1h", scale=300),
+    sim.Weibull("20h", 0.7, repair="1h"),
+    sim.Weibull("20h", 2.0, repair=None),
+    sim.Correlated("30min", group=4, repair="3h"),
+    sim.TraceReplay("aws-p3"),
+    sim.TraceReplay("gcp-a100", start="2h", speed=2.0),
+    sim.FailedFraction(0.25, within="12h"),
+    sim.Regular("1h"),
+    sim.Scripted([sim.Outage(10.0, (1, 2), 50.0), sim.Outage(20.0, (2, 3), 30.0), sim.Outage(40.0, (2,), 60.0)]),
 ]
 
 
@@ -63,7 +51,7 @@ def failures(source, cluster, duration, seed=0) -> int:
 
 
 def test_poisson_has_its_mean_time_between_failures() -> None:
-    count = failures(Poisson("1h", repair=1.0), Cluster(1000), 2000 * 3600.0)
+    count = failures(sim.Poisson("1h", repair=1.0), sim.Cluster(1000), 2000 * 3600.0)
     assert count == pytest.approx(2000, abs=3 * 2000**0.5)
 
 
@@ -71,23 +59,23 @@ def test_published_rates_are_per_gpu_and_day() -> None:
     hours = [24 / rate for rate in (LLAMA3_PER_GPU_DAY, RSC1_PER_GPU_DAY)]
     assert hours == pytest.approx([50_700, 29_500], rel=2e-3)
     # Llama 3's own numbers: 419 on 16,384 GPUs in 54 days; 8 GPUs a node, instant repair.
-    count = failures(FailureRate("llama3", repair=1.0), Cluster(2048, 8), 54 * DAY)
+    count = failures(sim.FailureRate("llama3", repair=1.0), sim.Cluster(2048, 8), 54 * DAY)
     assert count == pytest.approx(419, abs=3 * 419**0.5)
 
 
 @pytest.mark.parametrize("shape", [0.7, 1.0, 3.0])
 def test_weibull_has_its_mean_whatever_its_shape(shape) -> None:
-    source = Weibull("10h", shape, repair=None)
-    lives = [change.tick / 3.6e12 for change in source.changes(Cluster(4000), 1e9, 1) for _ in change.down]
+    source = sim.Weibull("10h", shape, repair=None)
+    lives = [change.tick / 3.6e12 for change in source.changes(sim.Cluster(4000), 1e9, 1) for _ in change.down]
     assert len(lives) == 4000
     assert statistics.fmean(lives) == pytest.approx(10, rel=0.06)
 
 
 def test_correlated_failures_take_neighbours_together() -> None:
-    found = Correlated("1h", group=8, probability=1.0, repair="1s").changes(CLUSTER, 30 * DAY, 0)
+    found = sim.Correlated("1h", group=8, probability=1.0, repair="1s").changes(CLUSTER, 30 * DAY, 0)
     downs = [change.down for change in found if change.down]
     assert all(down == tuple(range(down[0], down[0] + 8)) and down[0] % 8 == 0 for down in downs)
-    single = Correlated("1h", group=8, probability=0.0, repair="1s").changes(CLUSTER, 30 * DAY, 0)
+    single = sim.Correlated("1h", group=8, probability=0.0, repair="1s").changes(CLUSTER, 30 * DAY, 0)
     assert {len(change.down) for change in single} == {0, 1}
 
 
@@ -104,14 +92,14 @@ def test_a_node_in_two_outages_is_back_after_the_last() -> None:
 
 @pytest.mark.parametrize(("part", "count"), [(0.01, 10), (0.05, 51), (0.1, 102)])
 def test_failed_fraction_is_exact_and_final(part, count) -> None:
-    cluster = Cluster(1024)
-    (change,) = FailedFraction(part).changes(cluster, DAY, 0)
+    cluster = sim.Cluster(1024)
+    (change,) = sim.FailedFraction(part).changes(cluster, DAY, 0)
     assert (change.tick, len(change.down), change.up) == (0, count, ())
-    assert len(FailedFraction(part, within="1h").changes(cluster, DAY, 0)) == count
+    assert len(sim.FailedFraction(part, within="1h").changes(cluster, DAY, 0)) == count
 
 
 def test_regular_failures_stop_at_half_as_in_oobleck() -> None:
-    changes = Regular("30min").changes(Cluster(30), 5 * DAY, 0)
+    changes = sim.Regular("30min").changes(sim.Cluster(30), 5 * DAY, 0)
     assert [change.tick // 10**9 for change in changes] == [1800 * n for n in range(1, 16)]
 
 
@@ -119,10 +107,10 @@ def test_regular_failures_stop_at_half_as_in_oobleck() -> None:
 @pytest.mark.parametrize("factor", [1, 2])
 def test_replay_has_the_availability_of_the_trace(name, factor) -> None:
     trace = load_trace(name)
-    cluster = Cluster(trace.peak * factor)
+    cluster = sim.Cluster(trace.peak * factor)
     live = cluster.nodes
     by_time = {}
-    for change in TraceReplay(name).changes(cluster, trace.duration + 1, 0):
+    for change in sim.TraceReplay(name).changes(cluster, trace.duration + 1, 0):
         live += len(change.up) - len(change.down)
         by_time[change.tick / 1e9] = live
     assert by_time == pytest.approx({t: n * factor for t, n in trace.availability if t in by_time})
@@ -133,24 +121,24 @@ def test_replay_has_the_availability_of_the_trace(name, factor) -> None:
     ("text", "seconds"), [("30min", 1800), ("6h", 21600), ("1.5d", 129600), (90, 90), ("250ms", 0.25)]
 )
 def test_durations_are_written_as_people_do(text, seconds) -> None:
-    assert as_seconds("x", text) == seconds
+    assert sim.as_seconds("x", text) == seconds
 
 
 @pytest.mark.parametrize("wrong", ["soon", "3 weeks", -1, float("nan"), True, None])
 def test_what_is_no_duration_is_refused(wrong) -> None:
     with pytest.raises(ConfigurationError, match=r"mtbf"):
-        Poisson(mtbf=wrong)
+        sim.Poisson(mtbf=wrong)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: FailureRate("google"),
-        lambda: FailedFraction(1.5),
-        lambda: Correlated(group=0),
-        lambda: Weibull(shape=0.0),
-        lambda: TraceReplay("nowhere"),
-        lambda: Scripted([(0.0, (99,), None)]).changes(CLUSTER, DAY, 0),
+        lambda: sim.FailureRate("google"),
+        lambda: sim.FailedFraction(1.5),
+        lambda: sim.Correlated(group=0),
+        lambda: sim.Weibull(shape=0.0),
+        lambda: sim.TraceReplay("nowhere"),
+        lambda: sim.Scripted([(0.0, (99,), None)]).changes(CLUSTER, DAY, 0),
     ],
 )
 def test_impossible_settings_are_refused(wrong) -> None:

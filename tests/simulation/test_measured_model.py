@@ -2,27 +2,16 @@
 
 import pytest
 
+from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs
-from lightning_recycle.simulation import (
-    Cluster,
-    ElasticLayers,
-    MeasuredModel,
-    Outage,
-    Recycle,
-    Restart,
-    Scripted,
-    State,
-    Transformer,
-    simulate,
-)
 
 UNEVEN = Costs((1.0, 2.0), (1.0, 2.5), (1.0, 1.5), (0.0, 0.0), (0.0, 0.0))
 
 
 def measured(costs=UNEVEN, **changes):
     settings = {"pipelines": 3, "stages": 2, "global_batch": 18, **changes}
-    return MeasuredModel("measured", Transformer(8, 8, 1, 8, 8), stage_costs=costs, **settings)
+    return sim.MeasuredModel("measured", sim.Transformer(8, 8, 1, 8, 8), stage_costs=costs, **settings)
 
 
 def test_costs_are_those_that_were_given() -> None:
@@ -42,9 +31,13 @@ def test_a_micro_batch_of_several_samples_costs_what_was_measured() -> None:
 
 def test_measured_stages_cannot_be_cut_otherwise() -> None:
     model = measured(Costs.uniform(2))
-    assert simulate(model, Cluster.of(model), Restart(), Scripted(), 210.0).samples == pytest.approx(180)
+    assert sim.simulate(model, sim.Cluster.of(model), sim.Restart(), sim.Scripted(), 210.0).samples == pytest.approx(
+        180
+    )
     with pytest.raises(ConfigurationError, match="measured as they are"):
-        simulate(model, Cluster.of(model), ElasticLayers(effort=0), Scripted([Outage(50.0, (1,))]), 200.0)
+        sim.simulate(
+            model, sim.Cluster.of(model), sim.ElasticLayers(effort=0), sim.Scripted([sim.Outage(50.0, (1,))]), 200.0
+        )
 
 
 @pytest.mark.parametrize(
@@ -64,12 +57,12 @@ def test_impossible_settings_are_refused(changes, message) -> None:
 @pytest.mark.parametrize(("staggered", "step", "degraded", "fill"), [(False, 19, 28, 0), (True, 18, 27, 1)])
 def test_the_first_step_after_a_stop_begins_with_empty_pipelines(staggered, step, degraded, fill) -> None:
     model = measured(Costs.uniform(2), network_latency=0.0, network_bandwidth=1e18)
-    policy = Recycle(staggered=staggered, normalization=False, detection=1.0, regroup=2.0, rejoin=4.0)
-    result = simulate(model, Cluster.of(model), policy, Scripted([Outage(50.0, (5,), 100.0)]), 300.0)
+    policy = sim.Recycle(staggered=staggered, normalization=False, detection=1.0, regroup=2.0, rejoin=4.0)
+    result = sim.simulate(model, sim.Cluster.of(model), policy, sim.Scripted([sim.Outage(50.0, (5,), 100.0)]), 300.0)
     begin = 53.0 + fill
     assert begin + 2 * degraded > 100  # when a step ends, the replacement has come
     again = begin + 2 * degraded + 4 + fill
-    paused = [(i.begin, i.end, i.label) for i in result.intervals if i.state is State.PAUSED]
+    paused = [(i.begin, i.end, i.label) for i in result.intervals if i.state is sim.State.PAUSED]
     expected = [(50, 51, "detect"), (51, 53, "regroup"), (53, begin, "fill")]
     expected += [(begin + 2 * degraded, again - fill, "rejoin"), (again - fill, again, "fill")]
     assert paused == [pause for pause in expected if pause[0] < pause[1]]
@@ -80,6 +73,8 @@ def test_the_first_step_after_a_stop_begins_with_empty_pipelines(staggered, step
 
 def test_a_rejoin_costs_what_a_failure_does_unless_said_otherwise() -> None:
     model = measured(Costs.uniform(2))
-    result = simulate(model, Cluster.of(model), Recycle(regroup=2.0), Scripted([Outage(50.0, (5,), 100.0)]), 300.0)
+    result = sim.simulate(
+        model, sim.Cluster.of(model), sim.Recycle(regroup=2.0), sim.Scripted([sim.Outage(50.0, (5,), 100.0)]), 300.0
+    )
     (rejoin,) = [interval for interval in result.intervals if interval.label == "rejoin"]
     assert rejoin.end - rejoin.begin == pytest.approx(2.0)

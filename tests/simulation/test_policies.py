@@ -4,35 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import (
-    HeuristicPlanner,
-    Problem,
-    Technique,
-    Worker,
-    normalize,
-    normalized_failures,
-)
-from lightning_recycle.simulation import (
-    Bamboo,
-    Cause,
-    Cluster,
-    DropReplica,
-    ElasticLayers,
-    FailedFraction,
-    FaultFree,
-    Gpu,
-    Oobleck,
-    Outage,
-    Recycle,
-    Restart,
-    Scripted,
-    Spares,
-    State,
-    Varuna,
-    get_model,
-    simulate,
-)
+from lightning_recycle.planning import HeuristicPlanner, Problem, Technique, Worker, normalize, normalized_failures
 from lightning_recycle.simulation.policies import Context
 from lightning_recycle.simulation.policies.oobleck_templates import (
     cut,
@@ -45,19 +19,19 @@ from lightning_recycle.simulation.policies.oobleck_templates import (
 from lightning_recycle.simulation.policies.varuna import morph
 from lightning_recycle.simulation.policies.workers import Placement, assemble_teams, fresh, place
 
-MEDIUM, MIDDLE, LARGE = (get_model(name) for name in ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b"))
+MEDIUM, MIDDLE, LARGE = (sim.get_model(name) for name in ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b"))
 
 
 def run(policy, outages, model=MIDDLE, duration="1h", extra=0):
-    return simulate(model, Cluster.of(model, extra_nodes=extra), policy, Scripted(outages), duration)
+    return sim.simulate(model, sim.Cluster.of(model, extra_nodes=extra), policy, sim.Scripted(outages), duration)
 
 
-def labels(result, state=State.PAUSED):
+def labels(result, state=sim.State.PAUSED):
     return [interval.label for interval in result.intervals if interval.state is state]
 
 
 def pauses(result):
-    return {i.label: pytest.approx(i.end - i.begin) for i in result.intervals if i.state is State.PAUSED}
+    return {i.label: pytest.approx(i.end - i.begin) for i in result.intervals if i.state is sim.State.PAUSED}
 
 
 # -- ReCycle ----------------------------------------------------------------------------------------------------------
@@ -78,20 +52,20 @@ def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
     spread = normalize(MIDDLE.grid, MIDDLE.costs(), failed, technique=technique, in_flight_limit=limit)
     problem = Problem(MIDDLE.grid, MIDDLE.costs(), normalized_failures(MIDDLE.grid, spread), technique, limit)
     period = HeuristicPlanner(0).plan(problem).period
-    policy = Recycle(decoupled=technique.decoupled, staggered=technique.staggered, effort=0)
-    result = simulate(MIDDLE, Cluster.of(MIDDLE), policy, FailedFraction(failed / 32), "1h", 7)
+    policy = sim.Recycle(decoupled=technique.decoupled, staggered=technique.staggered, effort=0)
+    result = sim.simulate(MIDDLE, sim.Cluster.of(MIDDLE), policy, sim.FailedFraction(failed / 32), "1h", 7)
     assert result.throughput == pytest.approx(MIDDLE.global_batch / period)
     assert result.accounting.idle == 0
 
 
 def test_each_technique_is_worth_something() -> None:
     ratios = [
-        simulate(LARGE, Cluster.of(LARGE), policy, FailedFraction(3 / 32), "1h").ratio
+        sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, sim.FailedFraction(3 / 32), "1h").ratio
         for policy in (
-            Recycle(adaptive=False, decoupled=False, staggered=False),
-            Recycle(decoupled=False, staggered=False),
-            Recycle(staggered=False),
-            Recycle(),
+            sim.Recycle(adaptive=False, decoupled=False, staggered=False),
+            sim.Recycle(decoupled=False, staggered=False),
+            sim.Recycle(staggered=False),
+            sim.Recycle(),
         )
     ]
     assert ratios == sorted(ratios)
@@ -100,42 +74,42 @@ def test_each_technique_is_worth_something() -> None:
 
 def test_other_techniques_need_re_routing() -> None:
     with pytest.raises(ConfigurationError, match="adaptive=False"):
-        Recycle(adaptive=False)
+        sim.Recycle(adaptive=False)
 
 
 def test_recycle_pauses_to_detect_regroup_and_move_one_stage() -> None:
     # Two failures at the same stage: normalization sends one of the vacancies to another stage, with one copy.
     first, second = MIDDLE.grid.rank(Worker(0, 3)), MIDDLE.grid.rank(Worker(1, 3))
-    result = run(Recycle(effort=0), [Outage(100.0, (first, second))])
+    result = run(sim.Recycle(effort=0), [sim.Outage(100.0, (first, second))])
     transfer = MIDDLE.transfer_seconds(0.25)
     spread = normalize(MIDDLE.grid, MIDDLE.costs(), 2, in_flight_limit=MIDDLE.in_flight_limit())
     assert pauses(result) == {"detect": 5.0, "regroup": 5.0, "transfer": transfer, "fill": fill(spread)}
-    still = run(Recycle(effort=0, normalization=False), [Outage(100.0, (first, second))])
+    still = run(sim.Recycle(effort=0, normalization=False), [sim.Outage(100.0, (first, second))])
     assert pauses(still) == {"detect": 5.0, "regroup": 5.0, "fill": fill((0, 0, 0, 2))}
     assert still.throughput < result.throughput
 
 
 def test_recycle_takes_a_repaired_node_in_at_the_end_of_a_step() -> None:
-    result = run(Recycle(effort=0), [Outage(100.0, (3,), 1000.0)])
+    result = run(sim.Recycle(effort=0), [sim.Outage(100.0, (3,), 1000.0)])
     last = result.intervals[-1]
     assert (last.gpus, last.label) == (32, "all work")
     assert labels(result)[-3:] == ["rejoin", "transfer", "fill"]
-    lost = [interval for interval in result.intervals if interval.state is State.LOST]
+    lost = [interval for interval in result.intervals if interval.state is sim.State.LOST]
     assert len(lost) == 1  # the failure's; none for the repair
 
 
 def test_losing_every_replica_of_a_stage_costs_a_checkpoint() -> None:
     stage = tuple(MIDDLE.grid.rank(Worker(d, 1)) for d in range(8))
-    result = run(Recycle(effort=0, checkpoint_every="10min"), [Outage(1900.0, stage)])
+    result = run(sim.Recycle(effort=0, checkpoint_every="10min"), [sim.Outage(1900.0, stage)])
     assert labels(result) == ["checkpoint", "detect", "restart"][1:]
     assert result.intervals[-1].gpus == 24
-    lost = sum(interval.end - interval.begin for interval in result.intervals if interval.state is State.LOST)
+    lost = sum(interval.end - interval.begin for interval in result.intervals if interval.state is sim.State.LOST)
     assert 8.6 < lost < 600 + 8.7  # more than a step, at most since the checkpoint
 
 
 def test_too_few_workers_stop_training_until_there_are_enough() -> None:
-    result = run(Recycle(effort=0), [Outage(100.0, tuple(range(30)), 2000.0)])
-    assert [interval.label for interval in result.intervals if interval.state is State.STOPPED] == [
+    result = run(sim.Recycle(effort=0), [sim.Outage(100.0, tuple(range(30)), 2000.0)])
+    assert [interval.label for interval in result.intervals if interval.state is sim.State.STOPPED] == [
         "too few workers for all stages"
     ]
     assert result.intervals[-1].gpus == 32
@@ -160,9 +134,9 @@ def test_moving_workers_copy_from_peers_in_parallel() -> None:
 
 
 def test_spares_replace_and_then_pipelines_go() -> None:
-    outages = [Outage(500.0 * n, (n,)) for n in range(1, 4)]
-    result = run(Spares(2), outages, extra=2)
-    training = {i.begin // 500: (i.gpus, i.label) for i in result.intervals if i.state is State.TRAINING}
+    outages = [sim.Outage(500.0 * n, (n,)) for n in range(1, 4)]
+    result = run(sim.Spares(2), outages, extra=2)
+    training = {i.begin // 500: (i.gpus, i.label) for i in result.intervals if i.state is sim.State.TRAINING}
     assert [training[n] for n in range(4)] == [(32, "spares")] * 3 + [(28, "spares, 7 of 8 pipelines")]
     assert pauses(result) == {"detect": 5.0, "regroup": 5.0, "transfer": MIDDLE.transfer_seconds(0.25)}
     # 16 x 8 micro-batches on 7 pipelines: 19 instead of 16.
@@ -171,7 +145,7 @@ def test_spares_replace_and_then_pipelines_go() -> None:
 
 def test_spares_must_be_in_the_cluster() -> None:
     with pytest.raises(ConfigurationError, match="extra_nodes=2"):
-        run(Spares(2), [], extra=1)
+        run(sim.Spares(2), [], extra=1)
 
 
 def test_survivors_fill_each_others_gaps_or_form_new_pipelines() -> None:
@@ -183,7 +157,7 @@ def test_survivors_fill_each_others_gaps_or_form_new_pipelines() -> None:
 
 
 def test_drop_replica_shrinks_the_batch_at_the_same_speed() -> None:
-    result = run(DropReplica(relaunch=None), [Outage(100.0, (5,), 2000.0)])
+    result = run(sim.DropReplica(relaunch=None), [sim.Outage(100.0, (5,), 2000.0)])
     during = next(interval for interval in result.intervals if interval.gpus == 28 and interval.throughput)
     assert during.throughput == pytest.approx(14.87 * 7 / 8)
     assert pauses(result) == {"recover": 5.0, "join": 1.0, "transfer": MIDDLE.transfer_seconds(0.25)}
@@ -191,25 +165,25 @@ def test_drop_replica_shrinks_the_batch_at_the_same_speed() -> None:
 
 
 def test_drop_replica_relaunches_a_pipeline_from_survivors_of_several() -> None:
-    outages = [Outage(100.0 + n, (4 * n,)) for n in range(4)]  # one worker of each of four pipelines
-    alone = run(DropReplica(relaunch=None), outages)
-    again = run(DropReplica(relaunch=60.0), outages)
+    outages = [sim.Outage(100.0 + n, (4 * n,)) for n in range(4)]  # one worker of each of four pipelines
+    alone = run(sim.DropReplica(relaunch=None), outages)
+    again = run(sim.DropReplica(relaunch=60.0), outages)
     assert (alone.intervals[-1].gpus, again.intervals[-1].gpus) == (16, 28)
     joined = next(interval for interval in again.intervals if interval.label == "join")
     assert joined.begin > 103 + 60
 
 
 def test_restart_loses_what_is_newer_than_the_checkpoint() -> None:
-    policy = Restart(checkpoint_every="10min", storage=1e9 / 32, restart=300.0)
-    result = run(policy, [Outage(1500.0, (5,))])
+    policy = sim.Restart(checkpoint_every="10min", storage=1e9 / 32, restart=300.0)
+    result = run(policy, [sim.Outage(1500.0, (5,))])
     writing = MIDDLE.transformer.state_bytes() / 1e9
     assert pauses(result) == {"checkpoint": writing, "detect": 5.0, "restart": 300.0, "load": writing}
-    (lost,) = [interval for interval in result.intervals if interval.state is State.LOST]
+    (lost,) = [interval for interval in result.intervals if interval.state is sim.State.LOST]
     written = [i for i in result.intervals if i.label == "checkpoint" and i.end < 1500]
     assert (lost.begin, lost.end) == (written[-1].end, 1500.0)
     assert result.intervals[-1].gpus == 28
-    rigid = run(replace(policy, elastic=False), [Outage(1500.0, (5,), 2500.0)])
-    assert [i.state for i in rigid.intervals].count(State.STOPPED) == 1
+    rigid = run(replace(policy, elastic=False), [sim.Outage(1500.0, (5,), 2500.0)])
+    assert [i.state for i in rigid.intervals].count(sim.State.STOPPED) == 1
     assert rigid.intervals[-1].gpus == 32
 
 
@@ -217,40 +191,40 @@ def test_restart_loses_what_is_newer_than_the_checkpoint() -> None:
 
 
 def test_bamboo_runs_out_of_memory_where_the_paper_says() -> None:
-    assert [Bamboo().fits(model) for model in (MEDIUM, MIDDLE, LARGE)] == [True, False, False]
-    result = run(Bamboo(), [])
-    assert (result.throughput, labels(result, State.STOPPED)) == (0.0, ["out of memory"])
+    assert [sim.Bamboo().fits(model) for model in (MEDIUM, MIDDLE, LARGE)] == [True, False, False]
+    result = run(sim.Bamboo(), [])
+    assert (result.throughput, labels(result, sim.State.STOPPED)) == (0.0, ["out of memory"])
     assert result.accounting.fractions()["idle"] == 1.0
 
 
 def big_bamboo(**changes):
-    roomy = replace(MIDDLE, gpu=Gpu("roomy", 312e12, 800e9, 2e12), throughput=None)
-    return lambda outages, duration="1h": run(Bamboo(**changes), outages, model=roomy, duration=duration)
+    roomy = replace(MIDDLE, gpu=sim.Gpu("roomy", 312e12, 800e9, 2e12), throughput=None)
+    return lambda outages, duration="1h": run(sim.Bamboo(**changes), outages, model=roomy, duration=duration)
 
 
 def test_bamboo_slows_down_by_half_until_it_reconfigures() -> None:
-    result = big_bamboo(threshold=1.0)([Outage(1000.0, (5,))])
+    result = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (5,))])
     first, last = result.intervals[0], result.intervals[-1]
     assert last.throughput == pytest.approx(first.throughput / 1.5)
     assert (last.gpus, labels(result)) == (31, [])
     assert result.accounting.fractions()["redone"] > 0.1  # redundant forwards
-    result = big_bamboo()([Outage(1000.0, (5,))])  # 2 of 31 without redundancy are more than 5 %
+    result = big_bamboo()([sim.Outage(1000.0, (5,))])  # 2 of 31 without redundancy are more than 5 %
     assert pauses(result) == {"reconfigure": 20.0}
     assert (result.intervals[-1].gpus, result.intervals[-1].label) == (28, "bamboo, 7 of 8 pipelines")
 
 
 def test_bamboo_cannot_lose_two_neighbours() -> None:
-    apart = big_bamboo(threshold=1.0)([Outage(1000.0, (4,)), Outage(1001.0, (6,))])
+    apart = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (4,)), sim.Outage(1001.0, (6,))])
     assert labels(apart) == []
     for second in (4, 6):  # the predecessor that does both, or the next one
-        fatal = big_bamboo(threshold=1.0)([Outage(1000.0, (5,)), Outage(1001.0, (second,))])
+        fatal = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (5,)), sim.Outage(1001.0, (second,))])
         assert pauses(fatal) == {"rendezvous": 30.0}
-        assert any(interval.state is State.LOST for interval in fatal.intervals)
+        assert any(interval.state is sim.State.LOST for interval in fatal.intervals)
 
 
 def test_bamboo_uses_a_node_some_time_after_it_is_back() -> None:
-    result = big_bamboo(threshold=1.0)([Outage(1000.0, (5,), 1500.0)])
-    (pause,) = [interval for interval in result.intervals if interval.state is State.PAUSED]
+    result = big_bamboo(threshold=1.0)([sim.Outage(1000.0, (5,), 1500.0)])
+    (pause,) = [interval for interval in result.intervals if interval.state is sim.State.PAUSED]
     assert 1545 <= pause.begin < 1545 + 2 * 128 / result.intervals[-1].throughput * 1.5
     assert result.intervals[-1].gpus == 32
 
@@ -282,13 +256,13 @@ def test_batches_are_shared_by_speed() -> None:
 
 def test_least_nodes_follow_from_memory() -> None:
     assert [least_nodes(model, 6.0, 4.0) for model in (MEDIUM, MIDDLE, LARGE)] == [1, 2, 4]
-    tiny = replace(MEDIUM, gpu=Gpu("tiny", 312e12, 1e9, 1e12), throughput=None)
+    tiny = replace(MEDIUM, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12), throughput=None)
     assert least_nodes(tiny, 6.0, 4.0) is None
 
 
 def test_oobleck_shrinks_borrows_and_merges() -> None:
     def shapes(nodes):
-        return run(Oobleck(), [Outage(1000.0, nodes)], model=LARGE, duration="2000s").intervals[-1].label
+        return run(sim.Oobleck(), [sim.Outage(1000.0, nodes)], model=LARGE, duration="2000s").intervals[-1].label
 
     assert shapes((0,)) == "oobleck, 3 x 8, 1 x 7"
     assert shapes((0, 1, 2, 3)) == "oobleck, 3 x 8, 1 x 4"
@@ -299,8 +273,8 @@ def test_oobleck_shrinks_borrows_and_merges() -> None:
 
 
 def test_oobleck_pays_for_missing_layers_and_grows_again() -> None:
-    result = run(Oobleck(), [Outage(1000.0, (0,), 2000.0)], model=LARGE)
-    first = {i.label: i.end - i.begin for i in result.intervals if i.state is State.PAUSED and i.end < 1500}
+    result = run(sim.Oobleck(), [sim.Outage(1000.0, (0,), 2000.0)], model=LARGE)
+    first = {i.label: i.end - i.begin for i in result.intervals if i.state is sim.State.PAUSED and i.end < 1500}
     assert (first["detect"], first["reconfigure"]) == (5.0, 10.0)
     # Seven stages of 4 or 5 layers; a worker whose range moved on has up to 4 of its layers to fetch.
     assert LARGE.transfer_seconds(1 / 32) <= first["transfer"] <= LARGE.transfer_seconds(5 / 32)
@@ -326,25 +300,29 @@ def test_varuna_takes_the_fastest_depth_that_fits() -> None:
     fewer = morph(model, 31, 1)
     assert fewer is not None
     assert seconds < fewer[3]
-    assert morph(replace(model, gpu=Gpu("tiny", 312e12, 1e9, 1e12)), 32, 1) is None
+    assert morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32, 1) is None
 
 
 def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch() -> None:
-    result = run(Varuna(), [Outage(1500.0, (5,))])
+    result = run(sim.Varuna(), [sim.Outage(1500.0, (5,))])
     assert pauses(result)["relaunch"] == 90.0
-    assert [interval.state for interval in result.intervals].count(State.LOST) >= 1
+    assert [interval.state for interval in result.intervals].count(sim.State.LOST) >= 1
     assert result.intervals[-1].gpus < 32
-    assert result.accounting.seconds(Cause.REDONE) > result.accounting.seconds(Cause.USEFUL) / 5  # recomputation
+    assert (
+        result.accounting.seconds(sim.Cause.REDONE) > result.accounting.seconds(sim.Cause.USEFUL) / 5
+    )  # recomputation
 
 
 # -- elastic layers ---------------------------------------------------------------------------------------------------
 
 
 def test_layers_move_in_the_background_and_then_help() -> None:
-    result = run(ElasticLayers(effort=0), [Outage(1000.0, (5,))], model=LARGE)
-    plain = run(Recycle(effort=0), [Outage(1000.0, (5,))], model=LARGE)
+    result = run(sim.ElasticLayers(effort=0), [sim.Outage(1000.0, (5,))], model=LARGE)
+    plain = run(sim.Recycle(effort=0), [sim.Outage(1000.0, (5,))], model=LARGE)
     moved = result.intervals[-1]
-    between = [i for i in result.intervals if i.state is State.TRAINING and i.begin > 1000 and i.label == "1 failed"]
+    between = [
+        i for i in result.intervals if i.state is sim.State.TRAINING and i.begin > 1000 and i.label == "1 failed"
+    ]
     assert moved.label == "1 failed, layers moved"
     assert between  # training went on meanwhile
     assert between[0].throughput == pytest.approx(plain.intervals[-1].throughput)
@@ -356,8 +334,8 @@ def test_layers_move_in_the_background_and_then_help() -> None:
 
 def test_nothing_moves_where_all_stages_have_lost_the_same() -> None:
     ratios = [
-        simulate(LARGE, Cluster.of(LARGE), policy, FailedFraction(8 / 32), "1h").ratio
-        for policy in (Recycle(effort=0), ElasticLayers(effort=0))
+        sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, sim.FailedFraction(8 / 32), "1h").ratio
+        for policy in (sim.Recycle(effort=0), sim.ElasticLayers(effort=0))
     ]
     assert ratios[0] == ratios[1]
 
@@ -366,20 +344,22 @@ def test_nothing_moves_where_all_stages_have_lost_the_same() -> None:
 
 
 def test_fault_free_baselines_are_the_papers_and_the_zero_bubble_one() -> None:
-    usual, zero = (run(FaultFree(schedule), [], model=LARGE).ratio for schedule in ("1f1b", "zero_bubble"))
+    usual, zero = (run(sim.FaultFree(schedule), [], model=LARGE).ratio for schedule in ("1f1b", "zero_bubble"))
     assert usual == pytest.approx(1.0)
     assert 1.05 < zero < 1.25
     with pytest.raises(ConfigurationError, match="gpipe"):
-        FaultFree("gpipe")
+        sim.FaultFree("gpipe")
 
 
 @pytest.mark.parametrize(
-    "policy", [Recycle(), Spares(0), DropReplica(), Restart(), Oobleck(), Varuna(), ElasticLayers()], ids=repr
+    "policy",
+    [sim.Recycle(), sim.Spares(0), sim.DropReplica(), sim.Restart(), sim.Oobleck(), sim.Varuna(), sim.ElasticLayers()],
+    ids=repr,
 )
 def test_policies_survive_the_loss_and_return_of_everything(policy) -> None:
-    context = Context(MEDIUM, Cluster.of(MEDIUM))
+    context = Context(MEDIUM, sim.Cluster.of(MEDIUM))
     assert policy.begin(context, frozenset()).configuration.running is False
-    result = run(policy, [Outage(600.0, tuple(range(32)), 900.0)], model=MEDIUM)
+    result = run(policy, [sim.Outage(600.0, tuple(range(32)), 900.0)], model=MEDIUM)
     assert result.intervals[-1].gpus == 32
-    stop = [interval for interval in result.intervals if interval.state is State.STOPPED]
-    assert (stop[0].begin, stop[-1].end) == (600.0, 960.0 if isinstance(policy, DropReplica) else 900.0)
+    stop = [interval for interval in result.intervals if interval.state is sim.State.STOPPED]
+    assert (stop[0].begin, stop[-1].end) == (600.0, 960.0 if isinstance(policy, sim.DropReplica) else 900.0)

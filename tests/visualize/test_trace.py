@@ -22,18 +22,8 @@ def test_each_operation_is_an_event_on_the_thread_of_its_worker(tmp_path: Path) 
     assert {(event["pid"], event["tid"]) for event in events} == {(w.pipeline, w.stage) for w in SCHEDULE.workers}
     adopted = [event for event in events if event["name"] == "F 1.2" and event["tid"] == 2]
     planned = next(op for op in SCHEDULE.workers[Worker(0, 2)] if op.op == Op(OpKind.FORWARD, 2, Microbatch(1, 2)))
-    assert adopted == [
-        {
-            "ph": "X",
-            "name": "F 1.2",
-            "cat": "F",
-            "pid": 0,
-            "tid": 2,
-            "ts": planned.start * 1e6,
-            "dur": 1e6,
-            "args": {"stage": 2, "pipeline": 1, "microbatch": 2, "adopted": True},
-        }
-    ]
+    where = {"ph": "X", "name": "F 1.2", "cat": "F", "pid": 0, "tid": 2, "ts": planned.start * 1e6, "dur": 1e6}
+    assert adopted == [{**where, "args": {"stage": 2, "pipeline": 1, "microbatch": 2, "adopted": True}}]
 
 
 def test_events_of_a_thread_do_not_overlap() -> None:

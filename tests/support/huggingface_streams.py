@@ -1,18 +1,17 @@
 """A stream of Hugging Face's ``datasets`` for tests with real processes; workers import it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
 import torch
 from datasets import Dataset, IterableDataset
-from support import dataset
 from torch import Tensor
+
+from support.models import dataset
 
 
 def shuffled(num_samples: int) -> IterableDataset:
-    """The samples of ``support.dataset``, of which a buffer of ten is kept and drawn from."""
+    """The samples of ``support.models.dataset``, of which a buffer of ten is kept and drawn from."""
     x, y = dataset(num_samples)[:]
     rows = Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
     return rows.to_iterable_dataset(num_shards=3).shuffle(seed=2, buffer_size=10)

@@ -1,18 +1,17 @@
 """Streams for the tests that train with real processes; in a module of their own, so that workers can import them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
-from support import dataset
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from support.models import dataset
+
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """The samples of ``support.dataset``, shared out among the processes that read; an epoch begins where the one
-    before stopped.
+    """The samples of :func:`dataset`, shared out among the processes that read; an epoch begins where the one before
+    stopped.
 
     Args:
         num_samples: after which it ends, and begins anew in the next epoch.

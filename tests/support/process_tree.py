@@ -1,12 +1,14 @@
 """Other processes, as tests look at them."""
 
-from __future__ import annotations
-
 import contextlib
+import os
+from collections.abc import Collection
 
 import psutil
 
-__all__ = ["descendants", "is_alive", "orphans", "worker_processes"]
+from support.waiting import wait_for
+
+__all__ = ["descendants", "is_alive", "left_after_a_while", "orphans", "worker_processes"]
 
 
 def is_alive(pid: int) -> bool:
@@ -35,10 +37,27 @@ def worker_processes(root: int | None = None) -> list[int]:
 
 
 def orphans(variable: str, value: str) -> dict[int, str]:
-    """Living processes with this variable in their environment whose parent is gone: pid -> command line."""
+    """Living processes with this variable in their environment that are not below this one: pid -> command line."""
+    ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it ended while we looked, or is not ours
-            if process.ppid() == 1 and process.environ().get(variable) == value and is_alive(process.pid):
+            if process.pid not in ours and process.environ().get(variable) == value and is_alive(process.pid):
                 found[process.pid] = " ".join(process.cmdline())
     return found
+
+
+def left_after_a_while(
+    before: Collection[int], variable: str, value: str, orphans_before: Collection[int] = ()
+) -> dict[int, str]:
+    """Descendants and orphans that were not there before, and do not end within five seconds."""
+    left: dict[int, str] = {}
+
+    def all_gone() -> bool:
+        nonlocal left
+        left = {pid: command for pid, command in descendants().items() if pid not in before}
+        left |= {pid: command for pid, command in orphans(variable, value).items() if pid not in orphans_before}
+        return not left
+
+    wait_for(all_gone, 5.0)
+    return left

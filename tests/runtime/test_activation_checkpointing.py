@@ -1,7 +1,5 @@
 """Activation checkpointing inside layers: what the backward computes again has the same masks, and is deferred too."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,0 +1,207 @@
+"""A coordinator and what a test gives it: fake processes, a fake planner, clients in threads or processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from control_worker import Member
+from support.thread_client import ThreadClient
+
+from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.history import Event
+from lightning_recycle.control.protocol.messages import Activity, Heartbeat
+from lightning_recycle.planning.grid import Grid, Worker
+
+PATIENCE = 15.0  # seconds for what must happen
+SILENCE = 1.0  # heartbeat timeout of these tests
+GRID = Grid(2, 2, 1)  # ranks 0 and 2 are stage 0, ranks 1 and 3 stage 1
+
+
+class FakeProcess:
+    """What the coordinator watches in the place of a process."""
+
+    def __init__(self) -> None:
+        self.sentinel, self._writer = os.pipe()
+        self._cause: str | None = None
+        self._ended = threading.Event()
+        self.killed = threading.Event()
+        self.released = threading.Event()
+
+    def describe_exit(self, timeout: float) -> str | None:
+        self._ended.wait(timeout)
+        return self._cause
+
+    def kill(self) -> None:
+        self.killed.set()
+        self.die("it was killed by SIGKILL")
+
+    def die(self, cause: str) -> None:
+        if self._cause is None:
+            self._cause = cause
+            self._ended.set()
+            os.close(self._writer)
+
+    def release(self) -> None:
+        self.released.set()
+
+    def close(self) -> None:
+        self.die("end of the test")
+        os.close(self.sentinel)
+
+
+@dataclass(frozen=True)
+class FakeSchedule:
+    failed: frozenset[Worker]
+
+
+class FakePlanner:
+    """What the coordinator asks for schedules; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
+        self.ahead: list[frozenset[Worker]] = []
+        self.error: Exception | None = None
+
+    def plan(self, failed: frozenset[Worker], seconds: Mapping[int, Mapping[str, float]]) -> FakeSchedule:
+        if self.error is not None:
+            raise self.error
+        self.asked.append((failed, {stage: dict(times) for stage, times in seconds.items()}))
+        return FakeSchedule(failed)
+
+    def retime(self, schedule: FakeSchedule, seconds: Any) -> FakeSchedule:
+        return schedule
+
+    def plan_ahead(self, failed: frozenset[Worker], seconds: Any) -> None:
+        self.ahead.append(failed)
+
+    def close(self) -> None: ...
+
+
+class ControlPlane:
+    """A coordinator with the workers that a test gives it."""
+
+    def __init__(self, grid: Grid = GRID, **options: float) -> None:
+        self.processes = {rank: FakeProcess() for rank in range(grid.num_workers)}
+        patient = dict.fromkeys(("heartbeat_timeout", "start_timeout", "report_timeout"), PATIENCE)
+        self.planner = FakePlanner()
+        all_options: Any = CoordinatorOptions(**{**patient, "grace": 0.1, **options})
+        setup: Any = "for who is started by hand"
+        start: Any = self._start_worker if all_options.restart_workers else None
+        self.coordinator = Coordinator(grid, self.planner, all_options, start_worker=start, setup=setup)
+        self.started: list[tuple[int, int, int]] = []
+        self.replacements: list[FakeProcess] = []
+        self.grid = grid
+        self.clients: list[ThreadClient] = []
+        self.raw: list[MessageConnection] = []
+        self.children: list[subprocess.Popen[str]] = []
+        self._closed = False
+
+    def start(self) -> None:
+        self.coordinator.start(self.processes)
+
+    def __enter__(self) -> ControlPlane:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_worker(self, rank: int, incarnation: int, device: int) -> FakeProcess:
+        self.started.append((rank, incarnation, device))
+        self.replacements.append(FakeProcess())
+        return self.replacements[-1]
+
+    def client(self, rank: int | None, joining: bool = False) -> ThreadClient:
+        client = ThreadClient(rank, self.coordinator.address, self.coordinator.authkey, 0.05, joining)
+        self.clients.append(client)
+        return client
+
+    def members(self, *ranks: int) -> list[Member]:
+        """Members that have joined; all ranks of the grid by default."""
+        members = [Member(self.client(rank), self.grid.stages) for rank in ranks or range(self.grid.num_workers)]
+        together(*(member.join for member in members))
+        return members
+
+    def connection(self) -> MessageConnection:
+        """A connection that has the key and says what the test says."""
+        connection = MessageConnection(Client(self.coordinator.address, authkey=self.coordinator.authkey))
+        self.raw.append(connection)
+        return connection
+
+    def child(self, rank: int, steps: int = 0, pause: float = 0.0) -> subprocess.Popen[str]:
+        """A worker in a process of its own. Its exit is known by its connection only."""
+        host, port = self.coordinator.address
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import control_worker as w; w.main()"
+        numbers = [rank, self.grid.stages, steps, pause]
+        command = [sys.executable, "-c", code, host, str(port), self.coordinator.authkey.hex(), *map(str, numbers)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.children.append(child)
+        return child
+
+    def events(self, kind: str) -> list[Event]:
+        return [event for event in self.coordinator.history if event.kind == kind]
+
+    def until(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain; history: {self.coordinator.history}"
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for child in self.children:
+            child.kill()
+            child.wait(10)
+            assert child.stdout is not None
+            child.stdout.close()
+        for client in self.clients:
+            client.leave()
+        self.coordinator.close()
+        for client in self.clients:
+            assert client.exited.wait(PATIENCE), "its receiver thread must not read from descriptors of the next test"
+        for connection in self.raw:
+            connection.close()
+        for process in (*self.processes.values(), *self.replacements):
+            process.close()
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """Runs each in a thread; returns their results."""
+    futures = [in_thread(function) for function in functions]
+    return [future.result(PATIENCE) for future in futures]
+
+
+def die(plane: ControlPlane, member: Member, cause: str = "it was killed by SIGKILL") -> None:
+    """As a process that ends: its connection is closed and its sentinel fires."""
+    member.client.leave()
+    plane.processes[member.client.rank].die(cause)
+
+
+def beat(connection: MessageConnection, rank: int) -> None:
+    connection.send(Heartbeat(rank, 0, Activity(0, "start", "", time.monotonic())))

@@ -1,0 +1,164 @@
+"""The roster grows and shrinks over real sockets: replacements, spares, and workers that leave."""
+
+import os
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import pytest
+from control_plane import PATIENCE, ControlPlane, FakeSchedule, die, in_thread, together
+from control_worker import Member
+
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
+from lightning_recycle.control.protocol.messages import Hello
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def run_to(version: int, members: list[Member]) -> list[Future[Any]]:
+    """Lets each of ``members`` step up to ``version``, in a thread of its own."""
+
+    def run(member: Member) -> None:
+        while member.version < version:
+            member.step()
+
+    return [in_thread(run, member) for member in members]
+
+
+def has_boundary(plane: ControlPlane) -> bool:
+    """Whether all have been asked to stop, and have heard it."""
+    pause = plane.coordinator._state.pause
+    return pause is not None and pause.boundary is not None
+
+
+def results(futures: list[Future[Any]]) -> list[Any]:
+    return [future.result(PATIENCE) for future in futures]
+
+
+def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane: ControlPlane) -> None:
+    members = plane.members()
+    die(plane, members[3])
+    results(run_to(1, members[:3]))
+    joiner = Member(plane.client(3, joining=True), 2)
+    entering = in_thread(joiner.enter)
+    plane.until(lambda: has_boundary(plane))
+    running = run_to(6, members[:3])
+    entering.result(PATIENCE)
+    assert joiner.resumes[0].donors == {3: 1}
+    assert (joiner.version, joiner.client.roster) == (1, (0, 1, 2, 3))
+    results([*running, *run_to(6, [joiner])])
+    plane.until(lambda: len(plane.events("step")) == 6)
+    assert [event.step for event in plane.events("step")] == list(range(6))
+    (lost,) = plane.events("failure")
+    redone = [event for event in plane.events("redone") if event.generation > lost.generation]
+    assert redone == []  # nobody had begun the step at which it joined; the death may have met them in the first one
+    (rejoined,) = plane.events("rejoined")
+    (paused,) = plane.events("paused")
+    assert (rejoined.worker, rejoined.step) == ((1, 1), 1)
+    assert rejoined.seconds == pytest.approx(rejoined.time - paused.time, abs=0.01)
+    answers = together(*(partial(m.client.arrive, "end", m.client.rank) for m in [*members[:3], joiner]))
+    assert answers == [{0: 0, 1: 1, 2: 2, 3: 3}] * 4
+    assert plane.coordinator.schedules[-1] == FakeSchedule(frozenset()), "the plan of before"
+
+
+def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_ends_well(plane: ControlPlane) -> None:
+    members = plane.members()
+    results(run_to(2, members))
+    members[3].client.request_leave()
+    plane.until(lambda: has_boundary(plane))
+    run_to(3, [members[3]])
+    results(run_to(5, members[:3]))
+    assert members[3].client.exited.wait(PATIENCE)
+    assert members[3].client.exit_code == 0
+    assert (members[3].version, members[0].client.roster) == (2, (0, 1, 2))
+    (left,) = plane.events("left")
+    assert (left.worker, left.step) == ((1, 1), 2)
+    assert [*plane.events("failure"), *plane.events("redone")] == []
+    assert not plane.processes[3].killed.is_set()
+
+
+def test_a_leader_that_was_lost_is_not_leader_again_when_it_comes_back(plane: ControlPlane) -> None:
+    members = plane.members()
+    assert {member.client.leader for member in members} == {1}
+    die(plane, members[1])
+    survivors = [members[0], members[2], members[3]]
+    results(run_to(1, survivors))
+    joiner = Member(plane.client(1, joining=True), 2)
+    entering = in_thread(joiner.enter)
+    plane.until(lambda: has_boundary(plane))
+    running = run_to(3, survivors)
+    entering.result(PATIENCE)
+    results([*running, *run_to(3, [joiner])])
+    assert {member.client.leader for member in [*survivors, joiner]} == {3}
+
+
+def test_a_worker_started_by_hand_gets_the_position_that_is_free(plane: ControlPlane) -> None:
+    members = plane.members()
+    spare = plane.client(None, joining=True)
+    waiting = in_thread(spare.await_assignment)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.3)
+    die(plane, members[2])
+    found = waiting.result(PATIENCE)
+    assert (found.rank, found.incarnation, found.joining, found.setup) == (2, 1, True, "for who is started by hand")
+    assert spare.rank == 2
+
+
+def test_a_spare_that_goes_away_is_not_given_a_position(plane: ControlPlane) -> None:
+    members = plane.members()
+    gone = plane.connection()
+    gone.send(Hello(None, os.getpid(), True))
+    plane.until(lambda: plane.coordinator._vacancies.spares)
+    gone.close()
+    plane.until(lambda: not plane.coordinator._vacancies.spares)
+    stays = plane.client(None, joining=True)
+    die(plane, members[2])
+    assert in_thread(stays.await_assignment).result(PATIENCE).rank == 2
+
+
+def test_replacements_are_started_for_the_lost_as_often_as_allowed() -> None:
+    with ControlPlane(restart_workers=True, max_restarts=2) as plane:
+        members = plane.members()
+        die(plane, members[3])
+        plane.until(lambda: len(plane.started) == 1)
+        plane.until(lambda: 3 in plane.coordinator._processes)
+        plane.replacements[0].die("it exited with code 1")
+        plane.until(lambda: len(plane.started) == 2)
+        plane.until(lambda: 3 in plane.coordinator._processes)
+        plane.replacements[1].die("it exited with code 1")
+        plane.until(lambda: 3 not in plane.coordinator._processes)
+        time.sleep(0.7)  # the first wait is half a second
+        assert plane.started == [(3, 1, 3), (3, 2, 3)]
+        assert [event.worker for event in plane.events("restarting")] == [(1, 1), (1, 1)]
+        assert len(plane.events("failure")) == 1, "who was never let in is no failure"
+
+
+def test_a_replacement_that_does_not_become_ready_in_time_is_given_up_for_the_next_one() -> None:
+    with ControlPlane(restart_workers=True, start_timeout=1.0) as plane:
+        members = plane.members()
+        die(plane, members[3])
+        plane.until(lambda: plane.replacements)
+        plane.until(lambda: plane.replacements[0].killed.is_set(), seconds=3.0)  # it never says hello
+        plane.until(lambda: len(plane.replacements) > 1)
+
+
+@pytest.mark.parametrize(("rank", "joining"), [(3, True), (4, True), (-1, False)], ids=["taken", "outside", "negative"])
+def test_who_claims_a_position_that_it_cannot_have_is_refused(plane: ControlPlane, rank: int, joining: bool) -> None:
+    members = plane.members()
+    stranger = plane.connection()
+    stranger.send(Hello(rank, os.getpid(), joining))
+    with pytest.raises((EOFError, OSError)):
+        stranger.receive()
+    together(*(member.step for member in members))
+    assert plane.events("failure") == []
+
+
+def test_only_a_member_is_told_that_it_is_one(plane: ControlPlane) -> None:
+    members = plane.members()
+    together(*(partial(member.client.confirm) for member in members))
+    joiner = plane.client(3, joining=True)  # the position is taken
+    confirming = in_thread(joiner.confirm)
+    assert joiner.exited.wait(PATIENCE)
+    assert joiner.exit_code == EXIT_LOST_COORDINATOR
+    assert not confirming.done() or confirming.exception() is not None

@@ -1,0 +1,8 @@
+"""What the tests of several rooms share; worker processes import its classes from here.
+
+models        modules in float64 and their data; streams and huggingface_streams are data without addresses
+training      runs on a grid, the plain loop that they must equal, and views of what a run left behind
+growth        runs in which replacements come: what waits for them, and views of the history
+process_tree  other processes, as tests look at them; scripts starts one as a user does
+waiting       waits with a bound; thread_client is a worker's connection whose end is not that of the process
+"""

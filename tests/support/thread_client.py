@@ -1,0 +1,31 @@
+"""A worker's connection to the coordinator in a thread of the test."""
+
+import contextlib
+import threading
+from typing import Any, NoReturn
+
+from lightning_recycle.control.client import ControlClient
+
+__all__ = ["ThreadClient"]
+
+
+class _ThreadEnds(BaseException):
+    """In the place of the end of the process."""
+
+
+class ThreadClient(ControlClient):
+    """A client whose end is the end of its threads, not of the process."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.exit_code: int | None = None
+        self.exited = threading.Event()
+        super().__init__(*args, **options)
+
+    def _receive(self) -> None:
+        with contextlib.suppress(_ThreadEnds):
+            super()._receive()
+
+    def _exit(self, why: str, code: int) -> NoReturn:
+        self.exit_code = 0 if self._leaving else code
+        self.exited.set()
+        raise _ThreadEnds

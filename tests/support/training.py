@@ -1,0 +1,107 @@
+"""Runs on a grid, the plain loop that they must equal, and views of what a run left behind."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, STEPS, dataset
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""A Trainer with these prints and writes nothing by itself."""
+
+TOLERANCE = 1e-10
+"""What float64 may lose by adding gradients in another order."""
+
+
+def plain_loop(
+    model: PipelineModule,
+    data: TensorDataset,
+    steps: int = STEPS,
+    clip_norm: float | None = None,
+    global_batch: int = GLOBAL_BATCH,
+) -> dict[str, Tensor]:
+    """Trains a copy of ``model`` in this process, without anything of this project's; returns its state dict."""
+    reference = copy.deepcopy(model)
+    layers = nn.Sequential(*reference.layers)
+    configured = reference.configure_optimizers()
+    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
+    for step in range(steps):
+        x, y = data[step * global_batch : (step + 1) * global_batch]
+        optimizer.zero_grad()
+        reference.loss(layers(x), y).backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(layers.parameters(), clip_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return reference.state_dict()
+
+
+def on_one_device(**kwargs: Any) -> L.Trainer:
+    """A quiet Trainer without anything of this project's."""
+    return L.Trainer(accelerator="cpu", devices=1, **{**QUIET, **kwargs})
+
+
+def trainer(
+    pipelines: int, stages: int, faults: Sequence[Fault] = (), strategy: dict[str, Any] | None = None, **kwargs: Any
+) -> L.Trainer:
+    """A quiet Trainer on ``pipelines`` x ``stages`` workers, with the same global micro-batches on every grid."""
+    callbacks = [FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])]
+    arguments = {"pipeline_parallel_size": stages, "num_microbatches": GLOBAL_MICROBATCHES // pipelines}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=pipelines * stages,
+        strategy=ReCycleStrategy(**{**arguments, **(strategy or {})}),
+        callbacks=callbacks,
+        **{"max_steps": STEPS, **QUIET, **kwargs},
+    )
+
+
+def fit(
+    model: PipelineModule, pipelines: int, stages: int, faults: Sequence[Fault] = (), data: Any = None, **kwargs: Any
+) -> L.Trainer:
+    """Trains ``model`` and returns the trainer."""
+    loader, val = kwargs.pop("loader", {}), kwargs.pop("val", None)
+    run = trainer(pipelines, stages, faults, **kwargs)
+    train = DataLoader(dataset() if data is None else data, batch_size=GLOBAL_BATCH // pipelines, **loader)
+    run.fit(model, train, val)
+    return run
+
+
+def exact_fit(
+    model: PipelineModule, pipelines: int, stages: int, faults: Sequence[Fault] = (), data: Any = None, **kwargs: Any
+) -> L.Trainer:
+    """:func:`fit`, whose weights must be those of :func:`plain_loop` to 1e-10."""
+    data = dataset() if data is None else data
+    expected = plain_loop(model, data, kwargs.get("max_steps", STEPS), kwargs.get("gradient_clip_val"))
+    run = fit(model, pipelines, stages, faults, data, **kwargs)
+    assert difference(model.state_dict(), expected) < TOLERANCE
+    return run
+
+
+def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest absolute difference between two state dicts with the same names."""
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def failures(run: L.Trainer) -> list[tuple[int, int]]:
+    """The workers that were lost, in order."""
+    return [event.worker for event in run.strategy.history if event.kind == "failure"]
+
+
+def committed_steps(run: L.Trainer) -> list[int]:
+    return [event.step for event in run.strategy.history if event.kind == "step"]
