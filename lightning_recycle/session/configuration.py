@@ -1,0 +1,124 @@
+"""What a run is told: the user's options, what follows from them for all workers, and the place of one of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.model.partition import Partition
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.library import PlanLibrary
+from lightning_recycle.planning.planner import Planner, get_planner
+
+__all__ = ["Options", "Place", "RunSetup"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user configured; the arguments are described in :class:`~lightning_recycle.ReCycleStrategy`.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    pipeline_parallel_size: int | None
+    num_microbatches: int | None
+    planner: str | Planner
+    plan_library: str | os.PathLike[str] | PlanLibrary | None
+    partition: Partition
+    layer_seconds: list[float] | None
+    profile: str | os.PathLike[str] | None
+    decoupled: bool
+    staggered: bool
+    shadow: str
+    restart_workers: bool
+    max_restarts: int
+    normalize: bool
+    on_stage_lost: str
+    in_flight_limit: int | None
+    save_distributed_checkpoint: bool
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, 1, ", or None")
+        self._check_integer("max_restarts", 0)
+        for name, choices in (("shadow", ("device", "host")), ("on_stage_lost", ("raise", "restart"))):
+            if getattr(self, name) not in choices:
+                self._refuse(name, f"use {' or '.join(map(repr, choices))}")
+        get_planner(self.planner)
+
+    def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid:
+        """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`."""
+        stages = self.pipeline_parallel_size
+        if stages is None:
+            stages = 2 if num_workers % 2 == 0 and num_workers >= 4 else 1
+        if num_workers % stages:
+            divisors = [s for s in range(1, num_workers + 1) if num_workers % s == 0]
+            raise ConfigurationError(
+                f"{num_workers} devices cannot be divided into pipelines of pipeline_parallel_size={stages} stages."
+                f" Use a number of devices that is a multiple of {stages}, or pipeline_parallel_size from {divisors}."
+            )
+        microbatches = self.num_microbatches
+        if microbatches is None:
+            microbatches = 2 * stages if stages > 1 else 1
+            if batch_size is not None:
+                microbatches = max(m for m in range(1, microbatches + 1) if batch_size % m == 0)
+        return Grid(num_workers // stages, stages, microbatches)
+
+    def _check_integer(self, name: str, least: int, otherwise: str = "") -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            self._refuse(name, f"give an integer of at least {least}{otherwise}")
+
+    def _refuse(self, name: str, remedy: str) -> None:
+        raise ConfigurationError(f"ReCycleStrategy({name}={getattr(self, name)!r}): {remedy}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "plan_library": None}  # it holds a lock, and no worker plans
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What is the same for all workers of a run.
+
+    Args:
+        grid: of the run.
+        heartbeat_interval: seconds between two signs of life.
+        parts: the layers of each stage.
+        batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
+        weights_only: as given to the entry point of the Trainer.
+        profiles: whether the model is to be measured.
+        outsiders: whether there may be workers that go on in their own process afterwards: in the end all workers
+            exchange the whole model then.
+        has_run: whether there were workers of this Trainer before.
+    """
+
+    grid: Grid
+    heartbeat_interval: float
+    parts: tuple[range, ...]
+    batch_pipelines: int
+    weights_only: bool | None
+    profiles: bool = False
+    outsiders: bool = False
+    has_run: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """What differs between the workers of a run.
+
+    Args:
+        rank: position in the grid.
+        incarnation: 0 for the first process of its position, 1 for its replacement, ...
+        device: index of its device.
+        host: the address that it exchanges data at.
+    """
+
+    rank: int
+    incarnation: int
+    device: int
+    host: str = "127.0.0.1"
