@@ -9,10 +9,10 @@ Must not know: processes, how a failure is made (``failing``), who asks (``injec
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import Op, OpKind
 
@@ -91,7 +91,7 @@ class Fault:
             self._refuse(f"when={self.when!r}: use one of {_listed(_MOMENTS)}.")
         for name in ("pipeline", "stage", "step", "microbatch"):
             value = getattr(self, name)
-            if (value is not None or name in ("pipeline", "stage")) and not _is_whole(value, at_least=0):
+            if (value is not None or name in ("pipeline", "stage")) and not is_integer(value, 0):
                 self._refuse(f"{name}={value!r} must be an integer of at least 0.")
         if self.at in POINTS:
             if self.when == "after":
@@ -106,10 +106,9 @@ class Fault:
             self._refuse(f"factor and steps belong to the kind 'slow'; leave them out with {self.kind!r}.")
 
     def _check_slow(self) -> None:
-        number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
-        if not number or not (math.isfinite(self.factor) and self.factor > 1):  # type: ignore[arg-type, operator]
+        if not is_number(self.factor, 1, above=True):
             self._refuse(f"factor={self.factor!r}: say how many times as long operations take, e.g. factor=3.0.")
-        if not _is_whole(self.steps, at_least=1):
+        if not is_integer(self.steps, 1):
             self._refuse(f"steps={self.steps!r}: say for how many steps the worker is slow, e.g. steps=2.")
         if self.at == "end":
             self._refuse("no operation follows the end that could be slow; use another point.")
@@ -135,7 +134,3 @@ class Fault:
 
 def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(map(repr, names))
-
-
-def _is_whole(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least

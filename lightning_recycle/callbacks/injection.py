@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NoReturn, Protocol, cast
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.callbacks import failing
 from lightning_recycle.callbacks.availability import Agenda, TimedFault, random_faults, trace_faults
 from lightning_recycle.callbacks.faults import KINDS, Fault
@@ -79,10 +79,9 @@ class FaultInjectionCallback(pl.Callback):
         if mtbf is not None:
             _check_positive("mtbf", mtbf, "seconds between failures")
         _check_positive("time_scale", time_scale, "seconds of wall-clock for one of the trace")
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        if not is_integer(seed):
             _refuse(f"seed={seed!r}: give an integer.")
-        whole = isinstance(max_faults, int) and not isinstance(max_faults, bool)
-        if max_faults is not None and (not whole or max_faults < 1):
+        if max_faults is not None and not is_integer(max_faults, 1):
             _refuse(f"max_faults={max_faults!r}: give an integer of at least 1, or None.")
         if isinstance(kinds, str) or not kinds or not all(kind in KINDS for kind in kinds):
             _refuse(f"kinds={kinds!r}: give a sequence of some of {', '.join(map(repr, KINDS))}, e.g. ('kill',).")
@@ -281,6 +280,5 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _check_positive(name: str, value: object, meaning: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not (math.isfinite(value) and value > 0):  # type: ignore[arg-type, operator]
+    if not is_number(value, 0, above=True):
         _refuse(f"{name}={value!r}: give a positive number ({meaning}).")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import lightning.pytorch as pl
 
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.errors import ConfigurationError
 
@@ -34,12 +33,12 @@ class PlanMonitor(pl.Callback):
     """
 
     def __init__(self, threshold: float = 0.05, window: int = 20, horizon_steps: int = 1000) -> None:
-        if not _is_number(threshold) or not 0 < threshold < 1:
+        if not is_number(threshold, 0, above=True) or threshold >= 1:
             raise ConfigurationError(
                 f"PlanMonitor(threshold={threshold!r}): give the part of a step that a change must save, e.g. 0.05."
             )
         for name, value, least in (("window", window, 3), ("horizon_steps", horizon_steps, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_integer(value, least):
                 raise ConfigurationError(f"PlanMonitor({name}={value!r}): give a number of steps, at least {least}.")
         self.threshold = threshold
         self.window = window
@@ -49,7 +48,3 @@ class PlanMonitor(pl.Callback):
     def options(self) -> DriftOptions:
         """As the coordinator takes them."""
         return DriftOptions(self.threshold, self.window, self.horizon_steps)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_recycle.arguments import at_least, is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import (
     Costs,
@@ -36,7 +37,7 @@ def problem_from(config: Mapping[str, Any]) -> Problem:
     """
     base = _without_failures(config)
     failures = config["failures"]
-    if isinstance(failures, int) and not isinstance(failures, bool):
+    if is_integer(failures):
         return normalized_problem(base, failures)
     return _with(base, _workers(failures))
 
@@ -45,7 +46,7 @@ def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
     """For a plan library: the problems with 0, 1, ... failures up to a number, or none and the given."""
     base = _without_failures(config)
     failures = config["failures"]
-    if isinstance(failures, int) and not isinstance(failures, bool):
+    if is_integer(failures):
         return [normalized_problem(base, count) for count in (*range(failures), failures)]
     return [base, _with(base, _workers(failures))]
 
@@ -89,11 +90,9 @@ def _costs(settings: Mapping[str, Any], grid: Grid) -> tuple[Costs, Profile | No
 
 
 def _duration(name: str, value: Any) -> float:
-    # The rest, not finite for example, is checked by Costs.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        shown = "is missing" if value is None else f"={value!r} is no duration"
-        raise ConfigurationError(f"costs.{name} {shown}: give a number of at least 0.".replace(" =", "="))
-    return float(value)
+    if value is None:
+        raise ConfigurationError(f"costs.{name} is missing: give a number of at least 0.")
+    return at_least("", f"costs.{name}", value)
 
 
 def _switch(config: Mapping[str, Any], name: str) -> bool:
@@ -111,14 +110,13 @@ def _limit(memory: Mapping[str, Any], grid: Grid, profile: Profile | None) -> tu
                 "memory.bytes needs costs=profile, which says what a micro-batch takes, and no memory.in_flight: "
                 "give one of the two."
             )
-        if isinstance(size, bool) or not isinstance(size, (int, float)) or size < 0:
+        if not is_number(size, 0):
             raise ConfigurationError(f"memory.bytes={size!r}: give a number of bytes, or null for no limit.")
         return profile.in_flight_limit(size, grid.global_microbatches)
     if limit is None:
         return None
     limits = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,) * grid.stages
-    whole = all(isinstance(value, int) and not isinstance(value, bool) for value in limits)
-    if not whole or min(limits, default=0) < 1 or len(limits) != grid.stages:
+    if len(limits) != grid.stages or not all(is_integer(value, 1) for value in limits):
         raise ConfigurationError(
             f"memory.in_flight={limit!r}: a worker must hold at least the micro-batch it works on; give a whole number "
             f"from 1 on, a list with one for each of the {grid.stages} stages, or null for no limit."
@@ -130,7 +128,7 @@ def _workers(failures: Any) -> frozenset[Worker]:
     found = set()
     valid = isinstance(failures, Sequence) and not isinstance(failures, str)
     for pair in failures if valid else ():
-        whole = isinstance(pair, Sequence) and len(pair) == 2 and all(type(part) is int for part in pair)
+        whole = isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_integer, pair))
         if not whole:
             valid = False
             break

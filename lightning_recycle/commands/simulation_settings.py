@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 
+from lightning_recycle.arguments import is_integer, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.simulation import (
@@ -62,7 +63,7 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         extra_nodes=getattr(policy, "spares", 0) if extra == "auto" else extra,
     )
     random = not policy.ignores_failures and not isinstance(failures, (Scripted, TraceReplay))
-    first, count = _whole("first_seed", config["first_seed"], 0), _whole("seeds", config["seeds"], 1)
+    first, count = whole("", "first_seed", config["first_seed"]), whole("", "seeds", config["seeds"], 1)
     seeds = range(first, first + (count if random else 1))
     return Scenario(model, cluster, policy, failures, _duration(config["duration"], failures), seeds)
 
@@ -101,7 +102,7 @@ def workers_from(name: str, pairs: Any) -> frozenset[Worker]:
         ConfigurationError: when they are given as something else.
     """
     fine = isinstance(pairs, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(part) is int for part in pair) for pair in pairs
+        isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair)) for pair in pairs
     )
     if not fine:
         raise ConfigurationError(f"{name}={pairs!r}: give a list of [pipeline,stage], e.g. '{name}=[[1,2]]'.")
@@ -133,9 +134,3 @@ def _duration(value: Any, failures: FailureSource) -> float:
             f"failures.start={failures.start:g} s: the trace {failures.trace} ends after {trace.duration:g} s."
         )
     return left
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}.")
-    return value

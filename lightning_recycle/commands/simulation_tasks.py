@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.commands.simulation_settings import Scenario, grid_from, scenario_from, workers_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, HeuristicPlanner, Problem, normalized_problem, solve
@@ -123,7 +124,7 @@ def _timeline(result: SimulationResult) -> dict[str, Any]:
 def _planner(config: Mapping[str, Any]) -> dict[str, Any]:
     task = config["task"]
     grid, failed = grid_from(task["grid"]), task["failed"]
-    if isinstance(failed, bool) or not isinstance(failed, (int, float)) or not 0 <= failed < 1:
+    if not is_number(failed, 0) or failed >= 1:
         raise ConfigurationError(f"task.failed={failed!r}: give the failed part of the workers, from 0 to below 1.")
     planner = HeuristicPlanner(task["effort"])
     count = round(failed * grid.num_workers)

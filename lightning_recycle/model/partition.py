@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layers import AbsentLayer, count_parameters
 
@@ -174,7 +175,7 @@ def _by_hand(partition: Any, num_layers: int, num_stages: int) -> tuple[range, .
             f"partition={partition!r}: use 'count', 'parameters', 'profile', or the number of layers of each stage, as"
             " in [3, 5, 4]."
         )
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in partition):
+    if not all(is_integer(size, 1) for size in partition):
         raise ConfigurationError(
             f"partition={partition!r}: give the number of layers of each stage, whole numbers of at least 1."
         )

@@ -12,10 +12,10 @@ Units: seconds, or any unit used consistently ("slots").
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import OpKind
 
@@ -52,8 +52,8 @@ class Costs:
             values = getattr(self, name)
             if not isinstance(values, Iterable) or isinstance(values, str):
                 raise ConfigurationError(f"Costs({name}={values!r}): give one number per stage, e.g. [1.0, 1.0].")
-            object.__setattr__(self, name, tuple(_cost(name, value) for value in values))
-        object.__setattr__(self, "communication", _cost("communication", self.communication))
+            object.__setattr__(self, name, tuple(at_least("Costs", name, value) for value in values))
+        object.__setattr__(self, "communication", at_least("Costs", "communication", self.communication))
         lengths = {name: len(getattr(self, name)) for name in _PER_STAGE}
         if len(set(lengths.values())) > 1 or self.stages == 0:
             raise ConfigurationError(f"Costs have different numbers of stages, {lengths}: give one per stage each.")
@@ -112,14 +112,8 @@ def communication_seconds(
         ConfigurationError: when a value is negative or not finite, or the bandwidth is 0.
     """
     sizes = tuple(message_bytes) if isinstance(message_bytes, Iterable) else (message_bytes,)
-    largest = max((_cost("message_bytes", size) for size in sizes), default=0.0)
-    bandwidth = _cost("bandwidth_bytes_per_second", bandwidth_bytes_per_second)
+    largest = max((at_least("", "message_bytes", size) for size in sizes), default=0.0)
+    bandwidth = at_least("", "bandwidth_bytes_per_second", bandwidth_bytes_per_second)
     if bandwidth == 0.0:
         raise ConfigurationError("bandwidth_bytes_per_second=0: no message would ever arrive; give a positive number.")
-    return _cost("latency_seconds", latency_seconds) + largest / bandwidth
-
-
-def _cost(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigurationError(f"Costs({name}): {value!r} is not possible; give a finite number of at least 0.")
-    return float(value)
+    return at_least("", "latency_seconds", latency_seconds) + largest / bandwidth

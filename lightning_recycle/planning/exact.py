@@ -19,6 +19,7 @@ import os
 import time
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.heuristic import heuristic
 from lightning_recycle.planning.problem import Problem
@@ -68,13 +69,10 @@ class ExactPlanner:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"ExactPlanner(backend={self.backend!r}): give one of {', '.join(BACKENDS)}.")
-        for name, least in (("time_limit", 0.0), ("threads", 1), ("max_variables", 1)):
-            value = getattr(self, name)
-            if name == "threads" and value is None:
-                continue
-            kinds = (int, float) if name == "time_limit" else (int,)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < least:
-                raise ConfigurationError(f"ExactPlanner({name}={value!r}): give a number of at least {least:g}.")
+        at_least("ExactPlanner", "time_limit", self.time_limit)
+        if self.threads is not None:
+            whole("ExactPlanner", "threads", self.threads, 1)
+        whole("ExactPlanner", "max_variables", self.max_variables, 1)
 
     def plan(self, problem: Problem) -> Schedule:
         """The schedule of :meth:`solve`; a warning is logged."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = ["Grid", "Microbatch", "Worker", "global_index"]
@@ -64,9 +65,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name in ("pipelines", "stages", "microbatches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"Grid({name}={value!r}): give an integer of at least 1.")
+            whole("Grid", name, getattr(self, name), 1)
 
     def __str__(self) -> str:
         return f"{self.pipelines} x {self.stages} x {self.microbatches}"

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
 from lightning_recycle.planning.collector import collector_paused
@@ -49,7 +50,7 @@ class HeuristicPlanner:
     effort: int = DEFAULT_EFFORT
 
     def __post_init__(self) -> None:
-        if not isinstance(self.effort, int) or self.effort < 0:
+        if not is_integer(self.effort, 0):
             raise ConfigurationError(
                 f"HeuristicPlanner(effort={self.effort!r}): give a number of operations, at least 0."
             )

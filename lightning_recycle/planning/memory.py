@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
 
 __all__ = ["Memory"]
@@ -51,7 +52,7 @@ class Memory:
                 raise ConfigurationError(
                     f"Memory({name}) has {len(values)} numbers, capacity has {len(self.capacity)}: give one per stage."
                 )
-            if not all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values):
+            if not all(is_number(value, 0) for value in values):
                 raise ConfigurationError(f"Memory({name}={values!r}): give finite numbers of bytes, at least 0.")
             object.__setattr__(self, name, values)
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import stage_lower_bounds
 from lightning_recycle.planning.costs import Costs
@@ -75,8 +76,7 @@ def normalize(
         ConfigurationError: when ``failures`` is not an integer of at least 0.
         PlanningError: when there are so many that some stage would have no live worker.
     """
-    if not isinstance(failures, int) or isinstance(failures, bool) or failures < 0:
-        raise ConfigurationError(f"failures={failures!r}: give an integer of at least 0.")
+    whole("", "failures", failures)
     most = grid.stages * (grid.pipelines - 1)
     if failures > most:
         raise PlanningError(

@@ -11,11 +11,11 @@ Must not know: planners, the plan library's keys.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.files import write_json
 from lightning_recycle.planning.result import TOLERANCE, PlanResult, proven
@@ -80,11 +80,11 @@ def read_plan(data: Any) -> PlanResult:
     backend, status, bound = data.get("backend"), data.get("status"), data.get("lower_bound")
     if not isinstance(backend, str) or status not in ("optimal", "feasible"):
         raise PlanningError(f"the plan is damaged (backend {backend!r}, status {status!r}): compute it again.")
-    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not math.isfinite(bound):
+    if not is_number(bound):
         raise PlanningError(f"the plan is damaged (lower_bound {bound!r}): compute it again.")
     validate(schedule)
     claimed = data.get("makespan")
-    if not isinstance(claimed, (int, float)) or abs(claimed - schedule.makespan) > TOLERANCE * max(1.0, claimed):
+    if not is_number(claimed) or abs(claimed - schedule.makespan) > TOLERANCE * max(1.0, claimed):
         raise PlanningError(f"the plan is damaged (makespan {claimed!r} is not its own): compute it again.")
     if bound > schedule.period * (1 + TOLERANCE):
         raise PlanningError(f"the plan is damaged (its period is below its lower_bound {bound:g}): compute it again.")

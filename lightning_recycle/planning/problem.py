@@ -12,10 +12,10 @@ Units: costs are in seconds, or in any unit used consistently ("slots"); memory 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
@@ -121,6 +121,6 @@ def _factors(
                 f"worker_factors names {worker}, outside the grid {grid}: its pipeline must be in "
                 f"0..{grid.pipelines - 1} and its stage in 0..{grid.stages - 1}."
             )
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor < math.inf:
+        if not is_number(factor, 0, above=True):
             raise ConfigurationError(f"worker_factors[{worker}]={factor!r}: give a finite number above 0, e.g. 2.0.")
     return tuple(sorted((worker, float(factor)) for worker, factor in factors.items() if factor != 1))

@@ -18,12 +18,12 @@ Must not know: how anything was measured, torch.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import Any
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.files import write_atomically
@@ -51,7 +51,8 @@ class StageProfile:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _check(f"StageProfile({item.name}", getattr(self, item.name), whole=item.name.endswith("_bytes"))
+            check = whole if item.name.endswith("_bytes") else at_least
+            check("StageProfile", item.name, getattr(self, item.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,9 @@ class Profile:
         object.__setattr__(self, "stages", tuple(self.stages))
         if not self.stages:
             raise ConfigurationError("Profile(stages=()): give at least one stage.")
-        _check("Profile(latency", self.latency)
-        _check("Profile(bandwidth", self.bandwidth)
-        _check("Profile(steps", self.steps, whole=True)
+        at_least("Profile", "latency", self.latency)
+        at_least("Profile", "bandwidth", self.bandwidth)
+        whole("Profile", "steps", self.steps)
 
     def costs(self) -> Costs:
         """The planner's costs, in seconds. A message counts as the largest between any two stages."""
@@ -161,10 +162,3 @@ def _profile(data: Mapping[str, Any]) -> Profile:
         bandwidth=communication["bandwidth"],
         steps=data["steps"],
     )
-
-
-def _check(name: str, value: object, whole: bool = False) -> None:
-    kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < 0:
-        what = "a whole number" if whole else "a finite number"
-        raise ConfigurationError(f"{name}={value!r}): give {what} of at least 0.")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.training_model import TrainingModel
-from lightning_recycle.simulation.validity import whole
 
 __all__ = ["Cluster"]
 

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lightning_recycle.arguments import at_least, fraction, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
 from lightning_recycle.simulation.transformer import STATE_BYTES_PER_PARAMETER, Gpu, Transformer, get_gpu
-from lightning_recycle.simulation.validity import at_least, fraction, whole
 
 __all__ = ["TrainingModel"]
 

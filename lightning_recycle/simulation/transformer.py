@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.validity import at_least, whole
 
 __all__ = ["GPUS", "Gpu", "Transformer", "get_gpu"]
 

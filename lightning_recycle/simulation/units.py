@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = ["TICKS_PER_SECOND", "Duration", "as_seconds", "as_ticks"]
@@ -37,7 +38,7 @@ def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
         match = _PATTERN.fullmatch(value)
         if match and match[2].lower() in _UNITS:
             seconds = float(match[1]) * _UNITS[match[2].lower()]
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif is_number(value):
         seconds = float(value)
     if not math.isfinite(seconds) or seconds < 0 or (positive and seconds == 0):
         least = "above 0" if positive else "of at least 0"

@@ -156,7 +156,7 @@ BAD = [
     (["memory.in_flight=0"], "memory.in_flight=0: a worker must hold at least"),
     (["memory.in_flight=[4,4]"], "one for each of the 4 stages"),
     (["memory.bytes=1000"], "memory.bytes needs costs=profile"),
-    (["costs.forward=-1"], "costs.forward=-1 is no duration"),
+    (["costs.forward=-1"], "costs.forward=-1: give a finite number"),
     (["costs.backward_input=null"], "costs.backward_input is missing"),
     (["costs.forward=[1,2]"], "costs.forward has 2 values, the grid 3 x 4 x 6 has 4 stages"),
     (["costs.forward=inf"], "finite number"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from lightning_recycle.arguments import fraction, whole
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import fraction, whole
 
 __all__ = ["Correlated"]
 

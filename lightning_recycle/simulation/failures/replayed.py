@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least, whole
 from lightning_recycle.traces import load_trace
 
 __all__ = ["Scripted", "TraceReplay"]

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from random import Random
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of, lifetimes
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["Weibull"]
 

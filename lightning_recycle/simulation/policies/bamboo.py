@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightning_recycle.arguments import at_least, fraction
 from lightning_recycle.planning import Costs
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses, whole_pipelines
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least, fraction
 
 __all__ = ["Bamboo"]
 

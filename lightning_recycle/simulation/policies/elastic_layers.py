@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.planned_steps import PlannedStep, planned_step
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Reaction
@@ -27,7 +28,6 @@ from lightning_recycle.simulation.policies.recycle import Recycle
 from lightning_recycle.simulation.policies.workers import Placement, pauses
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["ElasticLayers"]
 

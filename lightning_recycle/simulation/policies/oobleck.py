@@ -22,11 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.policies.oobleck_templates import cut, least_nodes, stage_ranges, step_seconds
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["Oobleck"]
 

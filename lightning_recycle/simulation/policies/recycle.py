@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep, distribution, planned_step
@@ -28,7 +29,6 @@ from lightning_recycle.simulation.policies.policy import Configuration, Context,
 from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, pauses, place
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least, whole
 
 __all__ = ["Recycle"]
 

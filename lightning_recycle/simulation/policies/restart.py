@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
 from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses, whole_pipelines
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["Restart"]
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
 from lightning_recycle.simulation.policies.workers import assemble_teams, live_workers, pauses, whole_pipelines
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import whole
 
 __all__ = ["Spares"]
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import live_workers, pauses
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least, whole
 
 __all__ = ["Varuna"]
 
