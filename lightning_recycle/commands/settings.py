@@ -1,6 +1,6 @@
-"""From the configuration of a command to what the planner is asked.
+"""From the configuration of a command to a planning problem.
 
-Contract: every mistake raises an error that names the value, and the name under which it was given.
+Contract: every mistake raises an error with the value and the name of its setting.
 
 Must not know: what is done with the problem.
 """
@@ -29,7 +29,7 @@ _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimiz
 
 
 def problem_from(config: Mapping[str, Any]) -> Problem:
-    """The problem of ``conf/plan.yaml``'s settings.
+    """The problem for the settings of ``conf/plan.yaml``.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -43,7 +43,7 @@ def problem_from(config: Mapping[str, Any]) -> Problem:
 
 
 def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
-    """For a plan library: the problems with 0, 1, ... failures up to a number, or none and the given."""
+    """The problems for a plan library: 0, 1, ... failures up to a number, or none and those given."""
     base = _without_failures(config)
     failures = config["failures"]
     if is_integer(failures):
@@ -107,7 +107,7 @@ def _limit(memory: Mapping[str, Any], grid: Grid, profile: Profile | None) -> tu
     if size is not None:
         if limit is not None or profile is None:
             raise ConfigurationError(
-                "memory.bytes needs costs=profile, which says what a micro-batch takes, and no memory.in_flight: "
+                "memory.bytes needs costs=profile, which says what a micro-batch takes, and excludes memory.in_flight: "
                 "give one of the two."
             )
         if not is_number(size, 0):
@@ -118,8 +118,8 @@ def _limit(memory: Mapping[str, Any], grid: Grid, profile: Profile | None) -> tu
     limits = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,) * grid.stages
     if len(limits) != grid.stages or not all(is_integer(value, 1) for value in limits):
         raise ConfigurationError(
-            f"memory.in_flight={limit!r}: a worker must hold at least the micro-batch it works on; give a whole number "
-            f"from 1 on, a list with one for each of the {grid.stages} stages, or null for no limit."
+            f"memory.in_flight={limit!r}: a worker must hold at least the micro-batch it works on; give an integer of "
+            f"at least 1, a list with one for each of the {grid.stages} stages, or null for no limit."
         )
     return limits
 

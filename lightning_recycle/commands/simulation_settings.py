@@ -1,6 +1,6 @@
-"""From the configuration of ``recycle-simulate`` to what the simulator is asked.
+"""From the configuration of ``recycle-simulate`` to a scenario for the simulator.
 
-Contract: every mistake raises an error that names the value and says what would be right.
+Contract: every mistake raises an error that names the value and the remedy.
 
 Must not know: what is done with the scenario.
 """
@@ -37,7 +37,7 @@ _USUAL_DURATION = 86400.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated: one training run for each seed; ``duration`` in seconds."""
+    """The scenario to simulate: one training run per seed; ``duration`` in seconds."""
 
     model: TrainingModel
     cluster: Cluster
@@ -48,7 +48,7 @@ class Scenario:
 
 
 def scenario_from(config: Mapping[str, Any]) -> Scenario:
-    """The scenario of ``conf/simulation/simulate.yaml``'s settings.
+    """The scenario for the settings of ``conf/simulation/simulate.yaml``.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -69,7 +69,7 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
 
 
 def model_from(settings: Mapping[str, Any]) -> TrainingModel:
-    """The model of ``conf/simulation/model``; what is null there is left to the catalogue.
+    """The model for the settings of ``conf/simulation/model``; the catalogue fills in what is null.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -99,7 +99,7 @@ def workers_from(name: str, pairs: Any) -> frozenset[Worker]:
     """Workers given as [pipeline, stage].
 
     Raises:
-        ConfigurationError: when they are given as something else.
+        ConfigurationError: when they are given in any other form.
     """
     fine = isinstance(pairs, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair)) for pair in pairs
@@ -113,7 +113,7 @@ def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:
     found = instantiate(settings, _convert_="all")
     if not isinstance(found, kind) or not is_dataclass(found):
         raise ConfigurationError(
-            f"{name}={type(found).__name__} is no {kind.__name__} of lightning_recycle.simulation."
+            f"{name}={type(found).__name__} is not a {kind.__name__} of lightning_recycle.simulation."
         )
     for item in fields(found):  # everything else is checked by the classes
         value = getattr(found, item.name)

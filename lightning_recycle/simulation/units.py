@@ -1,6 +1,6 @@
 """Durations as people write them: ``30min``, ``6h``, ``1.5 d``, or a number of seconds.
 
-Inside the simulator time is a whole number of nanoseconds (*ticks*), so that sums are exact.
+Inside the simulator, time is a whole number of nanoseconds (*ticks*), so sums are exact.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
     """``value`` in seconds.
 
     Args:
-        name: of the setting, for the error.
+        name: name of the setting, for the error.
         value: seconds, or text such as ``"30min"``.
         positive: whether 0 is refused.
 
     Raises:
-        ConfigurationError: when it is no duration, negative or not finite.
+        ConfigurationError: when it is not a duration, negative or not finite.
     """
     seconds = math.nan
     if isinstance(value, str):

@@ -164,7 +164,7 @@ BAD = [
     (["~costs.reduce"], "costs.reduce is missing"),
     (["costs=profile"], "costs.path is missing"),
     (["costs=profile", "costs.path=none.json"], "cannot read the profile none.json"),
-    (["costs=profile", "costs.path=bad.json"], "no JSON"),
+    (["costs=profile", "costs.path=bad.json"], "not JSON"),
     (["costs=profile", "costs.path=new.json"], "schema 7"),
     (["costs=measured"], "unknown costs 'measured': choose one of profile, uniform"),
     (["planner=magic"], "unknown planner 'magic': choose one of cbc, cpsat, gurobi, heuristic, highs"),

@@ -150,7 +150,7 @@ def test_what_is_no_plan_is_refused(data: object) -> None:
         (lambda: Problem(GRID, UNIT, in_flight_limit=(4, 4)), ConfigurationError, r"\(4, 4\).*4 integers"),
         (lambda: Problem(GRID, UNIT, in_flight_limit=(4, 4, 4, 0)), ConfigurationError, "at least 1"),
         (lambda: plan(Problem(GRID, UNIT), planner="magic"), ConfigurationError, r"'magic'.*heuristic"),
-        (lambda: plan(Problem(GRID, UNIT), planner=7), ConfigurationError, "7 is no planner"),  # type: ignore[arg-type]
+        (lambda: plan(Problem(GRID, UNIT), planner=7), ConfigurationError, "7 is not a planner"),  # type: ignore[arg-type]
         (lambda: HeuristicPlanner(effort=-1), ConfigurationError, r"effort=-1.*at least 0"),
         (lambda: one_f_one_b(Problem(GRID, UNIT, frozenset({Worker(1, 2)}))), PlanningError, r"\(1, 2\) failed"),
         (lambda: reroute(Grid(1, 1, 1), {Worker(0, 0)}), PlanningError, "stage 0 has no live worker"),

@@ -1,4 +1,4 @@
-"""A fixed part of the nodes has failed: throughput at 1, 5 or 10 % failures."""
+"""A fixed fraction of the nodes has failed: throughput at 1, 5 or 10 % failures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["FailedFraction"]
 
 @dataclass(frozen=True)
 class FailedFraction:
-    """One node after the other fails, evenly spaced, until ``part`` of them are gone; none comes back.
+    """Nodes fail one by one, evenly spaced, until ``part`` of them are gone; none comes back.
 
     Args:
-        part: of the nodes, rounded to whole ones, e.g. 0.01, 0.05, 0.1.
-        within: all have failed by then; 0: all fail at once at the very beginning, so that the throughput of the rest
-            of the run is that of the failed fraction.
+        part: fraction of the nodes, rounded to whole nodes, e.g. 0.01, 0.05, 0.1.
+        within: time by which all have failed; with 0, all fail at the very beginning, so the run's throughput is that
+            of the failed fraction.
     """
 
     part: float = 0.05

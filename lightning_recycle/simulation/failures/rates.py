@@ -32,7 +32,7 @@ class FailureRate:
     Args:
         rate: failures per GPU and day, or "llama3" or "rsc1".
         repair: time until a failed node is back; None for never.
-        scale: factor on the rate.
+        scale: factor by which the rate is multiplied.
     """
 
     rate: float | str = "llama3"
