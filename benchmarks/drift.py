@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/drift.py            # about three minutes
     .venv/bin/python benchmarks/drift.py --quick    # the first case only
 
-Emulated as in ``emulated.py``: operations sleep for a slot, so a few cores carry all workers, and what the planner
-knows is exact. In the middle of a run an injected fault makes one worker take twice as long for everything; with
-``PlanMonitor`` the others take over what it cannot do. The step time after that is compared with the period of the best
-plan that the planner has for those speeds: what is missing are the runtime's own costs, and what the monitor estimated
-wrong. In the other case every operation takes a random time, 20 % around a slot, and nothing must happen.
+Emulated as in ``emulated.py``: operations sleep for a slot, so a few cores carry all workers, and the planner's
+knowledge is exact. In the middle of a run an injected fault makes one worker take twice as long for everything; with
+``PlanMonitor`` the others take over its excess work. The step time after that is compared with the period of the best
+plan that the planner has for those speeds: the difference is the runtime's own costs and the monitor's estimation
+errors. In the other case every operation takes a random time, 20 % around a slot, and nothing must happen.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Case:
         )
 
     def slots(self) -> tuple[float, float, float]:
-        """Planned periods: before, with the slow worker under the plan of before, and under the best plan for it."""
+        """Planned periods: before, with the slow worker under the old plan, and under the best plan for it."""
         healthy = plan(self.problem)
         factors = {} if self.slow is None else {self.slow: FACTOR}
         best = plan(replace(self.problem, worker_factors=factors))  # type: ignore[arg-type]
@@ -70,12 +70,12 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one case.
+    """Measurements of one case.
 
     Args:
-        healthy: seconds of the steps before the worker became slow.
-        slow: of those with the old plan after that; None if there were none.
-        recovered: of those with the last plan; None without a new plan.
+        healthy: seconds per step before the worker became slow.
+        slow: seconds per step with the old plan after that; None if there were none.
+        recovered: seconds per step with the last plan; None without a new plan.
         replans: the changes of plan.
     """
 
@@ -85,7 +85,7 @@ class Measurement:
     replans: tuple[Event, ...]
 
     def recovery(self, case: Case, slot: float = SLOT) -> float:
-        """The part of the throughput that is possible at these speeds."""
+        """The fraction of the throughput possible at these speeds."""
         assert self.recovered is not None
         return case.slots()[2] * slot / self.recovered.median
 

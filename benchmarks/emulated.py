@@ -6,14 +6,14 @@
 Layers whose F, B and W sleep, under the real strategy, so that a few cores carry all workers and the plan is known
 exactly. Two examples:
 
-- the running example of the design, 3 pipelines x 4 stages x 6 micro-batches in 12 worker processes; every operation
+- the running example, 3 pipelines x 4 stages x 6 micro-batches in 12 worker processes; every operation
   takes a slot (20 ms), and the plan slots x 20 ms;
 - the model of ``make demo`` on its grid, 2 x 2 x 4 in 4 processes; its stages' F, B and W take in slots what they were
   measured to take in seconds in the first steps of this run (``profile=``), the mean of all being one slot.
 
-What the measured step takes beyond the plan is the runtime's own: messages, all-reduce, commit, and the Python of all
-workers that share the cores. Two schedules are compared besides: what the faster one wins against what the planner
-predicts (goal: within 3 %).
+The time of a step beyond the plan is the runtime's own: messages, all-reduce, commit, and the Python of all
+workers that share the cores. In addition, pairs of schedules are compared: the measured gain of the faster one against
+the predicted one (goal: within 3 %).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PROFILED_STEPS = 14  # the profiler looks at the first ones
 
 
 class _Slots:
-    """Sleeps, and keeps account: each sleep is shortened by what the ones before took too long.
+    """Sleeps and keeps account: each sleep is shortened by the excess of earlier ones.
 
     ``time.sleep`` returns late, the more so when all cores are busy: 0.1 to 0.3 ms of 20 ms here, which no operation of
     fixed length would. So single sleeps differ by that, and their mean is the slot.
@@ -235,10 +235,10 @@ def profile_demo() -> Costs:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one case.
+    """Measurements of one case.
 
     Args:
-        seconds: of the measured steps.
+        seconds: durations of the measured steps.
         slots: period of the schedule that ran, if every F, B and W took exactly its costs and all else nothing. The
             strategy re-plans with measured times, so this could be more than :meth:`Case.planned_slots`.
         mean_sleep: what a sleep of one slot really took, in seconds.

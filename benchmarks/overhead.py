@@ -1,11 +1,11 @@
-"""No tax: fault-free steps, processor time and memory against what one would use instead, and of each feature.
+"""No tax: fault-free steps, processor time and memory, compared with alternatives and for each feature.
 
     .venv/bin/python benchmarks/overhead.py            # three sizes of the example GPT, about a quarter of an hour
     .venv/bin/python benchmarks/overhead.py --quick    # the smallest one, about two minutes
 
 The first comparison is with other ways to train the same model on the same global batches, of data in memory:
 
-- baseline: what one would write without this package on the same 2 x 2 grid: ``Schedule1F1B`` of
+- baseline: hand-written without this package on the same 2 x 2 grid: ``Schedule1F1B`` of
   ``torch.distributed.pipelining`` in a process group per pipeline, gradients as views of one flat buffer, one
   all-reduce of it in a process group per stage, the same AdamW, and nothing else: no logging, commit or recovery;
 - DDP: Lightning with ``strategy="ddp"`` over Gloo in 4 processes, a quarter of the global batch each;
@@ -16,11 +16,11 @@ speed, and what differs is overhead; it says nothing about machines on which the
 
 The second is of our own features, each switched on against off (``FEATURES``): the staggered optimizer with its shadow,
 kept on the device or on the host, against a commit of all stages together without one (goal: at most 3 % of a step); a
-module that overrides ``on_training_output``; the decoupled backward. ``Shadow.update`` is timed alone besides.
+module that overrides ``on_training_output``; the decoupled backward. ``Shadow.update`` is also timed alone.
 
 The sides of a comparison take turns of about a second, several per round; each round starts fresh processes, whose
-first steps do not count. A ratio compares two turns of the same cycle. Processor time is shown besides: it is what a
-worker costs where workers share cores, and other users of the machine disturb it less than they disturb the clock.
+first steps do not count. A ratio compares two turns of the same cycle. Processor time is also shown: it is the cost of
+a worker where workers share cores, and other users of the machine disturb it less than the clock.
 
 Memory is that of the worker that needs most, at the end of the training: state is its parameters and what the optimizer
 keeps of them; own is what no other process shares (``Private_*`` of ``/proc/self/smaps_rollup``); peak is the largest

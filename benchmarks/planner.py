@@ -9,7 +9,7 @@ Every plan is made in a process of its own, on one core, which also reports its 
 far away.
 
 For the solvers' table the heuristic's plan, which is optimal nearly everywhere there, is replaced by the worst schedule
-that a machine can run: one micro-batch at a time. So the solver has to find the optimum itself.
+that a machine can run: one micro-batch at a time. So the solver must find the optimum itself.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def run_case(case: dict[str, object]) -> None:
 
 
 def solver_table(backend: str, time_limit: float) -> Table:
-    """The table of design.md, section 12, from the worst start."""
+    """The table of the running example, from the worst start."""
     title = f"Running example, {backend} alone: period (? not proven), seconds/processor seconds"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("technique, limit", no_wrap=True)
@@ -205,7 +205,7 @@ def cell(backend: str, time_limit: float, problem: Problem) -> str:
 
 
 def one_at_a_time(problem: Problem) -> Schedule:
-    """Each micro-batch when the one before is through: feasible under any memory limit."""
+    """Each micro-batch after the previous one has finished: feasible under any memory limit."""
     codes = Codes(problem, reroute(problem.grid, problem.failed), fused=not problem.technique.decoupled)
     stages = range(problem.grid.stages)
     sequence = []

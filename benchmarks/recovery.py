@@ -30,7 +30,7 @@ minus the median step, of before or after, whichever is shorter.
 
 ``--torchft`` is the interpreter of a virtual environment with torchft, see ``torchft_recovery.py``: two CPU replicas
 over Gloo, in the same run. Every run ends within three minutes; one that does not, or that loses a whole stage because
-the machine kept healthy workers silent for a second, is repeated up to three times and told of.
+the machine kept healthy workers silent for a second, is reported and repeated up to three times.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class Recovery:
 
     Args:
         fault: what was injected.
-        detect: part of the total, as are the next three.
-        agree: with the plan.
-        regroup: connections.
-        redo: the step.
+        detect: time to declare the worker dead; a part of the total, like the next three.
+        agree: time to agree, planning included.
+        regroup: time to connect anew.
+        redo: time to commit the redone step.
         step_before: median step before the failure.
         step_after: median step of the survivors.
         rolled_forward: whether the step that was under way did not have to be redone.

@@ -1,4 +1,4 @@
-"""The simulator against real processes: the same failures and rejoins, lived through by both.
+"""The simulator against real processes: the same failures and rejoins in both.
 
     .venv/bin/python benchmarks/simulated_against_real.py            # eight scenarios, about seven minutes
     .venv/bin/python benchmarks/simulated_against_real.py --quick    # two of them, a minute and a half

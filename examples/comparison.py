@@ -1,4 +1,4 @@
-"""What a failure costs: the same training with and without it, and what starting again would have cost.
+"""What a failure costs: the same training with and without it, and what a restart would have cost.
 
 Four runs of the same model on the same data, one after the other:
 
@@ -8,8 +8,8 @@ Four runs of the same model on the same data, one after the other:
 - restart: the same failure for a job without re-routing. It ends with the failure and starts again from its newest
   checkpoint, on a complete grid. To end it, all workers of the lost worker's stage are killed.
 
-Every number is measured in these runs. The restart is measured at its best: the launching process goes on, the
-replacement waits already, the checkpoint lies on a local disk.
+Every number is measured in these runs. The restart is measured at its best: the launching process continues, the
+replacement is already waiting, and the checkpoint is on a local disk.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,17 +36,17 @@ __all__ = ["Finished", "Measured", "compare", "measure", "render_comparison"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run cost; times in seconds, None: it did not happen in this run.
+    """The costs of a run; times in seconds, None if it did not happen in this run.
 
     Args:
-        name: of the run.
-        workers: at the end.
+        name: name of the run.
+        workers: number of workers at the end.
         step_before: median duration of a step before the failure (or of all).
         step_after: median duration of a step with the workers of the end.
         redone: steps that were begun and had to be run again.
         stalled: from the failure until the step in which it happened was committed.
         total: from the first commit to the last.
-        last_loss: of the last step.
+        last_loss: loss of the last step.
     """
 
     name: str
@@ -95,7 +95,7 @@ def measure(name: str, history: Sequence[Event], losses: Mapping[int, float]) ->
 
 
 def _redone(history: Sequence[Event]) -> int:
-    """Steps that were run again: by decision of the survivors, or since a checkpoint knew nothing of them."""
+    """Steps that were run again, by decision of the survivors or because no checkpoint contained them."""
     redone, next_step = 0, 0
     lost = False
     for event in history:

@@ -54,14 +54,14 @@ class Classifier(nn.Module):
 
 
 class ConvNet(PipelineModule):
-    """Tells the class of one-channel images (batch, 1, size, size).
+    """Classifies one-channel images (batch, 1, size, size).
 
     Args:
-        size: Pixels of a side, an even number.
+        size: Pixels per side, an even number.
         width: Channels of the first half, a multiple of 4; the second half has twice as many.
         blocks: Residual blocks of each half; there are ``2 * blocks + 3`` layers.
         classes: Number of classes.
-        learning_rate: Of AdamW.
+        learning_rate: Learning rate of AdamW.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ConvNet(PipelineModule):
         return F.cross_entropy(output, target)
 
     def on_validation_output(self, output: Tensor, target: Tensor) -> None:
-        """Log the loss as ``val_loss`` and the part of images that is told right as ``val_accuracy``."""
+        """Log the loss as ``val_loss`` and the fraction of images classified correctly as ``val_accuracy``."""
         super().on_validation_output(output, target)
         self.accuracy.update(output, target)
         self.log("val_accuracy", self.accuracy, prog_bar=True)

@@ -1,6 +1,6 @@
 """Real images that come with a package: the 8 x 8 handwritten digits of scikit-learn, 1,797 of them in 10 classes.
 
-They are read in :meth:`Digits.setup`, so that a worker gets a recipe by pickle and not the images.
+They are read in :meth:`Digits.setup`, so workers receive a pickled recipe instead of the images.
 """
 
 import lightning as L
@@ -28,12 +28,12 @@ def read_digits() -> TensorDataset:
 
 
 class Digits(L.LightningDataModule):
-    """Shuffled digits to train with, and every so many-th one to validate with.
+    """Shuffled digits to train with, and every n-th one to validate with.
 
     Args:
         batch_size: Images per batch; with ``strategy="recycle"`` that is per pipeline and step.
-        validation_every: Of so many images one is kept for validation.
-        num_workers: Processes that load data, of each worker; 0 loads in the worker itself.
+        validation_every: One of this many images is kept for validation.
+        num_workers: Data-loading processes of each worker; 0 loads in the worker itself.
     """
 
     def __init__(self, batch_size: int = 8, validation_every: int = 5, num_workers: int = 0) -> None:
@@ -61,7 +61,7 @@ class Digits(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[tuple[torch.Tensor, ...]]:
-        """As in training, in order, all of them."""
+        """All validation batches, in order."""
         return DataLoader(self._part(validation=True), batch_size=self.batch_size, num_workers=self.num_workers)
 
     def _part(self, validation: bool) -> Dataset[tuple[torch.Tensor, ...]]:

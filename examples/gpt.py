@@ -1,7 +1,7 @@
 """A byte-level GPT as a list of layers: what a model for ``lightning_recycle`` looks like.
 
-The network is the usual decoder: token and position embedding, pre-norm causal blocks, norm and head. The only thing
-special is :meth:`GPT.configure_pipeline`, which returns the layers in order, as :class:`LayerSpec`: each worker
+The network is the usual decoder: token and position embedding, pre-norm causal blocks, norm and head. The only special
+part is :meth:`GPT.configure_pipeline`, which returns the layers in order, as :class:`LayerSpec`: each worker
 builds only the layers of its own stage, the same weights on every grid. Shapes are (batch, sequence, width).
 """
 
@@ -99,8 +99,8 @@ class GPT(PipelineModule):
         heads: Attention heads per block; divides ``width``.
         context: Longest sequence, in bytes.
         dropout: Probability of dropping an activation in training.
-        learning_rate: Of AdamW.
-        weight_decay: Of AdamW, on matrices; vectors (biases, norms) do not decay.
+        learning_rate: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW, on matrices; vectors (biases, norms) do not decay.
     """
 
     def __init__(

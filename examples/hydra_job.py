@@ -1,4 +1,4 @@
-"""What the Hydra applications of this directory have in common: from a configuration to a Trainer, and clear ends.
+"""What the Hydra applications of this directory share: from a configuration to a Trainer, and clear errors.
 
 A mistake in the call (an unknown option, a fault outside the grid) ends the program with one line and exit code 2;
 ``RECYCLE_FULL_ERROR=1`` shows the traceback instead.
@@ -35,7 +35,7 @@ def prepare(config: DictConfig) -> Path:
 
 
 def build_trainer(config: DictConfig, callbacks: Sequence[L.Callback] = ()) -> L.Trainer:
-    """The Trainer with everything it is made of, and ``callbacks`` besides."""
+    """The Trainer with all its parts, and ``callbacks`` in addition."""
     configured = [instantiate(callback, _convert_="all") for callback in config.callbacks.values()]
     if any(config.faults.get(source) for source in ("faults", "mtbf", "trace")):
         configured.append(instantiate(config.faults, _convert_="all"))
@@ -57,15 +57,15 @@ def find_metrics(trainer: L.Trainer) -> Path:
 def show_report(
     trainer: L.Trainer, directory: Path, console: Console, units_per_pipeline: int, loss_unit: str, unit: str
 ) -> Losses | None:
-    """Print the report of a run and write what is to be kept of it; returns its losses, if any were logged.
+    """Print the report of a run and write its results; returns its losses, if any were logged.
 
     Args:
-        trainer: That is done.
+        trainer: The trainer, after its run.
         directory: Where the weights and the pictures of the schedules are written.
         console: Where the report is printed.
         units_per_pipeline: What a step processes in each pipeline, counted in ``unit``.
-        loss_unit: Of the training loss.
-        unit: Of what is processed.
+        loss_unit: Unit of the training loss.
+        unit: Unit of what is processed.
     """
     history = getattr(trainer.strategy, "history", [])
     schedules = getattr(trainer.strategy, "schedules", [])

@@ -1,7 +1,7 @@
-"""The report at the end of a run: what failed, what it cost, and what the plan had promised.
+"""The report at the end of a run: what failed, what it cost, and what the plan promised.
 
 Everything is computed from two records that the launching process has after ``trainer.fit``: the strategy's history (a
-list of events) and the schedules it planned, one per generation, that is per set of live workers. The functions that
+list of events) and the schedules it planned, one per generation, i.e. per set of live workers. The functions that
 compute are pure; :func:`render` makes tables of what they return. A run without failure, or with another strategy (no
 history at all), gives a shorter report.
 """
@@ -160,15 +160,15 @@ def render(
     loss_unit: str = "nats per byte",
     unit: str = "tokens",
 ) -> RenderableType:
-    """Tables of loss, failures and generations; what the run does not have is left out.
+    """Tables of loss, failures and generations; those without data are left out.
 
     Args:
-        losses: Of the run.
-        failures: Of the run.
-        phases: Of the run.
+        losses: Losses of the run.
+        failures: Failures of the run.
+        phases: Phases of the run.
         units_per_step: What a step processes, counted in ``unit``.
-        loss_unit: Of the loss.
-        unit: Of what is processed.
+        loss_unit: Unit of the loss.
+        unit: Unit of what is processed.
     """
     tables: list[RenderableType] = []
     if losses:

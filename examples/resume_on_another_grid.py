@@ -1,12 +1,12 @@
-"""Lose the leader, stop, and go on elsewhere: on another grid and on one device, with the same result.
+"""Lose the leader, stop, and continue elsewhere: on another grid and on one device, with the same result.
 
     python examples/resume_on_another_grid.py                     # about 30 seconds; keeps nothing
     python examples/resume_on_another_grid.py --directory runs    # keeps the checkpoints there
 
-A small GPT in float64 trains on 2 x 2 workers and writes checkpoints. Its leader is killed; the others go on, and the
-run stops in the middle of an epoch. From its last checkpoint it goes on with 1 x 2 workers and with a single one, and
-from the checkpoint at the end of the first epoch with plain Lightning on one device (which begins an epoch's data anew
-wherever it resumes). All must end with the weights of a run that nothing happened to; the exit code is 1 otherwise.
+A small GPT in float64 trains on 2 x 2 workers and writes checkpoints. Its leader is killed; the others continue, and
+the run stops in the middle of an epoch. From its last checkpoint it resumes with 1 x 2 workers and with a single one,
+and from the checkpoint at the end of the first epoch with plain Lightning on one device (which begins an epoch's data
+anew wherever it resumes). All must end with the weights of an undisturbed run; otherwise the exit code is 1.
 """
 
 import argparse
@@ -46,10 +46,10 @@ class Row:
     """One run.
 
     Args:
-        name: What it is.
+        name: Description of the run.
         steps: First and last step that it made, counted from 1.
         lost: (pipeline, stage) of the workers that it lost.
-        difference: Of its final weights from those of the uninterrupted run, at most; None: it was not at the end.
+        difference: Largest difference of its final weights from the uninterrupted run; None if it stopped early.
     """
 
     name: str

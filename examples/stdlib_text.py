@@ -1,7 +1,7 @@
 """Real text that every machine has: the sources of Python's standard library, as windows of bytes.
 
 The text depends only on the interpreter: files in sorted order, cut at a bounded number of bytes. It is read in
-:meth:`StdlibText.setup`, so that a worker gets a recipe by pickle and not megabytes.
+:meth:`StdlibText.setup`, so workers receive a pickled recipe instead of megabytes.
 """
 
 import sysconfig
@@ -75,8 +75,8 @@ class StdlibText(L.LightningDataModule):
     Args:
         context: Bytes per window.
         batch_size: Windows per batch; with ``strategy="recycle"`` that is per pipeline and step.
-        max_bytes: Bound of the text.
-        num_workers: Processes that load data, of each worker; 0 loads in the worker itself.
+        max_bytes: Most bytes of text.
+        num_workers: Data-loading processes of each worker; 0 loads in the worker itself.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The exceptions of this package.
 
-Every error a user can meet derives from :class:`ReCycleError`, names the wrong value and says what would be right.
+Every error a user can meet derives from :class:`ReCycleError`, names the wrong value and says how to fix it.
 Standard library only: ``lightning_recycle.planning`` imports this module and must load without torch.
 """
 
@@ -21,11 +21,11 @@ class ReCycleError(Exception):
 
 
 class ConfigurationError(ReCycleError, ValueError):
-    """A value given by the user cannot work; the message names the value and the remedy."""
+    """A user's value that cannot work; the message names the value and the remedy."""
 
 
 class UnsupportedFeatureError(ConfigurationError):
-    """A feature of Lightning that the strategy does not support; the message says what to use instead."""
+    """A Lightning feature that the strategy does not support; the message says what to use instead."""
 
 
 class PlanningError(ReCycleError):
@@ -33,11 +33,11 @@ class PlanningError(ReCycleError):
 
 
 class StageLostError(ReCycleError):
-    """All replicas of at least one pipeline stage are gone: their parameters exist nowhere any more."""
+    """All replicas of at least one pipeline stage are gone, and its parameters with them."""
 
 
 class ControlPlaneError(ReCycleError):
-    """A worker and the coordinator lost each other, or a bounded wait on the control plane ran out."""
+    """A worker and the coordinator lost contact, or a wait on the control plane timed out."""
 
 
 class WorkerStartError(ReCycleError):

@@ -1,8 +1,8 @@
-"""Randomness that depends on what is computed, never on who computes it.
+"""Randomness that depends on what is computed, never on which worker computes it.
 
 Dropout of one layer for one micro-batch draws from (seed, step, global micro-batch index, layer index); a sample's
 augmentation from (seed, epoch, sample index); a layer's initialisation from (seed, layer index). So neither the grid
-nor a failure changes the result (invariant 1 of the design).
+nor a failure changes the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def derive_seed(*parts: int) -> int:
 
 @contextmanager
 def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
-    """Lends torch's default generator of ``device`` for re-seeding and restores its state afterwards."""
+    """Lends torch's default generator of ``device`` to be re-seeded, and restores its state afterwards."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         generator = torch.cuda.default_generators[index]
@@ -42,7 +42,7 @@ def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
 
 @contextmanager
 def seeded_everything() -> Iterator[Callable[[int], None]]:
-    """Lends the generators of Python, NumPy and torch (CPU) for re-seeding and restores their state afterwards."""
+    """Lends the generators of Python, NumPy and torch (CPU) to be re-seeded, and restores their state afterwards."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def reseed(seed: int) -> None:

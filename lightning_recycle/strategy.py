@@ -31,7 +31,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.session.options import Options
+from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.session import Session
 
 __all__ = ["ReCycleStrategy"]

@@ -1,10 +1,10 @@
 """Faults at times instead of points: drawn at random, or replayed from an availability trace.
 
 Concept: a source yields :class:`TimedFault` values, each a time, a rank and a kind. It is a pure function of its
-arguments, so every process computes the same faults for the same rank without asking anybody. An :class:`Agenda` holds
-those of one process against a clock.
+arguments, so all processes agree on the faults of a rank without communicating. An :class:`Agenda` compares those of
+one process with a clock.
 
-Contract: times are seconds. Nothing here fails; it only says what is due.
+Contract: times are seconds. Nothing here makes anything fail; it only says what is due.
 
 Must not know: how a failure is made, Lightning.
 """
@@ -22,7 +22,7 @@ __all__ = ["Agenda", "TimedFault", "random_faults", "trace_faults"]
 
 @dataclass(frozen=True, order=True, slots=True)
 class TimedFault:
-    """The worker of ``rank`` is to fail at ``time`` seconds, in the way called ``kind``."""
+    """The worker of ``rank`` is to fail at ``time`` seconds in the way ``kind``."""
 
     time: float
     rank: int
@@ -38,21 +38,21 @@ def random_faults(
     incarnation: int = 0,
     max_faults: int | None = None,
 ) -> Iterator[TimedFault]:
-    """The random faults of one process, at seconds since its first operation, the earliest first.
+    """The random faults of one process in time order, in seconds since its first operation.
 
     The times between them are exponential with mean ``mtbf * num_workers``, drawn from (seed, rank, incarnation) and
-    nothing else: a process fails when it would have failed, whatever happens to the others. After a fault from which a
-    process does not go on (any but "slow") there are no more.
+    nothing else, so other processes do not affect them. A fault that a process does not survive (any but "slow") is its
+    last.
 
     Args:
         mtbf: mean seconds between two failures anywhere in a complete grid.
-        num_workers: of the grid.
-        kinds: each fault is one of them, with equal probability.
-        seed: of the draws.
-        rank: of the process.
+        num_workers: number of workers in the grid.
+        kinds: kinds of faults, drawn with equal probability.
+        seed: seed of the draws.
+        rank: rank of the process.
         incarnation: 0 for the first process of a position, 1, 2, ... for its replacements.
-        max_faults: only the first so many of all first processes' faults happen, and none in replacements: so there are
-            never more, without any process having to know of another.
+        max_faults: only this many faults happen, the first among those of all original processes, and none in
+            replacements: a limit that no process needs others to keep.
     """
     if max_faults is None:
         return _arrivals(mtbf * num_workers, kinds, seed, rank, incarnation)
@@ -82,22 +82,22 @@ def trace_faults(
     time_scale: float = 1.0,
     max_faults: int | None = None,
 ) -> tuple[TimedFault, ...]:
-    """The faults of all workers while ``availability`` falls, at seconds since the run began, the earliest first.
+    """The faults of all workers while ``availability`` falls, in time order, in seconds since the run began.
 
-    A grid seldom has as many workers as a trace has nodes, so the number of nodes is taken in proportion: at the
+    A grid seldom has as many workers as a trace has nodes, so nodes are scaled to workers: at the
     trace's peak all W workers are available, at n nodes W * n / peak of them, rounded to the nearest. When that number
-    falls, as many workers fail, drawn from (seed, index of the record) among those that have not failed before or whose
-    place has been filled since. When it rises, as many failed places count as filled, the longest empty first. Whether
-    a process really takes the place is up to ``ReCycleStrategy(restart_workers=...)``; without, the fault of an empty
-    place hits nobody. A run begins with all workers, whatever the trace begins with.
+    falls, as many workers fail, drawn from (seed, index of the record) among those that have not failed, or whose place
+    has been filled since. When it rises, as many failed places count as filled, the longest empty first. Whether a
+    process really fills the place depends on ``ReCycleStrategy(restart_workers=...)``; without it, a fault of an empty
+    place has no effect. A run begins with all workers, however the trace begins.
 
     Args:
         availability: (time in seconds, nodes from then on), in order.
-        num_workers: of the grid.
-        kinds: each fault is one of them, with equal probability.
-        seed: of the draws.
-        time_scale: seconds of wall-clock for one second of the trace: 0.01 plays an hour in 36 s.
-        max_faults: only the first so many.
+        num_workers: number of workers in the grid.
+        kinds: kinds of faults, drawn with equal probability.
+        seed: seed of the draws.
+        time_scale: wall-clock seconds per second of the trace: 0.01 plays an hour in 36 s.
+        max_faults: only this many faults, the first ones.
     """
     peak = max((nodes for _, nodes in availability), default=0)
     if peak == 0:
@@ -122,14 +122,14 @@ def trace_faults(
 
 
 class Agenda:
-    """What is due in one process, by its clock.
+    """The faults that are due in one process, by its clock.
 
-    What lies in the past at the first look never becomes due: it would have hit a process that was not there yet.
+    Faults already past at the first look never become due: they would have hit a process that did not exist yet.
 
     Args:
-        faults: of this process, the earliest first.
-        clock: seconds, from anywhere.
-        origin: where the clock stands when the times of ``faults`` begin; by default, at the first look.
+        faults: the faults of this process in time order.
+        clock: returns seconds, from any origin.
+        origin: the clock's value at time 0 of ``faults``; by default, that of the first look.
     """
 
     def __init__(self, faults: Iterable[TimedFault], clock: Callable[[], float], origin: float | None = None) -> None:

@@ -1,9 +1,9 @@
 """How a process fails: one function for each kind of fault.
 
-Concept: each function makes the process that calls it fail in the way that a cluster would make it fail, so whoever
-watches it cannot tell the difference. None needs privileges.
+Concept: each function makes the calling process fail as it would in a cluster, so an observer cannot tell the
+difference. None needs privileges.
 
-Contract: called in the main thread. What ends or stops the process does so before the function returns.
+Contract: called in the main thread. Functions that end or stop the process do so before they return.
 
 Must not know: faults, schedules, Lightning.
 """
@@ -25,7 +25,7 @@ from lightning_recycle.errors import InjectedFaultError
 
 __all__ = ["Slowdown", "deadlock", "exit_at_once", "hang", "kill", "partition", "preempt", "raise_error"]
 
-_DEADLOCK_SECONDS = 3600.0  # whoever is to find the deadlock has long given up
+_DEADLOCK_SECONDS = 3600.0  # by then, nothing will find the deadlock any more
 _PARTITION_INTERVAL = 0.05  # seconds until a socket opened later is cut off
 
 # From asm-generic/socket.h; the socket module does not have them.
@@ -35,12 +35,12 @@ _BPF_RETURN_CONSTANT = 0x06
 
 
 def kill() -> None:
-    """SIGKILL: the process is gone, its connections are closed by the system."""
+    """SIGKILL: the process is gone, and the system closes its connections."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_at_once() -> None:
-    """Ends the process with exit code 1: no ``finally``, no exit handlers, no word to anybody."""
+    """Ends the process with exit code 1: no ``finally``, no exit handlers, no message."""
     os._exit(1)
 
 
@@ -67,18 +67,18 @@ def deadlock() -> None:
 
 
 def preempt() -> None:
-    """SIGTERM, as from a cluster manager that wants the machine back; what follows is up to its handler."""
+    """SIGTERM, as from a cluster manager that reclaims the machine; the handler decides what follows."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Operations take longer for a while.
+    """Makes operations take longer for a while.
 
     Args:
-        factor: of the time that an operation takes.
+        factor: factor on the time that an operation takes.
         first_step: the step in which it begins.
-        steps: how many steps it lasts.
+        steps: number of steps it lasts.
     """
 
     factor: float
@@ -86,7 +86,7 @@ class Slowdown:
     steps: int
 
     def sleep_after(self, step: int, seconds: float) -> None:
-        """Sleeps as long as an operation of ``step`` that took ``seconds`` has to take longer."""
+        """Sleeps for the extra time of an operation of ``step`` that took ``seconds``."""
         if self.first_step <= step < self.first_step + self.steps:
             time.sleep((self.factor - 1) * seconds)
 
@@ -97,9 +97,9 @@ class Slowdown:
 def partition() -> None:
     """Cuts this process off for good: nothing more arrives at its TCP sockets or leaves them, but they stay open.
 
-    Sockets that exist are cut off when this returns, those opened later within 50 ms. One or two packets of each may
-    still get out (more on a connection that is new and sends full segments). Unix sockets, pipes, shared memory and
-    RDMA go on.
+    Existing sockets are cut off when this returns, later ones within 50 ms of opening. One or two packets of each may
+    still get out (more on a new connection that sends full segments). Unix sockets, pipes, shared memory and
+    RDMA keep working.
     """
     _cut_all_sockets()
     threading.Thread(target=_keep_cutting, name="recycle-partition", daemon=True).start()
@@ -113,7 +113,7 @@ def _keep_cutting() -> None:
 
 def _cut_all_sockets() -> None:
     for name in os.listdir("/proc/self/fd"):
-        # A descriptor can be closed by another thread at any moment: there is nothing to cut off then.
+        # Another thread may close a descriptor at any moment; then there is nothing to cut off.
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with _borrowed(int(name)) as sock:
@@ -123,7 +123,7 @@ def _cut_all_sockets() -> None:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """The socket behind ``descriptor``, which stays its owner's. Not a duplicate: others count the open descriptors."""
+    """The socket behind ``descriptor``, still owned by its owner. No duplicate: others count the descriptors."""
     sock = socket.socket(fileno=descriptor)
     try:
         yield sock

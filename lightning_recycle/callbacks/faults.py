@@ -9,10 +9,10 @@ Must not know: processes, how a failure is made (``failing``), who asks (``injec
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import Op, OpKind
 
@@ -53,20 +53,21 @@ class Fault:
     =============  ==================================================================================================
 
     Args:
-        kind: one of these.
-        pipeline: of the worker that fails, as the grid was at the start.
-        stage: of the worker that fails.
-        step: optimizer step, counted from 0. With a point instead of an operation it may be left out: then the fault
-            happens when that point is first reached.
+        kind: a kind from the table.
+        pipeline: pipeline of the worker that fails, in the grid as it was at the start.
+        stage: stage of the worker that fails.
+        step: optimizer step, counted from 0. With a point instead of an operation it may be left out; the fault
+            then happens when that point is first reached.
         at: an operation: "forward", "backward_input", "backward_weight", "reduce" or "optimizer"; the fault happens
             at the worker's first one of this kind in that step. Where the schedule fuses the backward, both backward
-            operations are the fused one. Or a point: "setup" (the worker is set up, before its first generation),
+            operations mean the fused one. Or a point: "setup" (the worker is set up, before its first generation),
             "recovery" (in the middle of the recovery from another failure), "checkpoint" (before a checkpoint is
-            written), "validation" (before a validation batch), "end" (training is over, the results are not yet home).
-        microbatch: only at the operation on micro-batch ``microbatch`` (of any pipeline; 0 to M - 1).
+            written), "validation" (before a validation batch), "end" (training is over, but the results are not yet
+            delivered).
+        microbatch: index (0 to M - 1, of any pipeline) of the micro-batch to whose operation the fault is restricted.
         when: "before" the operation or "after" it.
-        factor: of a "slow" fault: more than 1.
-        steps: of a "slow" fault: the number of steps that it lasts, the one in which it begins included.
+        factor: factor on the time of operations, more than 1; for "slow" only.
+        steps: number of steps that it lasts, including the one in which it begins; for "slow" only.
 
     Raises:
         ConfigurationError: for unknown names, numbers out of range, and arguments that do not belong together.
@@ -91,34 +92,33 @@ class Fault:
             self._refuse(f"when={self.when!r}: use one of {_listed(_MOMENTS)}.")
         for name in ("pipeline", "stage", "step", "microbatch"):
             value = getattr(self, name)
-            if (value is not None or name in ("pipeline", "stage")) and not _is_whole(value, at_least=0):
+            if (value is not None or name in ("pipeline", "stage")) and not is_integer(value, 0):
                 self._refuse(f"{name}={value!r} must be an integer of at least 0.")
         if self.at in POINTS:
             if self.when == "after":
-                self._refuse(f"{self.at!r} is a point, not an operation: nothing is after it; leave when out.")
+                self._refuse(f"{self.at!r} is a point, not an operation, so nothing comes after it; leave when out.")
         elif self.step is None:
-            self._refuse(f"{self.at!r} happens in every step: give step=0 or another one.")
+            self._refuse(f"{self.at!r} happens in every step: give step=0 or another number.")
         if self.microbatch is not None and self.at not in _OF_A_MICROBATCH:
-            self._refuse(f"{self.at!r} is of no micro-batch; leave microbatch out.")
+            self._refuse(f"{self.at!r} concerns no micro-batch; leave microbatch out.")
         if self.kind == "slow":
             self._check_slow()
         elif self.factor is not None or self.steps is not None:
-            self._refuse(f"factor and steps belong to the kind 'slow'; leave them out with {self.kind!r}.")
+            self._refuse(f"factor and steps belong to the kind 'slow'; leave them out for {self.kind!r}.")
 
     def _check_slow(self) -> None:
-        number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
-        if not number or not (math.isfinite(self.factor) and self.factor > 1):  # type: ignore[arg-type, operator]
-            self._refuse(f"factor={self.factor!r}: say how many times as long operations take, e.g. factor=3.0.")
-        if not _is_whole(self.steps, at_least=1):
-            self._refuse(f"steps={self.steps!r}: say for how many steps the worker is slow, e.g. steps=2.")
+        if not is_number(self.factor, 1, above=True):
+            self._refuse(f"factor={self.factor!r}: give a factor above 1 on the time of operations, e.g. factor=3.0.")
+        if not is_integer(self.steps, 1):
+            self._refuse(f"steps={self.steps!r}: give the number of steps for which the worker is slow, e.g. steps=2.")
         if self.at == "end":
-            self._refuse("no operation follows the end that could be slow; use another point.")
+            self._refuse("no operation follows the end; use another point.")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ConfigurationError(f"{self}: {reason}")
 
     def __str__(self) -> str:
-        """As it would be written, without what is at its default."""
+        """As it would be written, without default values."""
         shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
         return f"Fault({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
@@ -135,7 +135,3 @@ class Fault:
 
 def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(map(repr, names))
-
-
-def _is_whole(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least

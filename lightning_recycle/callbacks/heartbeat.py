@@ -14,17 +14,17 @@ __all__ = ["HeartbeatCallback"]
 
 
 class HeartbeatCallback(pl.Callback):
-    """Sets how soon a worker that does not answer is declared dead; added by the strategy when the user gives none.
+    """Sets how soon a silent worker is declared dead; added by the strategy if the user gives none.
 
-    A process that exits is noticed at once. The heartbeat finds those that stopped without exiting, and what it tells
-    finds those that still send it but make no progress. On a failure the coordinator evicts the worker and the
-    survivors go on with its micro-batches.
+    A process that exits is noticed at once. A missing heartbeat reveals one that stopped without exiting, and the
+    contents of the heartbeat one that makes no progress. On a failure the coordinator evicts the worker, and the
+    survivors take over its micro-batches.
 
-    Logs, whenever they change, ``recycle/live_workers``, ``recycle/failures``, ``recycle/recovery_seconds`` (all of
-    them together), ``recycle/redone_steps`` and ``recycle/rejoined_workers``.
+    Logs, whenever they change, ``recycle/live_workers``, ``recycle/failures``, ``recycle/recovery_seconds`` (in
+    total), ``recycle/redone_steps`` and ``recycle/rejoined_workers``.
 
     Args:
-        interval: seconds between two heartbeats of a worker.
+        interval: seconds between heartbeats of a worker.
         timeout: seconds of silence after which it is declared dead; also the least time that an operation may take
             before its worker counts as stuck (ten times the operation's usual time if that is more).
 

@@ -1,9 +1,8 @@
-"""Fault injection: workers fail on purpose, at exact points of the schedule, at random, or as a trace has it."""
+"""Fault injection: workers fail on purpose, at exact points of the schedule, at random, or as in a trace."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NoReturn, Protocol, cast
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.callbacks import failing
 from lightning_recycle.callbacks.availability import Agenda, TimedFault, random_faults, trace_faults
 from lightning_recycle.callbacks.faults import KINDS, Fault
@@ -25,33 +25,33 @@ __all__ = ["FaultInjectionCallback"]
 
 log = logging.getLogger(__name__)
 
-_SLOW_FACTOR = 3.0  # of "slow" faults at random
+_SLOW_FACTOR = 3.0  # of random "slow" faults
 _SLOW_STEPS = 2
 
 
 class FaultInjectionCallback(pl.Callback):
     """Makes workers fail during ``fit``.
 
-    ``faults`` happen at exact points; besides, workers fail at random times (``mtbf``) or as a real cluster lost them
-    (``trace``). Everything is decided in the worker concerned, from the arguments alone: the same arguments give the
-    same faults. The launching process never fails. Nothing prevents the failures by time from taking all replicas of
-    a stage; ``max_faults`` and ``ReCycleStrategy(restart_workers=True)`` make that unlikely.
+    ``faults`` happen at exact points; in addition, workers fail at random times (``mtbf``) or as a real cluster lost
+    them (``trace``). Each worker decides from the arguments alone: the same arguments give the same faults. The
+    launching process never fails. Nothing prevents random failures and traces from taking all replicas of a stage;
+    ``max_faults`` and ``ReCycleStrategy(restart_workers=True)`` make that unlikely.
 
     Args:
-        faults: what fails when. Each happens once, to the first process of its position, wherever that is moved to.
+        faults: faults at exact points. Each happens once, to the first process of its position, wherever it moves.
         mtbf: mean seconds between two failures anywhere in the grid. Each worker fails at its first operation after a
-            time of its own, counted from its first operation; replacements draw again.
-        kinds: the kinds of the failures at random and of the trace, each with equal probability; with "slow", 3 times
-            as long for 2 steps.
+            random time, counted from its first operation; replacements draw again.
+        kinds: kinds of the failures at random and of the trace, drawn with equal probability; "slow" means 3 times as
+            long for 2 steps.
         trace: the name of a shipped trace (see :func:`lightning_recycle.traces.available_traces`), or a path. At its
-            peak all workers are available, at fewer nodes as many in proportion; when that number falls, workers fail,
-            see :func:`~lightning_recycle.callbacks.availability.trace_faults`. Its clock starts when the run is
-            launched; what falls due before a worker's first operation does not hit it. Use ``kinds=("preempt",)`` for
-            a cloud that gives notice.
-        time_scale: seconds of wall-clock for one second of the trace: 0.01 plays an hour in 36 s.
-        seed: of the draws.
-        max_faults: the most failures at random or of the trace in the whole run. With ``mtbf`` this means the first so
-            many that are drawn for the workers of the beginning; replacements do not fail then.
+            peak all workers are available, otherwise a proportional number; when that number falls, workers fail, see
+            :func:`~lightning_recycle.callbacks.availability.trace_faults`. Its clock starts when the run is launched;
+            what falls due before a worker's first operation does not hit it. Use ``kinds=("preempt",)`` for a cloud
+            that gives notice.
+        time_scale: wall-clock seconds per second of the trace: 0.01 plays an hour in 36 s.
+        seed: seed of the draws.
+        max_faults: the most failures at random or of the trace in the whole run. With ``mtbf``, the first ones drawn
+            for the initial workers count; replacements then do not fail.
 
     Raises:
         ConfigurationError: for values that cannot work.
@@ -75,14 +75,13 @@ class FaultInjectionCallback(pl.Callback):
         if mtbf is not None and trace is not None:
             _refuse(f"mtbf={mtbf!r} and trace={trace!r} exclude each other; leave one out.")
         if mtbf is None and trace is None and max_faults is not None:
-            _refuse(f"max_faults={max_faults!r} bounds failures at random: give mtbf or trace, or leave it out.")
+            _refuse(f"max_faults={max_faults!r} limits random failures: give mtbf or trace, or leave it out.")
         if mtbf is not None:
             _check_positive("mtbf", mtbf, "seconds between failures")
-        _check_positive("time_scale", time_scale, "seconds of wall-clock for one of the trace")
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        _check_positive("time_scale", time_scale, "wall-clock seconds per second of the trace")
+        if not is_integer(seed):
             _refuse(f"seed={seed!r}: give an integer.")
-        whole = isinstance(max_faults, int) and not isinstance(max_faults, bool)
-        if max_faults is not None and (not whole or max_faults < 1):
+        if max_faults is not None and not is_integer(max_faults, 1):
             _refuse(f"max_faults={max_faults!r}: give an integer of at least 1, or None.")
         if isinstance(kinds, str) or not kinds or not all(kind in KINDS for kind in kinds):
             _refuse(f"kinds={kinds!r}: give a sequence of some of {', '.join(map(repr, KINDS))}, e.g. ('kill',).")
@@ -97,7 +96,7 @@ class FaultInjectionCallback(pl.Callback):
         self._injector: _Injector | None = None
 
     def check(self, grid: Grid) -> None:
-        """Called in the launching process right before it starts the workers: the clock of the trace begins here.
+        """Called in the launching process right before it starts the workers; starts the clock of the trace.
 
         Raises:
             ConfigurationError: for a fault outside ``grid``.
@@ -114,7 +113,7 @@ class FaultInjectionCallback(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Prepares this process, which may be about to fail in the middle of the strategy's own setup."""
+        """Prepares this process, which may fail in the middle of the strategy's own setup."""
         if stage != "fit" or not (self.faults or self.mtbf is not None or self.trace is not None):
             return
         if getattr(trainer.strategy, "strategy_name", None) != "recycle":
@@ -140,12 +139,12 @@ class FaultInjectionCallback(pl.Callback):
                 log.warning("%s never happened: its worker ended the run without reaching that point.", fault)
 
     def _agenda(self, num_workers: int, rank: int, incarnation: int) -> Agenda:
-        """The failures by time of one process."""
+        """The timed failures of one process."""
         if self.mtbf is not None:
             drawn = random_faults(self.mtbf, num_workers, self.kinds, self.seed, rank, incarnation, self.max_faults)
             return Agenda(drawn, clock=time.monotonic)
         plan = trace_faults(self._availability, num_workers, self.kinds, self.seed, self.time_scale, self.max_faults)
-        # Without a launching process of this program's (a worker started by hand), the clock begins with the worker.
+        # Without a launching process (a worker started by hand), the clock starts with the worker.
         launched = time.time() if self._launched is None else self._launched
         return Agenda((fault for fault in plan if fault.rank == rank), origin=launched, clock=time.time)
 
@@ -157,7 +156,7 @@ class FaultInjectionCallback(pl.Callback):
 
 
 class _Executor(Protocol):
-    """What this module needs of a worker's executor."""
+    """What this module needs from a worker's executor."""
 
     worker: Worker
     version: int
@@ -169,7 +168,7 @@ class _Executor(Protocol):
 
 
 class _Strategy(Protocol):
-    """What this module needs of the strategy."""
+    """What this module needs from the strategy."""
 
     executor: _Executor | None
     incarnation: int
@@ -177,13 +176,13 @@ class _Strategy(Protocol):
 
 
 class _Injector:
-    """Makes this process fail when a fault of its is due.
+    """Makes this process fail when one of its faults is due.
 
     Args:
-        faults: of all workers; this process picks its own when it first acts.
-        agenda: failures of this process by time.
-        strategy: of this process. Without an executor it is no worker's, and nothing ever happens.
-        rank: of this process.
+        faults: faults of all workers; this process picks its own when it first acts.
+        agenda: timed failures of this process.
+        strategy: strategy of this process. Without an executor this is not a worker, and nothing ever happens.
+        rank: rank of this process.
     """
 
     def __init__(self, faults: Sequence[Fault], agenda: Agenda, strategy: _Strategy, rank: int) -> None:
@@ -215,7 +214,7 @@ class _Injector:
             self._strike(self._as_fault(timed, step), step, str(op))
 
     def stretch(self, seconds: float) -> None:
-        """Makes the operation that has just computed for so many ``seconds`` take longer."""
+        """Prolongs the operation that has just computed for ``seconds``."""
         for slowdown in self._slowdowns:
             assert self._strategy.executor is not None
             slowdown.sleep_after(self._strategy.executor.version, seconds)
@@ -230,7 +229,7 @@ class _Injector:
             self._strike(fault, step, where)
 
     def _mine(self) -> list[Fault]:
-        """The faults that this process has yet to suffer. Its position is that of the beginning, wherever it moves."""
+        """The faults this process has yet to suffer, by its initial position, wherever it moves."""
         executor = self._strategy.executor
         if executor is None:
             return []
@@ -281,6 +280,5 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _check_positive(name: str, value: object, meaning: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not (math.isfinite(value) and value > 0):  # type: ignore[arg-type, operator]
+    if not is_number(value, 0, above=True):
         _refuse(f"{name}={value!r}: give a positive number ({meaning}).")

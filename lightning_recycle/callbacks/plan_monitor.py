@@ -1,11 +1,10 @@
-"""The plan of a run, kept up to date: switched on by a callback."""
+"""Keeps the plan of a run up to date."""
 
 from __future__ import annotations
 
-import math
-
 import lightning.pytorch as pl
 
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.errors import ConfigurationError
 
@@ -13,33 +12,33 @@ __all__ = ["PlanMonitor"]
 
 
 class PlanMonitor(pl.Callback):
-    """Compares what operations take with what the plan assumes, and changes the plan where another one is worth it.
+    """Compares measured operation times with those the plan assumes, and changes the plan when that pays.
 
-    A worker that has become slow gets fewer micro-batches, its peers more; where the times of whole stages have
-    changed, the order of operations may. The better plan is looked for in a process of the lowest priority, and all
-    workers go over to it at the same step boundary, without stopping. What is trained stays the same. Noise, and
-    batches that take all workers longer, change nothing. docs/drift.md tells more.
+    A worker that has become slow gets fewer micro-batches, its peers more; if the times of whole stages have changed,
+    the order of operations may change. A process of the lowest priority searches for a better plan, and all workers
+    switch to it at the same step boundary, without stopping. The training result stays the same. Noise, and batches
+    that take all workers longer, change nothing. See docs/drift.md.
 
     Without this callback the plan changes only with the workers. Each change is an event "replanned" in
-    ``strategy.history``; ``recycle/replans``, their number, is logged.
+    ``strategy.history``; their number is logged as ``recycle/replans``.
 
     Args:
-        threshold: the part of a step's time that another plan must save, e.g. 0.05.
-        window: steps that are measured before anything is concluded; at least 3.
-        horizon_steps: steps in which a change must have paid for itself. Also: the number of steps after which a worker
-            that was so slow that it got nothing to do is tried again.
+        threshold: fraction of the step time that another plan must save, e.g. 0.05.
+        window: number of steps measured before drawing conclusions; at least 3.
+        horizon_steps: number of steps within which a change must pay for itself, and after which a worker so slow that
+            it got nothing to do is tried again.
 
     Raises:
         ConfigurationError: for values that cannot work.
     """
 
     def __init__(self, threshold: float = 0.05, window: int = 20, horizon_steps: int = 1000) -> None:
-        if not _is_number(threshold) or not 0 < threshold < 1:
+        if not is_number(threshold, 0, above=True) or threshold >= 1:
             raise ConfigurationError(
-                f"PlanMonitor(threshold={threshold!r}): give the part of a step that a change must save, e.g. 0.05."
+                f"PlanMonitor(threshold={threshold!r}): give the fraction of a step that a change must save, e.g. 0.05."
             )
         for name, value, least in (("window", window, 3), ("horizon_steps", horizon_steps, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_integer(value, least):
                 raise ConfigurationError(f"PlanMonitor({name}={value!r}): give a number of steps, at least {least}.")
         self.threshold = threshold
         self.window = window
@@ -47,9 +46,5 @@ class PlanMonitor(pl.Callback):
 
     @property
     def options(self) -> DriftOptions:
-        """As the coordinator takes them."""
+        """The options for the coordinator."""
         return DriftOptions(self.threshold, self.window, self.horizon_steps)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

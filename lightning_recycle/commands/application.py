@@ -1,8 +1,7 @@
-"""What every command has in common: Hydra, and errors that are one line and exit code 2.
+"""What all commands share: Hydra, and errors as one line and exit code 2.
 
-Concept: a command's user has made a mistake in the call far more often than the program has one in the code. So every
-error that has a remedy, ours or Hydra's, is shown as one line without a traceback; anything else is a bug and is shown
-in full.
+Concept: mistakes in a command's arguments are far more common than bugs. So every error with a remedy, ours or
+Hydra's, is shown as one line without a traceback; anything else is a bug and is shown in full.
 
 Must not know: what a command does.
 """
@@ -35,9 +34,9 @@ _SHOW_ALL = "RECYCLE_FULL_ERROR"
 
 @contextlib.contextmanager
 def bad_input_ends(name: str) -> Iterator[None]:
-    """Within the block, bad input ends the program: one line that begins with ``name``, exit code 2.
+    """Within the block, bad input ends the program with one line that begins with ``name``, and exit code 2.
 
-    To be used in the job too: an exception that leaves it makes Hydra print a line of its own.
+    Use it inside the job too: for an exception that leaves the job, Hydra prints a line of its own.
     """
     try:
         yield
@@ -54,8 +53,8 @@ def run_application(name: str, application: Callable[[], object]) -> None:
     ``RECYCLE_FULL_ERROR=1`` in the environment shows tracebacks instead.
 
     Args:
-        name: of the command, to begin the line with.
-        application: what to run.
+        name: name of the command, which begins the line.
+        application: the function to run.
     """
     # Otherwise Hydra prints errors itself, over several lines, and exits with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -76,11 +75,11 @@ def run_command(
     """Run a command of the package, once or for each job of a sweep; bad input as in :func:`run_application`.
 
     Args:
-        name: of the command.
-        config_path: folder of its configuration, for Hydra.
-        config_name: of the configuration.
-        job: what to run; returns what a sweeper can minimize.
-        summary: of all jobs of this process, printed at the end, also after an error; None if there is none.
+        name: name of the command.
+        config_path: folder of its configuration.
+        config_name: name of its configuration.
+        job: the function to run; returns a value that a sweeper can minimize.
+        summary: summary of this process' jobs, printed at the end, even after errors.
     """
 
     @hydra.main(version_base=None, config_path=config_path, config_name=config_name)

@@ -1,8 +1,8 @@
-"""Experiments: many points in one job, each written as one would type it.
+"""Experiments: many points in one job, written as they would be typed.
 
-Concept: Hydra's ``-m`` makes one cross product; a comparison needs several. An experiment is a mapping from section of
-the report to lines such as ``policy=spares policy.spares=0,1,2 failures.mtbf=6h,2h``, and each line is a cross product
-of its own. Values from the command line go before those of the lines.
+Concept: Hydra's ``-m`` makes one cross product; a comparison needs several. An experiment maps sections of
+the report to lines such as ``policy=spares policy.spares=0,1,2 failures.mtbf=6h,2h``, and each line is a separate
+cross product. Values from the command line go before those of the lines.
 
 Must not know: what is done at a point.
 """
@@ -36,11 +36,11 @@ def points_of(sections: Mapping[str, Any], given: Sequence[str] = ()) -> list[Po
     """All points in the order of the lines, the last value of a line changing fastest.
 
     Args:
-        sections: lines by section.
+        sections: the lines of each section.
         given: overrides from the command line.
 
     Raises:
-        ConfigurationError: when a section holds something else than lines.
+        ConfigurationError: when a section holds anything other than lines.
     """
     parser = OverridesParser.create()
     usual = {item.key_or_group: str(item.input_line) for item in parser.parse_overrides(list(given))}

@@ -2,7 +2,7 @@
 
     recycle-report multirun/simulate/2026-11-20_12-00-00 -o report.html
 
-Reads every ``result.json`` below the folder. Sections of the page without results say how to make them.
+Reads every ``result.json`` below the folder. Sections without results say how to make some.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from lightning_recycle.visualize import save_gantt
 __all__ = ["main"]
 
 _NAME = "recycle-plan"
-_LARGEST_PICTURE = 20_000  # operations; beyond, an SVG is tens of megabytes in which nothing can be seen
+_LARGEST_PICTURE = 20_000  # operations; beyond this an SVG takes tens of megabytes and shows nothing
 
 _sweep: list[Row] = []
 """One for each job of this process, for the table at the end of a sweep."""

@@ -1,8 +1,8 @@
-"""The tables that ``recycle-plan`` prints: how good a plan is, and against what.
+"""The tables that ``recycle-plan`` prints: how good a plan is, compared with baselines.
 
-Concept: a plan is compared with two fault-free schedules of the same grid, costs and memory. 1F1B is what most systems
-run; zero-bubble (decoupled backward, no more memory than 1F1B, one optimizer step for all stages) is the best they
-could run. A ratio of 1.0 means that the failures cost nothing.
+Concept: a plan is compared with two fault-free schedules of the same grid, costs and memory. Most systems run 1F1B;
+zero-bubble (decoupled backward, no more memory than 1F1B, one optimizer step for all stages) is the best they could
+run. A ratio of 1.0 means that the failures cost nothing.
 
 Must not know: Hydra, files.
 """
@@ -33,7 +33,7 @@ class Row:
     lower_bound: float
     gap: float
     peaks: tuple[int, ...]
-    """Most micro-batches that a worker of each stage holds."""
+    """The most micro-batches a worker of each stage holds."""
     against_1f1b: float
     against_zero_bubble: float
     """Throughput divided by the baseline's."""
@@ -78,7 +78,7 @@ def _baselines(problem: Problem) -> tuple[float, float]:
 
 
 def single(result: PlanResult, numbers: Row) -> Table:
-    """One plan, a line for each number."""
+    """One plan, one number per line."""
     problem = result.schedule.problem
     table = Table("", "", show_header=False, title="Plan", title_justify="left")
     failed = ", ".join(str(worker) for worker in sorted(problem.failed)[:8])
@@ -103,7 +103,7 @@ def single(result: PlanResult, numbers: Row) -> Table:
 
 
 def comparison(rows: Sequence[Row], title: str) -> Table:
-    """Several plans, a line for each."""
+    """Several plans, one per line."""
     grids = {each.grid for each in rows}
     if len(grids) == 1:
         title += f", {grids.pop()}"
@@ -134,7 +134,7 @@ def _percent(fraction: float) -> str:
 
 
 def _short(values: Sequence[int]) -> str:
-    """Numbers by stage; many of them as their range."""
+    """Numbers by stage; their range if there are many."""
     if len(set(values)) == 1:
         return str(values[0])
     return "/".join(map(str, values)) if len(values) <= 8 else f"{min(values)} to {max(values)}"

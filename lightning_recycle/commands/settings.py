@@ -1,6 +1,6 @@
-"""From the configuration of a command to what the planner is asked.
+"""From the configuration of a command to a planning problem.
 
-Contract: every mistake raises an error that names the value, and the name under which it was given.
+Contract: every mistake raises an error with the value and the name of its setting.
 
 Must not know: what is done with the problem.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_recycle.arguments import at_least, is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import (
     Costs,
@@ -28,7 +29,7 @@ _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimiz
 
 
 def problem_from(config: Mapping[str, Any]) -> Problem:
-    """The problem of ``conf/plan.yaml``'s settings.
+    """The problem for the settings of ``conf/plan.yaml``.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -36,16 +37,16 @@ def problem_from(config: Mapping[str, Any]) -> Problem:
     """
     base = _without_failures(config)
     failures = config["failures"]
-    if isinstance(failures, int) and not isinstance(failures, bool):
+    if is_integer(failures):
         return normalized_problem(base, failures)
     return _with(base, _workers(failures))
 
 
 def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
-    """For a plan library: the problems with 0, 1, ... failures up to a number, or none and the given."""
+    """The problems for a plan library: 0, 1, ... failures up to a number, or none and those given."""
     base = _without_failures(config)
     failures = config["failures"]
-    if isinstance(failures, int) and not isinstance(failures, bool):
+    if is_integer(failures):
         return [normalized_problem(base, count) for count in (*range(failures), failures)]
     return [base, _with(base, _workers(failures))]
 
@@ -89,11 +90,9 @@ def _costs(settings: Mapping[str, Any], grid: Grid) -> tuple[Costs, Profile | No
 
 
 def _duration(name: str, value: Any) -> float:
-    # The rest, not finite for example, is checked by Costs.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        shown = "is missing" if value is None else f"={value!r} is no duration"
-        raise ConfigurationError(f"costs.{name} {shown}: give a number of at least 0.".replace(" =", "="))
-    return float(value)
+    if value is None:
+        raise ConfigurationError(f"costs.{name} is missing: give a number of at least 0.")
+    return at_least("", f"costs.{name}", value)
 
 
 def _switch(config: Mapping[str, Any], name: str) -> bool:
@@ -108,20 +107,19 @@ def _limit(memory: Mapping[str, Any], grid: Grid, profile: Profile | None) -> tu
     if size is not None:
         if limit is not None or profile is None:
             raise ConfigurationError(
-                "memory.bytes needs costs=profile, which says what a micro-batch takes, and no memory.in_flight: "
+                "memory.bytes needs costs=profile, which says what a micro-batch takes, and excludes memory.in_flight: "
                 "give one of the two."
             )
-        if isinstance(size, bool) or not isinstance(size, (int, float)) or size < 0:
+        if not is_number(size, 0):
             raise ConfigurationError(f"memory.bytes={size!r}: give a number of bytes, or null for no limit.")
         return profile.in_flight_limit(size, grid.global_microbatches)
     if limit is None:
         return None
     limits = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,) * grid.stages
-    whole = all(isinstance(value, int) and not isinstance(value, bool) for value in limits)
-    if not whole or min(limits, default=0) < 1 or len(limits) != grid.stages:
+    if len(limits) != grid.stages or not all(is_integer(value, 1) for value in limits):
         raise ConfigurationError(
-            f"memory.in_flight={limit!r}: a worker must hold at least the micro-batch it works on; give a whole number "
-            f"from 1 on, a list with one for each of the {grid.stages} stages, or null for no limit."
+            f"memory.in_flight={limit!r}: a worker must hold at least the micro-batch it works on; give an integer of "
+            f"at least 1, a list with one for each of the {grid.stages} stages, or null for no limit."
         )
     return limits
 
@@ -130,7 +128,7 @@ def _workers(failures: Any) -> frozenset[Worker]:
     found = set()
     valid = isinstance(failures, Sequence) and not isinstance(failures, str)
     for pair in failures if valid else ():
-        whole = isinstance(pair, Sequence) and len(pair) == 2 and all(type(part) is int for part in pair)
+        whole = isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_integer, pair))
         if not whole:
             valid = False
             break

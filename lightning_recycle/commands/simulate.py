@@ -1,12 +1,12 @@
-"""``recycle-simulate``: what a training run makes of its failures, for any cluster, on a laptop.
+"""``recycle-simulate``: how a training run copes with failures, for any cluster, on a laptop.
 
     recycle-simulate model=gpt3_6_7b policy=recycle failures=mtbf failures.mtbf=30min
     recycle-simulate -m policy=recycle,oobleck,restart failures.mtbf=6h,2h,30min
     recycle-simulate failures=trace failures.trace=gcp-a100 policy=elastic_layers
     recycle-simulate experiment=paper
 
-Prints throughput and where the rest went, writes ``result.json`` and a timeline to Hydra's output folder;
-``recycle-report`` makes a page of a folder of results. The configuration is ``conf/simulation/``, explained in
+Prints throughput and losses by cause, writes ``result.json`` and a timeline to Hydra's output folder;
+``recycle-report`` turns a folder of results into a page. The configuration is ``conf/simulation/``, explained in
 docs/simulation.md.
 """
 
@@ -42,7 +42,7 @@ _sweep: list[dict[str, Any]] = []
 
 
 def simulate_and_show(config: DictConfig) -> float:
-    """Run one job; returns throughput, or what else a sweeper can optimize: seconds of the planner, slots of a step."""
+    """Run one job; returns a value for sweepers to optimize: throughput, seconds of the planner, or slots of a step."""
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     console = Console()

@@ -1,6 +1,6 @@
-"""From the configuration of ``recycle-simulate`` to what the simulator is asked.
+"""From the configuration of ``recycle-simulate`` to a scenario for the simulator.
 
-Contract: every mistake raises an error that names the value and says what would be right.
+Contract: every mistake raises an error that names the value and the remedy.
 
 Must not know: what is done with the scenario.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 
+from lightning_recycle.arguments import is_integer, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.simulation import (
@@ -36,7 +37,7 @@ _USUAL_DURATION = 86400.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated: one training run for each seed; ``duration`` in seconds."""
+    """The scenario to simulate: one training run per seed; ``duration`` in seconds."""
 
     model: TrainingModel
     cluster: Cluster
@@ -47,7 +48,7 @@ class Scenario:
 
 
 def scenario_from(config: Mapping[str, Any]) -> Scenario:
-    """The scenario of ``conf/simulation/simulate.yaml``'s settings.
+    """The scenario for the settings of ``conf/simulation/simulate.yaml``.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -62,13 +63,13 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         extra_nodes=getattr(policy, "spares", 0) if extra == "auto" else extra,
     )
     random = not policy.ignores_failures and not isinstance(failures, (Scripted, TraceReplay))
-    first, count = _whole("first_seed", config["first_seed"], 0), _whole("seeds", config["seeds"], 1)
+    first, count = whole("", "first_seed", config["first_seed"]), whole("", "seeds", config["seeds"], 1)
     seeds = range(first, first + (count if random else 1))
     return Scenario(model, cluster, policy, failures, _duration(config["duration"], failures), seeds)
 
 
 def model_from(settings: Mapping[str, Any]) -> TrainingModel:
-    """The model of ``conf/simulation/model``; what is null there is left to the catalogue.
+    """The model for the settings of ``conf/simulation/model``; the catalogue fills in what is null.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -98,10 +99,10 @@ def workers_from(name: str, pairs: Any) -> frozenset[Worker]:
     """Workers given as [pipeline, stage].
 
     Raises:
-        ConfigurationError: when they are given as something else.
+        ConfigurationError: when they are given in any other form.
     """
     fine = isinstance(pairs, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(part) is int for part in pair) for pair in pairs
+        isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair)) for pair in pairs
     )
     if not fine:
         raise ConfigurationError(f"{name}={pairs!r}: give a list of [pipeline,stage], e.g. '{name}=[[1,2]]'.")
@@ -112,7 +113,7 @@ def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:
     found = instantiate(settings, _convert_="all")
     if not isinstance(found, kind) or not is_dataclass(found):
         raise ConfigurationError(
-            f"{name}={type(found).__name__} is no {kind.__name__} of lightning_recycle.simulation."
+            f"{name}={type(found).__name__} is not a {kind.__name__} of lightning_recycle.simulation."
         )
     for item in fields(found):  # everything else is checked by the classes
         value = getattr(found, item.name)
@@ -133,9 +134,3 @@ def _duration(value: Any, failures: FailureSource) -> float:
             f"failures.start={failures.start:g} s: the trace {failures.trace} ends after {trace.duration:g} s."
         )
     return left
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}.")
-    return value

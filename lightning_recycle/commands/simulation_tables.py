@@ -1,4 +1,4 @@
-"""The tables that ``recycle-simulate`` prints. They are made of the results' dictionaries, as they are in the files.
+"""The tables that ``recycle-simulate`` prints. They are made from the dictionaries in the result files.
 
 Must not know: Hydra, files, the simulator.
 """
@@ -40,7 +40,7 @@ def single(result: Result) -> Group | Table:
 
 
 def line(result: Result) -> str:
-    """One result in a line, for sweeps."""
+    """One result on a line, for sweeps."""
     if result["task"] == "planner":
         return f"planner, {result['workers']} workers, {result['failed']:.0%} failed: {result['seconds']:.2f} s"
     if result["task"] == "techniques":
@@ -53,7 +53,7 @@ def line(result: Result) -> str:
 
 
 def overview(results: Sequence[Result]) -> Table:
-    """A sweep: the training runs, a line for each."""
+    """The training runs of a sweep, one per line."""
     table = Table(title="Sweep", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in ("model", "policy", "failures"):
         table.add_column(name)

@@ -1,7 +1,7 @@
-"""What ``recycle-simulate`` does, as data: each task answers with a dictionary that is ready for ``json.dump``.
+"""The tasks of ``recycle-simulate``: each returns a dictionary that is ready for ``json.dump``.
 
 Concept: everything that is printed, drawn or reported is read from these dictionaries, so a figure on a page is the
-figure in the file. What is in them is explained where they are read: ``visualize/report/records.py``.
+figure in the file. Their contents are explained where they are read: ``visualize/report/records.py``.
 
 Must not know: Hydra's run time, files, consoles.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.commands.simulation_settings import Scenario, grid_from, scenario_from, workers_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, HeuristicPlanner, Problem, normalized_problem, solve
@@ -26,11 +27,11 @@ RESULT_SCHEMA = 1
 
 
 def run_task(config: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """Do what ``config["task"]`` says.
+    """Run the task named by ``config["task"]``.
 
     Args:
-        config: settings of ``conf/simulation/simulate.yaml``, resolved.
-        command: that does it again; kept in the result.
+        config: resolved settings of ``conf/simulation/simulate.yaml``.
+        command: command that repeats the task; stored in the result.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -97,14 +98,14 @@ def _asked(scenario: Scenario) -> dict[str, Any]:
 
 
 def _described(instance: Any) -> dict[str, Any]:
-    """Name and settings; ``changed`` are the names of those that are not the usual ones."""
+    """Name and settings; ``changed`` names those that differ from the defaults."""
     settings, usual = asdict(instance), asdict(type(instance)())
     changed = [name for name in settings if settings[name] != usual[name]]
     return {"name": type(instance).__name__, "settings": settings, "changed": changed}
 
 
 def _note(results: tuple[SimulationResult, ...]) -> str | None:
-    """Why nothing was trained at all, in a few words."""
+    """A few words on why nothing was trained."""
     if any(result.samples for result in results):
         return None
     return results[0].intervals[0].label
@@ -123,8 +124,8 @@ def _timeline(result: SimulationResult) -> dict[str, Any]:
 def _planner(config: Mapping[str, Any]) -> dict[str, Any]:
     task = config["task"]
     grid, failed = grid_from(task["grid"]), task["failed"]
-    if isinstance(failed, bool) or not isinstance(failed, (int, float)) or not 0 <= failed < 1:
-        raise ConfigurationError(f"task.failed={failed!r}: give the failed part of the workers, from 0 to below 1.")
+    if not is_number(failed, 0) or failed >= 1:
+        raise ConfigurationError(f"task.failed={failed!r}: give the failed fraction of the workers, from 0 to below 1.")
     planner = HeuristicPlanner(task["effort"])
     count = round(failed * grid.num_workers)
     started, begun = time.perf_counter(), time.process_time()

@@ -1,1 +1,1 @@
-"""Batches by address: any worker fetches any micro-batch, and streams in which a place is found again."""
+"""Batches by address, so that any worker fetches any micro-batch; and streams that return to a place."""

@@ -24,7 +24,7 @@ __all__ = ["MicrobatchLoader", "WorkerInit"]
 
 
 class _Addressed(Dataset[Any]):
-    """The user's dataset, with randomness that depends on the sample and the epoch only."""
+    """The user's dataset, with randomness that depends only on the sample and the epoch."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -38,7 +38,7 @@ class _Addressed(Dataset[Any]):
         return samples
 
     def __getitems__(self, addresses: Sequence[tuple[int, int]]) -> list[AddressedSample]:
-        """As :meth:`read`, in a DataLoader process."""
+        """Like :meth:`read`, in a DataLoader process."""
         with seeded_everything() as reseed:
             return self.read(addresses, reseed)
 
@@ -50,19 +50,19 @@ class WorkerInit:
     """Ends a DataLoader process with its parent, which may die by SIGKILL; then calls the user's ``worker_init_fn``.
 
     Args:
-        user: that function.
-        dataset: the user's, which ``get_worker_info()`` is to show in the place of what this package puts around it.
+        user: the user's ``worker_init_fn``.
+        dataset: the user's dataset, which ``get_worker_info()`` is to show instead of this package's wrapper.
     """
 
     def __init__(self, user: Callable[[int], None] | None, dataset: Any) -> None:
         self.user, self.dataset = user, dataset
-        self.owner = os.getpid()  # with a fork server the parent is that server, which would outlive the owner
+        self.owner = os.getpid()  # with a fork server, the parent is that server, which would outlive the owner
 
     def __call__(self, worker_id: int) -> None:
         if os.getppid() == self.owner:
             die_with_parent()
         end_with(self.owner, 0)
-        # Write-protected; but users share a dataset out among the processes by what they find here.
+        # Write-protected, but users divide a dataset among the processes by what they find here.
         object.__setattr__(get_worker_info(), "dataset", self.dataset)
         if self.user is not None:
             self.user(worker_id)
@@ -73,12 +73,12 @@ class MicrobatchLoader(StepLoader):
 
     Args:
         dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.StepLoader`.
-        pipeline: of this worker; its micro-batches are prefetched.
+        pipeline: pipeline of this worker, whose micro-batches are prefetched.
         prefetch: whether this worker's stage needs data at all.
 
     Raises:
-        UnsupportedFeatureError: for batches that are not consecutive samples of a sampler.
-        ConfigurationError: if the batch of a training cannot be split into M micro-batches, or there is not even one.
+        UnsupportedFeatureError: if batches are not consecutive samples of a sampler.
+        ConfigurationError: if a training batch cannot be split into M micro-batches, or there is not even one batch.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MicrobatchLoader(StepLoader):
     ) -> None:
         super().__init__(dataloader, grid, seed, **options)
         self._user_sampler = batching_of(dataloader)[1]
-        # Lightning wraps the batch sampler for prediction; its callbacks read there which samples a batch had.
+        # Lightning wraps the batch sampler for prediction; its callbacks read from it which samples a batch had.
         self.batch_sampler = getattr(dataloader, "batch_sampler", None)
         self._pipeline = pipeline
         self._prefetch = prefetch
@@ -134,7 +134,7 @@ class MicrobatchLoader(StepLoader):
     # ------------------------------------------------------------------ what the executor sees
 
     def begin_step(self, handle: StepHandle) -> None:
-        """Forgets what was read for earlier steps and reads this worker's own micro-batches of this one."""
+        """Forgets the data of earlier steps and reads this worker's own micro-batches of this one."""
         current = (handle.epoch, handle.index)
         self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
         self._read_own(handle)
@@ -152,9 +152,9 @@ class MicrobatchLoader(StepLoader):
                 self._read(keys)
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        """Returns the collated micro-batch; asking again, as a redone step does, gives the same.
+        """Returns the collated micro-batch, the same each time, as a redone step needs it.
 
-        What is returned is the caller's, and layers may change it in place: a second time it is read again.
+        The caller owns the result, and layers may change it in place: it is read again for each call.
         """
         key = (handle.epoch, handle.index, microbatch)
         if key not in self._fetched:
@@ -196,7 +196,7 @@ class MicrobatchLoader(StepLoader):
     # ------------------------------------------------------------------ inside
 
     def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
-        """Reads micro-batches in this process; together, because saving the generators' state costs most of it."""
+        """Reads micro-batches in this process; together, because saving the generators' state dominates."""
         with seeded_everything() as reseed:
             for key in keys:
                 if key not in self._fetched and self._positions(*key[1:]):
@@ -225,7 +225,7 @@ class MicrobatchLoader(StepLoader):
         return self._orders[epoch]
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
-        """Moves what is prefetched up to ``key`` into the cache; False if ``key`` lies behind what was."""
+        """Moves prefetched data up to ``key`` into the cache; False if ``key`` precedes it."""
         epoch, step, _ = key
         if self._prefetched_to is None or self._prefetched_to[0] < epoch:
             self._start_prefetching(epoch, step)

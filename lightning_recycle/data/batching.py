@@ -1,8 +1,8 @@
-"""What a user's DataLoader says about its data, and the errors for those that no step can be made of.
+"""What a user's DataLoader says about its data, and the errors for unusable ones.
 
-Any worker must be able to get any sample, also a second time. So the data has addresses (a map-style dataset, or an
-IterableDataset that can be indexed), or it is a *stream* that can be set back: its dataset or its iterator has
-``state_dict`` and ``load_state_dict``, as torchdata's protocol has it, or the loader itself has them (torchdata's
+Any worker must be able to get any sample, even a second time. So the data has addresses (a map-style dataset, or an
+IterableDataset that can be indexed), or it is a *stream* that can be rewound: its dataset or its iterator has
+``state_dict`` and ``load_state_dict`` as in torchdata's protocol, or the loader itself has them (torchdata's
 ``StatefulDataLoader``), which says that reading again gives the same samples.
 """
 
@@ -26,12 +26,12 @@ __all__ = ["batching_of", "check_dataloader", "drops_last", "is_stateful", "is_s
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether ``thing`` can tell its state and be set to one."""
+    """Whether ``thing`` can save and load its state."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 def is_stream(dataloader: Any) -> bool:
-    """Whether the data of a DataLoader can only be read from its start on: an IterableDataset without indices."""
+    """Whether a DataLoader's data can only be read from the start: an IterableDataset without indices."""
     dataset = getattr(dataloader, "dataset", None)
     return isinstance(dataset, IterableDataset) and not (
         type(dataset).__getitem__ is not Dataset.__getitem__ and hasattr(type(dataset), "__len__")
@@ -41,10 +41,10 @@ def is_stream(dataloader: Any) -> bool:
 def batching_of(dataloader: DataLoader[Any]) -> tuple[int | None, Any]:
     """(batch size, sampler) of a DataLoader; None for one whose batches are not consecutive samples of its sampler.
 
-    An IterableDataset with indices is read in their order.
+    An IterableDataset with indices is read in the order of its indices.
     """
     if dataloader.batch_size is not None:
-        if isinstance(dataloader.dataset, IterableDataset):  # PyTorch's own sampler for these counts to no end
+        if isinstance(dataloader.dataset, IterableDataset):  # PyTorch's own sampler for these counts endlessly
             return dataloader.batch_size, SequentialSampler(dataloader.dataset)  # type: ignore[arg-type]
         return dataloader.batch_size, dataloader.sampler
     batch_sampler = dataloader.batch_sampler
@@ -56,21 +56,21 @@ def batching_of(dataloader: DataLoader[Any]) -> tuple[int | None, Any]:
 
 
 def drops_last(dataloader: DataLoader[Any]) -> bool:
-    """Whether a trailing incomplete batch is not wanted."""
+    """Whether a trailing incomplete batch is to be dropped."""
     batch_sampler = dataloader.batch_sampler
     return bool(getattr(getattr(batch_sampler, "_batch_sampler", batch_sampler), "drop_last", False))
 
 
 def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
-    """Raises the errors for a DataLoader that can be seen without a worker.
+    """Raises those errors of a DataLoader that can be found without a worker.
 
     Args:
-        dataloader: whatever the user gave.
+        dataloader: the object given by the user.
         microbatches: M in training, None in evaluation.
 
     Raises:
-        UnsupportedFeatureError: for data that cannot be had a second time, and batches of the user's own making.
-        ConfigurationError: if the batch of a training cannot be split into M micro-batches.
+        UnsupportedFeatureError: for data that cannot be read a second time, and for user-defined batches.
+        ConfigurationError: if a training batch cannot be split into M micro-batches.
     """
     if not isinstance(dataloader, DataLoader):
         raise UnsupportedFeatureError(
@@ -83,8 +83,8 @@ def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UnsupportedFeatureError(
             f"The DataLoader's {type(sampler).__name__}(num_replicas={sampler.num_replicas}, rank={sampler.rank}) gives"
-            " this process a part of the data; the strategy shares the data out itself, and every worker must know all"
-            " of its order. Use shuffle=True or a sampler over the whole dataset."
+            " this process a part of the data; the strategy divides the data itself, and every worker must know its"
+            " whole order. Use shuffle=True or a sampler over the whole dataset."
         )
     if batch_size is None:
         raise UnsupportedFeatureError(
@@ -95,7 +95,7 @@ def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
     if microbatches is not None and batch_size % microbatches:
         divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
         raise ConfigurationError(
-            f"batch_size={batch_size} (per pipeline) is not divisible into num_microbatches={microbatches}."
+            f"batch_size={batch_size} (per pipeline) is not divisible by num_microbatches={microbatches}."
             f" Use a batch_size that is a multiple of {microbatches}, or num_microbatches from {divisors}."
         )
 
@@ -105,24 +105,24 @@ def _check_stream(dataloader: DataLoader[Any], training: bool) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, IterDataPipe):
         raise UnsupportedFeatureError(
-            f"The data is an IterDataPipe ({name}), which needs a DataLoader that knows it to share it out among"
+            f"The data is an IterDataPipe ({name}), which needs a DataLoader that knows how to divide it among"
             " processes. Wrap it in an IterableDataset, or use a map-style dataset."
         )
     if not (is_stateful(dataset) or is_stateful(dataloader) or is_stateful(iter(dataset))):
         raise UnsupportedFeatureError(
             f"{name} is an IterableDataset without state: a survivor could not read the samples of a dead worker a"
-            " second time. Give it (or the iterator that it returns) state_dict() and load_state_dict(), from which it"
-            " goes on at the next sample; or, if reading it again gives the same samples, use torchdata's"
+            " second time. Give it (or the iterator that it returns) state_dict() and load_state_dict(), so that it"
+            " can continue at the next sample; or, if reading it again gives the same samples, use torchdata's"
             " StatefulDataLoader; or give it __getitem__() and __len__()."
         )
     if dataloader.batch_size is None:
         raise UnsupportedFeatureError(
-            f"The DataLoader has batch_size=None, so that {name} makes batches of its own, which cannot be split into"
+            f"The DataLoader has batch_size=None, so {name} makes its own batches, which cannot be split into"
             " micro-batches. Let it yield single samples, and give batch_size (per pipeline)."
         )
     if training and dataloader.persistent_workers and is_stateful(dataset):
         raise UnsupportedFeatureError(
-            f"persistent_workers=True lets {name} go on in the next epoch from wherever its processes have read ahead"
+            f"persistent_workers=True makes {name} start the next epoch wherever its processes have read ahead"
             " to, which cannot be repeated. Leave it False (each epoch then begins with the dataset as it was given),"
-            " or use num_workers=0 (it goes on where it stopped)."
+            " or use num_workers=0 (it continues where it stopped)."
         )

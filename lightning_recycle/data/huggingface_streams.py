@@ -1,19 +1,19 @@
-"""Streams of Hugging Face's ``datasets``, whose states say less than those of other streams.
+"""Streams of Hugging Face's ``datasets``, whose states hold less than those of other streams.
 
-An ``IterableDataset`` of theirs (version 5.2)
+Their ``IterableDataset`` (version 5.2)
 
-- goes back to a state that was loaded at the beginning of later passes, too, if they have its epoch number;
+- returns to a loaded state at the beginning of later passes, too, if they have its epoch number;
 - ignores it if they have another one, which the user sets;
-- leaves the samples in a shuffle buffer out of it, and fills the buffer anew.
+- leaves the samples in a shuffle buffer out of its state, and refills the buffer.
 
-So a state is taken back before the next pass (``load_state_dict(None)``: as it was made), the epoch number is part of
-the place in the data, and a dataset with a shuffle buffer is read again up to its place, which gives the same samples.
-No pass depends on those before it.
+So a state is reset before the next pass (``load_state_dict(None)``: as it was made), the epoch number is part of the
+place in the data, and a dataset with a shuffle buffer is read again up to its place, which gives the same samples.
+No pass depends on earlier ones.
 
 Must not import ``datasets``, which users of other data do not have.
 
-Private names used: ``_ex_iterable``, and that shuffle buffers are ``BufferShuffledExamplesIterable`` in ``ex_iterable``
-or ``ex_iterables`` of it.
+Private names used: ``_ex_iterable``, and that shuffle buffers are ``BufferShuffledExamplesIterable`` in its
+``ex_iterable`` or ``ex_iterables``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The steps of an epoch: what Lightning's loops see of them, and what every source of their data can do.
+"""The steps of an epoch: what Lightning's loops see of them, and the interface of every source of their data.
 
 A step takes a *global batch*: ``batch_size`` samples of each pipeline, times the batches that one step accumulates.
 Pipeline d gets the samples d, d+D, d+2D, ... of it, as with a DistributedSampler, and micro-batch m of that pipeline
-every M-th of those. So the composition of the global micro-batch g = m * D + d depends on D * M only: with the same
-number of micro-batches every grid computes the same sums and draws the same dropout.
+every M-th of those. So the composition of the global micro-batch g = m * D + d depends only on D * M: with the same
+number of micro-batches, every grid computes the same sums and draws the same dropout.
 
 :class:`~lightning_recycle.data.addressed.MicrobatchLoader` is the source for data with addresses,
 :class:`~lightning_recycle.data.streams.StreamLoader` for streams.
@@ -30,13 +30,13 @@ AddressedSample: TypeAlias = tuple[tuple[int, int], Any]
 class StepHandle:
     """What Lightning's loops and hooks see as the batch of one step: an address, not the data.
 
-    Callbacks that look into the batch, by index, key or iteration, find the whole global batch: it is read, in this
-    process, the first time that somebody looks.
+    Callbacks that look into the batch, by index, key or iteration, find the whole global batch: this process reads it
+    on the first access.
 
     Args:
-        loader: where its data comes from.
-        epoch: of the loader.
-        index: of the step within the epoch.
+        loader: the source of its data.
+        epoch: epoch of the loader.
+        index: index of the step within the epoch.
     """
 
     def __init__(self, loader: StepLoader, epoch: int, index: int) -> None:
@@ -45,7 +45,7 @@ class StepHandle:
 
     @property
     def num_samples(self) -> int:
-        """Of the global batch."""
+        """Number of samples in the global batch."""
         return self.loader.samples_in(self)
 
     def read(self) -> Any:
@@ -68,7 +68,7 @@ class StepHandle:
 
 
 class Collate:
-    """The user's collate function, with randomness that depends on the samples and the epoch only."""
+    """The user's collate function, with randomness that depends only on the samples and the epoch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.collate, self.seed = collate, seed
@@ -89,24 +89,23 @@ class StepLoader(ABC):
     Iterating yields a :class:`StepHandle` per step; Lightning counts with those. :meth:`fetch` gets the data.
 
     Args:
-        dataloader: the user's; its ``batch_size`` is per pipeline.
-        grid: D, S and M.
-        seed: of the run.
-        batch_pipelines: number of pipelines that ``batch_size`` was chosen for, if not the grid's: the global batch
-            stays what it was when a training goes on with fewer pipelines.
-        evaluation: keep a trailing incomplete global batch, and make micro-batches of consecutive samples, as even as
-            they can be; some may be empty.
-        batches_per_step: how many batches of the DataLoader each pipeline takes for one step (gradient accumulation).
+        dataloader: the user's DataLoader; its ``batch_size`` is per pipeline.
+        grid: the grid, for D, S and M.
+        seed: seed of the run.
+        batch_pipelines: number of pipelines for which ``batch_size`` was chosen, if not the grid's: the global batch
+            stays the same when training continues with fewer pipelines.
+        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
+            as even as possible; some may be empty.
+        batches_per_step: number of DataLoader batches that each pipeline takes per step (gradient accumulation).
 
     Attributes:
-        first_step: of the next iteration; not 0 when training goes on in the middle of an epoch.
-        end_step: the step before which the loop ends the epoch at the latest.
-        prepare: called with a collated batch and a seed that belongs to it, before anybody sees it: moves it to the
-            device.
-        dataloader_idx: among several loaders of an evaluation.
+        first_step: first step of the next iteration; not 0 when training resumes in the middle of an epoch.
+        end_step: the step before which the loop ends the epoch, at the latest.
+        prepare: called with a collated batch and its seed before anything else sees it; moves it to the device.
+        dataloader_idx: index among several loaders of an evaluation.
 
     Raises:
-        UnsupportedFeatureError, ConfigurationError: as :func:`~lightning_recycle.data.batching.check_dataloader`.
+        UnsupportedFeatureError, ConfigurationError: as for :func:`~lightning_recycle.data.batching.check_dataloader`.
     """
 
     def __init__(
@@ -149,28 +148,28 @@ class StepLoader(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[StepHandle]:
-        """The steps of an epoch, from :attr:`first_step` on."""
+        """The steps of an epoch, starting with :attr:`first_step`."""
 
     @property
     def unused_samples(self) -> int:
-        """How many samples of an epoch no step has, as far as that can be known before."""
+        """Number of samples of an epoch that belong to no step, as far as that is known in advance."""
         return 0
 
     # ------------------------------------------------------------------ what the executor sees
 
     @abstractmethod
     def begin_step(self, handle: StepHandle) -> None:
-        """The step of ``handle`` is run now; the one before it may still be asked for."""
+        """The step of ``handle`` runs now; the previous one may still be requested."""
 
     @abstractmethod
     def read_ahead(self, handle: StepHandle) -> None:
-        """Reads what is known to be wanted for the step after ``handle``; called when there is time."""
+        """Reads data known to be needed for the step after ``handle``; called when there is time."""
 
     @abstractmethod
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        """Returns the collated micro-batch; asking again, as a redone step does, gives the same.
+        """Returns the collated micro-batch, the same each time, as a redone step needs it.
 
-        What is returned is the caller's, and layers may change it in place.
+        The caller owns the result, and layers may change it in place.
         """
 
     @abstractmethod
@@ -183,10 +182,10 @@ class StepLoader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends reading processes. The newest step can still be fetched: others may have to redo it."""
+        """Ends reading processes. The newest step can still be fetched, since others may have to redo it."""
 
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
-        """How many samples a micro-batch has; in evaluation that may be none."""
+        """Number of samples in a micro-batch; may be 0 in evaluation."""
         return len(self._share(microbatch, self.samples_in(handle)))
 
     # ------------------------------------------------------------------ inside
@@ -199,7 +198,7 @@ class StepLoader(ABC):
         return range(index, size, count)
 
     def _prepared(self, data: Any, handle: StepHandle, index: int) -> Any:
-        """``data`` for the caller; ``index``: of the global micro-batch, -1 for the whole batch."""
+        """``data`` prepared for the caller; ``index`` is that of the global micro-batch, -1 for the whole batch."""
         if self.prepare is None:
             return data
         return self.prepare(data, derive_seed(self._seed, handle.epoch, handle.index, index))

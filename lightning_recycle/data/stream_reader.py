@@ -1,12 +1,12 @@
-"""Reading a stream batch by batch: from its start, or from the state that it was in before some batch.
+"""Reads a stream batch by batch, from its start or from its state before some batch.
 
-A pass over the stream is what ``iter(dataset)`` gives. This process reads it, or DataLoader processes do, each its
-part, in turns as with a ``DataLoader``. Randomness in the stream depends on (seed, epoch, part, number of the sample)
-only.
+A pass over the stream is what ``iter(dataset)`` gives. It is read by this process, or by DataLoader processes that each
+read a part in turns, as with a ``DataLoader``. Randomness in the stream depends only on (seed, epoch, part, number of
+the sample).
 
-The state of a part is that of the user's dataset and iterator, as far as they can tell it. What cannot is read again
-from the start and left out up to where it was. The state of a reader holds nothing but what the user's ``state_dict``
-methods return, numbers, lists and dicts, so that a checkpoint can hold it.
+The state of a part is that of the user's dataset and iterator, if they can save it; otherwise the part is read again
+from the start and skipped up to its place. The state of a reader holds only what the user's ``state_dict`` methods
+return, numbers, lists and dicts, so a checkpoint can hold it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ _Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
 
 
 class StreamReader:
-    """The batches of one pass after another.
+    """The batches of consecutive passes.
 
     Args:
-        dataloader: the user's.
-        batch_size: samples of a batch.
-        seed: of the run.
-        independent: every pass begins with the dataset as it was given. Else, if this process reads itself, it begins
-            with the dataset as the pass before left it. (In DataLoader processes all passes are independent.)
+        dataloader: the user's DataLoader.
+        batch_size: samples per batch.
+        seed: seed of the run.
+        independent: whether every pass begins with the dataset as it was given. Otherwise, if this process itself
+            reads, a pass begins with the dataset as the previous one left it. (In DataLoader processes all passes are
+            independent.)
 
     Attributes:
-        ended: whether the pass has come to its end.
+        ended: whether the pass has ended.
     """
 
     def __init__(self, dataloader: DataLoader[Any], batch_size: int, seed: int, independent: bool = False) -> None:
@@ -49,14 +50,14 @@ class StreamReader:
         self._seed = seed
         self._copies = independent and dataloader.num_workers == 0
         self._batches: Iterator[_Batch] = iter(())
-        # Parts are read in turns. Whoever starts again starts with the first part, so at the beginning of a round.
+        # Parts are read in turns. A restarted reader starts with the first part, so at the beginning of a round.
         self._parts: list[dict[str, Any] | None] = []  # states after what was read
-        self._round: list[dict[str, Any] | None] = []  # states at the beginning of the present round
+        self._round: list[dict[str, Any] | None] = []  # states at the beginning of the current round
         self._last = -1  # the part that was read last in this round
         self._taken = 0  # batches of this round
 
     def begin(self, epoch: int, state: dict[str, Any] | None = None) -> None:
-        """Begins the pass of ``epoch``, or goes on with it from a state."""
+        """Begins the pass of ``epoch``, or resumes it from a state."""
         self.close()
         self.ended = False
         self._parts = list(state["parts"]) if state else [None] * max(1, self._dataloader.num_workers)
@@ -81,7 +82,7 @@ class StreamReader:
         return samples
 
     def state(self) -> dict[str, Any]:
-        """From which :meth:`begin` goes on with the batch that is to be read next."""
+        """The state from which :meth:`begin` resumes with the next batch."""
         return {"parts": list(self._round), "skip": self._taken}
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class StreamReader:
             return iter(parts)
         loader = DataLoader(
             parts,
-            batch_size=None,  # what is yielded is a batch already
+            batch_size=None,  # it yields batches already
             collate_fn=_as_it_is,
             num_workers=user.num_workers,
             timeout=user.timeout,
@@ -110,7 +111,7 @@ class StreamReader:
 
 
 class _Parts(IterableDataset[_Batch]):
-    """Reads, in each process that iterates over it, the part of that process."""
+    """Reads the part of the process that iterates over it."""
 
     def __init__(
         self, dataset: Any, batch_size: int, seed: int, epoch: int, states: list[dict[str, Any] | None]
@@ -130,11 +131,11 @@ class _Part:
     """One process's part of a pass.
 
     Args:
-        dataset: the user's.
-        seed: of the run.
-        epoch: of the pass.
-        number: of the part.
-        state: to go on from.
+        dataset: the user's dataset.
+        seed: seed of the run.
+        epoch: epoch of the pass.
+        number: number of the part.
+        state: state to resume from.
     """
 
     def __init__(self, dataset: Any, seed: int, epoch: int, number: int, state: dict[str, Any] | None) -> None:
@@ -179,7 +180,7 @@ class _Part:
 
 
 def _state_of(thing: Any) -> Any:
-    """A copy: what is returned may be the very dict that the next sample changes."""
+    """A copy: the state may be the very dict that the next sample changes."""
     if not is_stateful(thing) or (is_huggingface(thing) and has_shuffle_buffer(thing)):
         return None
     return copy.deepcopy(thing.state_dict())

@@ -1,13 +1,13 @@
-"""Micro-batch data of a stream: an IterableDataset without indices that can be set back.
+"""Micro-batch data of a stream: an IterableDataset without indices that can be rewound.
 
-Every worker reads the whole stream, those of middle stages too: they must know when it ends. One batch of the reader is
-what a run on one device would read with ``batch_size`` times the number of pipelines, so the order of the samples is
-that of such a run, also where several DataLoader processes read in turns; the grid has no part in it.
+Every worker reads the whole stream, even in middle stages, which must know when it ends. One batch of the reader is
+what a run on one device would read with ``batch_size`` times the number of pipelines, so the samples come in the order
+of such a run, also where several DataLoader processes read in turns; the grid has no influence on it.
 
-A step that is redone, and the reader's own look ahead, need the samples of three steps at most, which are kept. The
-reader therefore only goes forward, and a dataset sees what it sees on one device: one pass per epoch, each sample once.
-A worker that joins, or a run that resumes, sets its dataset back to where the newest step began at which the state
-could be told, and relives what has happened since.
+Redone steps and the reader's own look-ahead need the samples of at most three steps, which are kept. The reader
+therefore only moves forward, and a dataset sees what it sees on one device: one pass per epoch, each sample once.
+A worker that joins, or a run that resumes, rewinds its dataset to the start of the newest step whose state could be
+saved, and reads again what has been read since.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lightning_recycle.randomness import seeded_everything
 
 __all__ = ["StreamLoader"]
 
-_KEPT_STEPS = 3  # the present one, the one before, which others may have to redo, and the one after
+_KEPT_STEPS = 3  # the current one, the previous one, which others may have to redo, and the next one
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What was read for a step, and the state of the reader before."""
+    """The data read for a step, and the reader's state before it."""
 
     samples: list[Any]
     start: dict[str, Any]
@@ -44,17 +44,17 @@ class StreamLoader(StepLoader):
     """The steps of an epoch of a stream.
 
     Its state is a place in the stream, the same on every worker and for every grid: ``reader`` is the reader's state at
-    the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), and ``passes`` tells for
-    that epoch and those after it how many steps were read and whether the end of the stream was met. No state is taken
-    at the very start of a pass: a generator has run nothing of its code by then.
+    the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), and ``passes`` says for
+    that epoch and later ones how many steps were read and whether the stream ended. No state is saved at the very
+    start of a pass, when a generator has not yet run any of its code.
 
     Args:
         dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.StepLoader`.
 
     Raises:
-        UnsupportedFeatureError: for a stream that cannot be set back.
-        ConfigurationError: if the batch of a training cannot be split into M micro-batches; later, if the stream of a
-            training has not even one.
+        UnsupportedFeatureError: for a stream that cannot be rewound.
+        ConfigurationError: if a training batch cannot be split into M micro-batches; later, if the training stream does
+            not yield a single global batch.
     """
 
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
@@ -63,7 +63,7 @@ class StreamLoader(StepLoader):
         self._drops_last = not self.evaluation or drops_last(dataloader)
         self._batch_samples = self.global_batch_size // self.batches_per_step
         self._reader = StreamReader(dataloader, self._batch_samples, seed, independent=self.evaluation)
-        # Whether a pass depends on those before it.
+        # Whether a pass depends on earlier ones.
         self._goes_on = (
             not self.evaluation
             and dataloader.num_workers == 0
@@ -72,7 +72,7 @@ class StreamLoader(StepLoader):
         )
         self._knows_epoch = self.evaluation
         self._pass: int | None = None  # the epoch whose pass is being read
-        self._next = 0  # the step of it that is read next
+        self._next = 0  # its next step to read
         self._steps: dict[tuple[int, int], _Step] = {}
         self._begun: tuple[int, int] | None = None
         self._place: dict[str, Any] = {"epoch": 0, "step": 0, "reader": None, "passes": []}
@@ -84,7 +84,7 @@ class StreamLoader(StepLoader):
         """Steps per epoch.
 
         Raises:
-            TypeError: where the stream does not know its length; Lightning expects that.
+            TypeError: if the stream does not know its length, as Lightning expects.
         """
         samples = len(self.dataset)
         steps = samples // self.global_batch_size
@@ -100,8 +100,8 @@ class StreamLoader(StepLoader):
 
     def __iter__(self) -> Iterator[StepHandle]:
         if not self._knows_epoch:
-            # Where there is no length Lightning asks for one batch before it knows where training begins, and iterates
-            # anew when it does.
+            # Without a length, Lightning asks for one batch before it knows where training begins, and then iterates
+            # again.
             yield StepHandle(self, self._epoch, 0)
             return
         if self.evaluation:
@@ -121,7 +121,7 @@ class StreamLoader(StepLoader):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """A place from which any worker gets to the step that is run next, or to that after it."""
+        """A place from which any worker can reach the next step, or the one after it."""
         if self._place_to_find is None:
             self._keep_account()
         place = copy.deepcopy(self._place_to_find or self._place)
@@ -130,16 +130,16 @@ class StreamLoader(StepLoader):
         return place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes a place over; the next iteration goes there.
+        """Adopts a place; the next iteration goes there.
 
         Raises:
-            ConfigurationError: if the state is of something else.
+            ConfigurationError: if the state belongs to something else.
         """
         if not self._place.keys() <= state.keys():
             raise ConfigurationError(
                 "The checkpoint's state of the training data was not written by strategy='recycle', so the place in"
-                f" {type(self.dataset).__name__} is not known. Resume it on one device, or from a checkpoint of a grid"
-                " (one device is one, too: devices=1, strategy='recycle')."
+                f" {type(self.dataset).__name__} is unknown. Resume it on one device, or from a checkpoint of a grid"
+                " (devices=1 with strategy='recycle' is also one)."
             )
         parts = len(state["reader"]["parts"]) if state["reader"] else None
         if parts not in (None, max(1, self._dataloader.num_workers)):
@@ -148,7 +148,7 @@ class StreamLoader(StepLoader):
                 f"{self._dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
                 f" Resume with num_workers={parts}" + (" or 0." if parts == 1 else ".")
             )
-        if is_huggingface(self.dataset):  # a worker that joins has not called what sets it
+        if is_huggingface(self.dataset):  # a joining worker has not called what sets it
             self.dataset.set_epoch(state.get("dataset_epoch", 0))
         self._place_to_find = copy.deepcopy(state)
         self._steps.clear()
@@ -184,7 +184,7 @@ class StreamLoader(StepLoader):
         samples = self._step(handle).samples
         wanted = [samples[i] for i in share]
         if self._dataloader.collate_fn is not default_collate:
-            # What it returns may be the samples themselves, which layers may change in place; a redo needs them as
+            # It may return the samples themselves, which layers may change in place; a redo needs them as
             # they were.
             wanted = copy.deepcopy(wanted)
         first = handle.index * self.global_batch_size
@@ -196,7 +196,7 @@ class StreamLoader(StepLoader):
         key = handle.epoch, handle.index
         if key not in self._steps and (handle.epoch != self._pass or not self._reaches(*key)):
             raise UnsupportedFeatureError(
-                f"The batch of step {handle.index} of epoch {handle.epoch} is one of a stream, of which the newest"
+                f"The batch of step {handle.index} of epoch {handle.epoch} belongs to a stream, of which the newest"
                 f" {_KEPT_STEPS} steps are kept. Look into a batch in the hooks of its own step."
             )
         return self._steps[key]
@@ -220,18 +220,18 @@ class StreamLoader(StepLoader):
             self._place["passes"].append([])
         else:
             self._place = {"epoch": epoch, "step": 0, "reader": None, "passes": [[]]}
-        # The last step that was begun may still have to be redone; what was read and not wanted must not displace it.
+        # The last step begun may still have to be redone; data read but not requested must not displace it.
         self._steps = {key: step for key, step in self._steps.items() if key == self._begun}
         self._reader.begin(epoch)
         self._pass, self._next = epoch, 0
 
     def _keep_account(self) -> None:
-        """Brings the last of the place's passes, the present one, up to date."""
+        """Updates the place's last pass, the current one."""
         if self._place["passes"]:
             self._place["passes"][-1] = [self._next, self._reader.ended]
 
     def _find_place(self, epoch: int) -> None:
-        """Goes to the place that was loaded, and on from there to the pass of ``epoch``."""
+        """Goes to the loaded place, and from there to the pass of ``epoch``."""
         place, self._place_to_find = self._place_to_find, None
         assert place is not None
         self._pass = None
@@ -249,7 +249,7 @@ class StreamLoader(StepLoader):
                 if not self._read_step():
                     raise ConfigurationError(
                         f"{type(self.dataset).__name__} ended before step {self._next} of epoch {self._pass}, where it"
-                        " did not end before. After load_state_dict() a stream must go on with the same samples."
+                        " did not end before. After load_state_dict() a stream must continue with the same samples."
                     )
             if self._pass == epoch:
                 return
@@ -272,7 +272,7 @@ class StreamLoader(StepLoader):
         return True
 
     def _read_batch(self) -> list[Any] | None:
-        """The next batch that is wanted: incomplete ones only in an evaluation that keeps them."""
+        """The next batch; an incomplete one only in an evaluation that keeps them."""
         while (batch := self._reader.read()) is not None:
             if len(batch) == self._batch_samples or (batch and not self._drops_last):
                 return batch

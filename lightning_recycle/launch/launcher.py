@@ -51,7 +51,7 @@ from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.checks import check_loaders, check_module, check_trainer
-from lightning_recycle.session.options import Options, Place, RunSetup
+from lightning_recycle.session.configuration import Options, Place, RunSetup
 
 __all__ = ["INCARNATIONS_PER_START", "SupervisorLauncher"]
 

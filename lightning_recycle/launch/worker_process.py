@@ -28,8 +28,8 @@ from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.parent import die_with_parent, end_with
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.optimizer_states import to_cpu
-from lightning_recycle.session.options import Options, Place, RunSetup
 from lightning_recycle.session.session import Session
 
 __all__ = ["Call", "Extras", "WorkerStart", "global_state", "run_outside", "worker_main"]

@@ -1,9 +1,9 @@
 """Causal language models of Hugging Face ``transformers`` as pipelines: embedding, decoder blocks, norm and head.
 
 The layers are made of the library's own modules; this file adds what its models do around them: masks, positions and
-rotary embeddings. Between layers go (vectors, attention mask, positions), so that a stage can begin anywhere: the
-latter two as they came with the batch, None or integers, which cost next to nothing to send; what follows from them is
-computed in each layer.
+rotary embeddings. Layers exchange (vectors, attention mask, positions), so a stage can begin anywhere: the latter two
+as they came with the batch, None or integers, which cost next to nothing to send; each layer computes what follows from
+them.
 
 Needs ``pip install lightning-recycle[hf]``.
 """
@@ -34,7 +34,7 @@ IGNORED_LABEL = -100
 
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 SUPPORTED = (*_FAMILIES, "gpt2")
-"""The model types (``config.model_type``) that can be made a pipeline."""
+"""The model types (``config.model_type``) that can become pipelines."""
 
 _Hidden: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 """Vectors (batch, sequence, width), attention mask and position ids (batch, sequence) or None."""
@@ -44,20 +44,20 @@ class CausalLM(PipelineModule):
     """A causal language model of ``transformers``, trained to predict the next token.
 
     Args:
-        config_or_model: a configuration, for a model with random weights of which every worker builds its stage only;
+        config_or_model: a configuration, for a model with random weights of which every worker builds only its stage;
             or a model, whose modules become the layers and keep their weights.
         optimizer: parameters -> optimizer, such as ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or (optimizer,
             scheduler); see :meth:`PipelineModule.from_sequential`.
-        activation_checkpointing: whether a block keeps only its input for the backward, and computes the rest again.
+        activation_checkpointing: whether a block keeps only its input for the backward and recomputes the rest.
 
     A batch is a mapping with ``input_ids`` and, each optional, ``labels``, ``attention_mask`` and ``position_ids``, all
-    integers of shape (batch, sequence); or a pair (input ids, labels). Labels are *not* shifted, as in
-    ``transformers``, and ``IGNORED_LABEL`` where a token does not count; by default they are the input ids with the
-    padding ignored. The loss is the mean over the labelled tokens of a micro-batch, so micro-batches weigh the same
-    even if some have fewer of them.
+    integers of shape (batch, sequence); or a pair (input ids, labels). As in ``transformers``,
+    labels are *not* shifted, and are ``IGNORED_LABEL`` where a token does not count; by default they are the input ids
+    with the padding ignored. The loss is the mean over the labelled tokens of a micro-batch, so all micro-batches have
+    equal weight even if some have fewer such tokens.
 
-    Tied embeddings (``config.tie_word_embeddings``) are one parameter, whichever stages hold its two ends. Position ids
-    that start again within a row, without an attention mask, separate packed sequences, which do not attend to one
+    Tied embeddings (``config.tie_word_embeddings``) are one parameter, whichever stages hold them. Position ids
+    that restart within a row, without an attention mask, separate packed sequences, which do not attend to one
     another.
 
     Raises:
@@ -137,9 +137,9 @@ class CausalLM(PipelineModule):
         return make_optimizers(self._optimizer, self.parameters())
 
     def transformers_state_dict(self) -> dict[str, Tensor]:
-        """The weights under the names that ``transformers`` gives them, for ``load_state_dict`` of such a model.
+        """The weights under their names in ``transformers``, for ``load_state_dict`` of such a model.
 
-        Tied weights have both of their names. All layers must be in this process, as they are after ``fit``.
+        Tied weights appear under both names. All layers must be in this process, as they are after ``fit``.
         """
         base = "transformer" if self.config.model_type == "gpt2" else "model"
         blocks = "h" if self.config.model_type == "gpt2" else "layers"
@@ -189,7 +189,7 @@ class GPT2Embedding(nn.Module):
 
 
 class _Block(nn.Module):
-    """A decoder block; subclasses say what else the library's module wants."""
+    """A decoder block; subclasses provide the other inputs of the library's module."""
 
     def __init__(self, config: PretrainedConfig, block: nn.Module, index: int, checkpointing: bool) -> None:
         super().__init__()
@@ -291,16 +291,16 @@ def visible_tokens(
     window: int | None,
     implementation: str,
 ) -> Tensor | None:
-    """The mask that the library's attention takes: no later tokens, padding, other sequences, nor what is too far back.
+    """The mask for the library's attention: no later tokens, padding, other sequences, or tokens too far back.
 
     Args:
         hidden: (batch, sequence, width), for its shape, dtype and device.
         attention_mask: (batch, sequence), 0 for padding.
-        position_ids: (batch or 1, sequence); without a mask, a row where they do not rise by one is several sequences.
-        window: how many tokens back a token may look, itself included; None for all.
-        implementation: ``"sdpa"`` wants True where a token may look, and nothing where the mask is only causal;
-            ``"eager"`` adds to the scores: 0 there, and elsewhere a number that is finite in float32 too, in which it
-            computes, so that a row of padding that may look nowhere gives no NaN.
+        position_ids: (batch or 1, sequence); without a mask, a new sequence begins wherever they do not rise by one.
+        window: number of tokens a token may look back, including itself; None for all.
+        implementation: ``"sdpa"`` takes True where a token may look, and no mask if it is only causal;
+            ``"eager"`` adds to the scores: 0 there, and elsewhere a number that stays finite in float32, in which it
+            computes, so a row of padding that may look nowhere gives no NaN.
 
     Returns:
         (batch or 1, 1, sequence, sequence), or None.
@@ -341,8 +341,8 @@ def _window(config: PretrainedConfig, index: int) -> int | None:
 def _check(config: PretrainedConfig, model: PreTrainedModel | None) -> None:
     if config.model_type not in SUPPORTED:
         raise UnsupportedFeatureError(
-            f"CausalLM() knows the model types {', '.join(SUPPORTED)}, not {config.model_type!r}. For others derive a"
-            " class from PipelineModule: its layers may be the model's own modules."
+            f"CausalLM() knows the model types {', '.join(SUPPORTED)}, not {config.model_type!r}. For others, derive a"
+            " class from PipelineModule whose layers are the model's own modules."
         )
     wanted = _class(config, "LMHeadModel" if config.model_type == "gpt2" else "ForCausalLM")
     if model is not None and not isinstance(model, wanted):
@@ -364,7 +364,7 @@ def _class(config: PretrainedConfig, name: str) -> Any:
 
 
 def _with_attention(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of ``config`` with the attention implementation that the library would choose."""
+    """A copy of ``config`` with the library's choice of attention implementation."""
     return copy.deepcopy(_class(config, "PreTrainedModel")(copy.deepcopy(config)).config)
 
 
@@ -379,7 +379,7 @@ def _projection(config: PretrainedConfig) -> nn.Module:
 
 
 def _layers_of(model: Any, checkpointing: bool) -> list[nn.Module | LayerSpec]:
-    """The layers made of the modules of ``model``."""
+    """The layers made from the modules of ``model``."""
     config = model.config
     if config.model_type == "gpt2":
         base = model.transformer

@@ -1,7 +1,7 @@
-"""What a layer is before it exists, a recipe and a placeholder, and how layers get the parameters that they share.
+"""Layers that do not exist yet, as recipes and placeholders, and how layers get the parameters that they share.
 
-Concept: a pipeline is a list of layers, of which a process builds those of its own stage only. A :class:`LayerSpec`
-says how one is built; an :class:`AbsentLayer` keeps its place, its recipe and what was asked of it meanwhile.
+Concept: a pipeline is a list of layers, of which a process builds only those of its own stage. A :class:`LayerSpec`
+says how one is built; an :class:`AbsentLayer` keeps its place, its recipe and what was requested of it meanwhile.
 
 Must not know: processes, Lightning.
 """
@@ -24,11 +24,11 @@ __all__ = ["AbsentLayer", "LayerSpec", "count_parameters", "needed_elsewhere", "
 
 
 class LayerSpec:
-    """A recipe for a layer, so that no worker has to hold layers that it does not own.
+    """A recipe for a layer, so that no worker needs to hold layers that it does not own.
 
     Args:
-        cls: a subclass of ``nn.Module`` (or a callable that returns a module).
-        *args, **kwargs: the arguments of its constructor.
+        cls: subclass of ``nn.Module`` (or a callable that returns a module).
+        *args, **kwargs: arguments of its constructor.
 
     The layer is built with torch's generator seeded from (seed, layer index): the same weights on every grid.
     """
@@ -45,7 +45,7 @@ class LayerSpec:
         """Builds the layer.
 
         Raises:
-            ConfigurationError: if the constructor fails or returns no module.
+            ConfigurationError: if the constructor fails or does not return a module.
         """
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(seed, index))
@@ -64,20 +64,20 @@ class LayerSpec:
         """The number of parameters (elements) of the layer, found on torch's meta device: nothing is allocated.
 
         A constructor that cannot run there, because it reads values of its tensors, runs for real; the layer is
-        dropped again.
+        then dropped.
 
         Raises:
-            ConfigurationError: if the layer cannot be built, or its parameters get their shapes from the first input.
+            ConfigurationError: if the layer cannot be built, or takes its parameters' shapes from the first input.
         """
         return count_parameters(self.build_without_storage(index), index)
 
     def build_without_storage(self, index: int) -> nn.Module:
-        """Builds the layer on torch's meta device, where that is possible: for what only looks at shapes."""
+        """Builds the layer on torch's meta device if possible, for callers that only need shapes."""
         try:
             with torch.device("meta"):
                 return self.build(index, seed=0)
         except ConfigurationError:
-            return self.build(index, seed=0)  # what is wrong with the recipe itself is wrong here too
+            return self.build(index, seed=0)  # an error in the recipe itself occurs here too
 
     def __repr__(self) -> str:
         arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
@@ -88,12 +88,12 @@ class AbsentLayer(nn.Module):
     """Stands for a layer that this process has not built: it has no parameters.
 
     Args:
-        spec: the recipe, if there is one.
+        spec: its recipe, if there is one.
 
     Attributes:
-        elsewhere: whether the layer belongs to another stage, so that it is not to be built here.
-        dtype: what a conversion such as ``model.double()`` asked for before the layer exists.
-        kept: parameters of the layer that layers of this stage, not built yet, are tied to; by name in the layer.
+        elsewhere: whether the layer belongs to another stage and must not be built here.
+        dtype: the type requested by a conversion such as ``model.double()`` before the layer exists.
+        kept: parameters of the layer, by name in it, to which unbuilt layers of this stage are tied.
     """
 
     def __init__(self, spec: LayerSpec | None = None) -> None:
@@ -129,15 +129,15 @@ class AbsentLayer(nn.Module):
 
 
 def count_parameters(layer: nn.Module, index: int) -> int:
-    """The number of elements of the parameters of ``layer``, shared ones once, frozen ones too.
+    """The number of elements of the parameters of ``layer``, with shared ones counted once and frozen ones included.
 
     Raises:
-        ConfigurationError: for parameters that get their shapes from the first input.
+        ConfigurationError: for parameters that take their shapes from the first input.
     """
     parameters = list(layer.parameters())
     if any(isinstance(p, UninitializedParameter) for p in parameters):
         raise ConfigurationError(
-            f"Layer {index} ({type(layer).__name__}) gets the shapes of its parameters from its first input, so they"
+            f"Layer {index} ({type(layer).__name__}) takes the shapes of its parameters from its first input, so they"
             " cannot be counted: give the sizes in configure_pipeline(), or the number of layers of each stage, as in"
             " partition=[2, 3]."
         )
@@ -148,20 +148,20 @@ def count_parameters(layer: nn.Module, index: int) -> int:
 
 
 def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container[int] = (), seed: int = 0) -> None:
-    """Makes the members of each group that are here one object.
+    """Makes one object of the local members of each group.
 
-    The parameter that stays is that of a layer which was here before; else that of one which has gone; else that of the
-    first member's recipe, built for a moment if it is not among ``built``. So the initial values do not depend on
-    which layers a process holds.
+    The parameter that stays is that of a layer that was already here; else that of one that has gone; else that of the
+    first member's recipe, built temporarily if it is not among ``built``. So the initial values do not depend on which
+    layers a process holds.
 
     Args:
-        layers: of the whole model.
-        groups: names of one parameter each, in the order of the layers.
-        built: indices of the layers that have been built just now.
-        seed: of the initialisation.
+        layers: layers of the whole model.
+        groups: groups of names of the same parameter, in the order of the layers.
+        built: indices of the layers that have just been built.
+        seed: seed of the initialisation.
 
     Raises:
-        ConfigurationError: if a name is none of a parameter, or the shapes differ.
+        ConfigurationError: if a name is not that of a parameter, or the shapes differ.
     """
     absent = {index: layer for index, layer in enumerate(layers) if isinstance(layer, AbsentLayer)}
     borrowed: dict[int, nn.Module] = {}  # layers of other stages, built for their values
@@ -190,7 +190,7 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
                 )
             if parameter is not source:
                 _replace(layers[index], parameter, source)
-        if all(absent[index].elsewhere for _, index, _ in members if index in absent):  # nobody waits for it any more
+        if all(absent[index].elsewhere for _, index, _ in members if index in absent):  # nothing waits for it any more
             for _, index, inner in members:
                 if index in absent:
                     absent[index].kept.pop(inner, None)
@@ -199,10 +199,10 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
 def needed_elsewhere(
     layers: nn.ModuleList, groups: Iterable[Sequence[str]], indices: Container[int]
 ) -> dict[int, dict[str, nn.Parameter]]:
-    """What must be kept of layers outside ``indices`` when they go: values for recipes inside that are tied to them.
+    """What to keep of departing layers outside ``indices``: values for recipes inside that are tied to them.
 
     Returns:
-        For each layer the parameters by their names in it.
+        The parameters of each layer, by their names in it.
     """
     found: dict[int, dict[str, nn.Parameter]] = {}
     for group in groups:
@@ -216,7 +216,7 @@ def needed_elsewhere(
 
 
 def _replace(layer: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Puts ``other`` in the place of ``parameter``, wherever ``layer`` uses it."""
+    """Replaces ``parameter`` by ``other`` wherever ``layer`` uses it."""
     for module in layer.modules():
         for attribute, found in module._parameters.items():
             if found is parameter:

@@ -1,7 +1,7 @@
-"""Optimizers given as factories: a model that is adapted has no ``configure_optimizers`` of its own.
+"""Optimizers given as factories: an adapted model has no ``configure_optimizers`` of its own.
 
-A worker's optimizer sees the parameters of its stage, which exist in the worker only; so what a user hands over is how
-to make an optimizer, not one.
+A worker's optimizer sees the parameters of its stage, which exist only in the worker; so users pass a way to make an
+optimizer, not an optimizer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_factory(factory: object) -> None:
     if len(parts) > 2 or not parts or not all(callable(part) for part in parts):
         raise ConfigurationError(
             f"optimizer={factory!r}: pass a function from parameters to an optimizer, such as {_EXAMPLE}, or a pair"
-            " of it and a function from the optimizer to a scheduler."
+            " of that and a function from the optimizer to a scheduler."
         )
 
 
@@ -45,7 +45,7 @@ def make_optimizers(factory: OptimizerFactory, parameters: Iterable[nn.Parameter
         Lightning's dictionary with an ``interval``).
 
     Raises:
-        ConfigurationError: if the factory returns something else than an optimizer, or that and a scheduler.
+        ConfigurationError: unless the factory returns an optimizer, or an optimizer and a scheduler.
     """
     make_optimizer, *make_scheduler = factory if isinstance(factory, tuple) else (factory,)
     made = make_optimizer(list(parameters))

@@ -1,7 +1,7 @@
 """Which layers a stage gets: a cut of the model into contiguous parts.
 
-Concept: every layer has a load (1, its parameters, or seconds), a stage the sum of its layers' loads, and the pipeline
-is as fast as its most loaded stage. :func:`cut` is the exact optimum and a pure function of the loads;
+Concept: every layer has a load (1, its parameters, or seconds), a stage has the sum of its layers' loads, and the
+pipeline is as fast as its most loaded stage. :func:`cut` is the exact optimum and a pure function of the loads;
 :func:`stage_layers` finds the loads of a module.
 
 Must not know: processes, schedules.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layers import AbsentLayer, count_parameters
 
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["Partition", "cut", "even_parts", "measure_layer_seconds", "parameter_counts", "stage_layers"]
 
 Partition: TypeAlias = Literal["count", "parameters", "profile"] | Sequence[int]
-"""How layers are dealt to stages: equal numbers of layers, of parameters, of seconds, or the number of layers of each
-stage by hand, as in ``[3, 5, 4]``.
+"""How layers are distributed over stages: equal numbers of layers, parameters or seconds, or the number of layers
+of each stage, as in ``[3, 5, 4]``.
 """
 
 
 def cut(loads: Sequence[float], num_stages: int) -> tuple[range, ...]:
     """Cuts layers into ``num_stages`` contiguous parts, none empty, such that the largest load of a part is minimal.
 
-    Among the cuts with that maximum: the one with the least sum of squared loads, that is the most even one; among
+    Among the cuts with that maximum, it is the one with the least sum of squared loads, the most even one; among
     those, the first stage takes the fewest layers, then the second, and so on, because early stages hold the
     activations of more micro-batches. Exact: loads are compared as rational numbers, without rounding.
 
     Args:
-        loads: of each layer, in any one unit; finite and at least 0.
-        num_stages: at least 1.
+        loads: load of each layer, all in the same unit; finite and at least 0.
+        num_stages: number of stages, at least 1.
 
     Returns:
         The layer indices of each stage.
@@ -60,7 +61,7 @@ def cut(loads: Sequence[float], num_stages: int) -> tuple[range, ...]:
             raise ConfigurationError(f"The load of layer {index} is {load!r}; give a finite number of at least 0.")
     fractions = [Fraction(load if isinstance(load, int) else float(load)) for load in loads]
     scale = math.lcm(*(f.denominator for f in fractions))
-    before = [0, *accumulate(int(f * scale) for f in fractions)]  # before[i]: load of the layers up to i, exact
+    before = [0, *accumulate(int(f * scale) for f in fractions)]  # before[i]: exact load of the layers before i
     bounds = _most_even(before, num_stages, _least_maximum(before, num_stages))
     return tuple(range(bounds[stage], bounds[stage + 1]) for stage in range(num_stages))
 
@@ -134,15 +135,15 @@ def stage_layers(
     partition: Partition = "count",
     layer_seconds: Sequence[float] | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each stage of ``module``; none is built for it.
+    """The layers of each stage of ``module``; builds none of them.
 
     Args:
-        module: whose layers are dealt.
-        num_stages: S.
+        module: the module whose layers are distributed.
+        num_stages: number of stages, S.
         partition: ``"count"``, numbers of layers that differ by at most one; ``"parameters"``, the largest number of
             parameters of a stage is minimal (a tied parameter counts in each of its layers); ``"profile"``, the largest
             sum of ``layer_seconds`` is minimal; or the number of layers of each stage, as in ``[3, 5, 4]``.
-        layer_seconds: of each layer, forward and backward of one micro-batch, for ``"profile"``; given, or from
+        layer_seconds: seconds of each layer for forward and backward of one micro-batch, for ``"profile"``, e.g. from
             :func:`measure_layer_seconds`.
 
     Raises:
@@ -163,7 +164,7 @@ def stage_layers(
                 " measure_layer_seconds(module, batch) finds them."
             )
         if len(layer_seconds) != num_layers:
-            raise ConfigurationError(f"layer_seconds has {len(layer_seconds)} items, the model {num_layers} layers.")
+            raise ConfigurationError(f"layer_seconds has {len(layer_seconds)} items for {num_layers} layers.")
         return cut(layer_seconds, num_stages)
     return _by_hand(partition, num_layers, num_stages)
 
@@ -174,7 +175,7 @@ def _by_hand(partition: Any, num_layers: int, num_stages: int) -> tuple[range, .
             f"partition={partition!r}: use 'count', 'parameters', 'profile', or the number of layers of each stage, as"
             " in [3, 5, 4]."
         )
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in partition):
+    if not all(is_integer(size, 1) for size in partition):
         raise ConfigurationError(
             f"partition={partition!r}: give the number of layers of each stage, whole numbers of at least 1."
         )
@@ -184,7 +185,7 @@ def _by_hand(partition: Any, num_layers: int, num_stages: int) -> tuple[range, .
         )
     if sum(partition) != num_layers:
         raise ConfigurationError(
-            f"partition={partition!r} deals out {sum(partition)} layers; the model has {num_layers}."
+            f"partition={partition!r} distributes {sum(partition)} layers; the model has {num_layers}."
         )
     bounds = [0, *accumulate(partition)]
     return tuple(range(bounds[stage], bounds[stage + 1]) for stage in range(num_stages))
@@ -203,7 +204,7 @@ def _check_enough_layers(num_layers: int, num_stages: int) -> None:
 
 
 def parameter_counts(module: PipelineModule) -> tuple[int, ...]:
-    """The number of parameters (elements) of each layer; a :class:`LayerSpec` is built on the meta device for it.
+    """The number of parameters (elements) of each layer; a :class:`LayerSpec` is built on the meta device.
 
     Raises:
         ConfigurationError: if a layer cannot be built, or its parameters have no shapes yet.
@@ -220,13 +221,13 @@ def parameter_counts(module: PipelineModule) -> tuple[int, ...]:
 def measure_layer_seconds(module: PipelineModule, batch: Any, repeats: int = 3) -> tuple[float, ...]:
     """Measures forward and backward of each layer on one micro-batch, in this process.
 
-    A :class:`LayerSpec` is built for its measurement and dropped, so the whole model is never held. Gradients and the
-    state of torch's generator are as before, running statistics (buffers) of concrete layers too.
+    A :class:`LayerSpec` is built for its measurement and dropped, so the whole model is never held. Gradients,
+    the state of torch's generator and running statistics (buffers) of concrete layers are unchanged afterwards.
 
     Args:
-        module: whose layers are measured, in training mode.
+        module: the module whose layers are measured, in training mode.
         batch: a micro-batch as the DataLoader collates it, on the device of the layers.
-        repeats: measurements of each layer, after one that does not count; the median counts.
+        repeats: number of measurements per layer, after a warm-up; the median counts.
 
     Returns:
         Seconds of each layer.
@@ -278,13 +279,13 @@ def _run(layer: nn.Module, value: Any) -> Any:
 
 
 def _entering(value: Any, gradient: bool) -> Any:
-    """A copy of ``value``; its floating-point tensors require a gradient if wanted."""
+    """A copy of ``value``; its floating-point tensors optionally require a gradient."""
     if isinstance(value, tuple):
         return tuple(_entering(item, gradient) for item in value)
     if not isinstance(value, Tensor):
         return value
     differentiable = gradient and (value.is_floating_point() or value.is_complex())
-    return value.detach().requires_grad_(differentiable).clone()  # no leaf: in-place layers would refuse one
+    return value.detach().requires_grad_(differentiable).clone()  # not a leaf, which in-place layers would refuse
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -4,20 +4,20 @@ Concept: a *group* is the names of one parameter, in the order of the layers. On
 On a grid the layers may lie on different stages; then every such stage owns a *copy*, and the copies stay equal because
 they start equal, see the same gradient, and step with the same options.
 
-What the run time must do for each :class:`Tie`:
+What the runtime must do for each :class:`Tie`:
 
 1. **Gradient.** After REDUCE has summed each stage's gradient over its peers, add the gradients of the copies, in the
    order of the stages, on every stage that holds one, before STEP: the same order gives the same bits, so that
-   copies never drift apart. (On one device autograd adds the uses in another order: equal up to rounding.)
+   copies never drift apart. (On one device, autograd adds the uses in another order: equal up to rounding.)
 2. **Norm.** Count the summed gradient once, on :attr:`Tie.owner`, the stage of the first copy: the other stages leave
-   it out of their squared norm. The same goes for anything else that is counted over all parameters (number of
+   it out of their squared norm. The same goes for anything else counted over all parameters (number of
    parameters, weight norms, non-finite gradients).
-3. **Commit.** A stage that holds a copy cannot STEP before the other holders are REDUCED. A peer's reduced gradient
-   that is adopted after a failure must be the one *after* the sum, or be summed again.
+3. **Commit.** A stage that holds a copy cannot STEP before REDUCE has finished on the other holders. A peer's reduced
+   gradient that is adopted after a failure must be the one *after* the sum, or be summed again.
 4. **Optimizer state.** On one device the optimizer sees the parameter once, at its first position. So a merged state
    holds the state of the owner's copy at the owner's position and skips the others, in ``params`` and ``state`` alike;
-   when a state is loaded every copy gets that of the group. The copies must be in parameter groups with equal options
-   (a rule by shape, as "matrices decay", is safe; a rule by name is not).
+   when a state is loaded, every copy gets that of the group. The copies must be in parameter groups with equal options
+   (a rule by shape, such as "matrices decay", is safe; a rule by name is not).
 5. **State dict.** Nothing: every stage writes its own names, with equal values, as one device does.
 6. **Rejoin, adoption of parameters.** Nothing: a copy is a parameter of its stage like any other.
 
@@ -42,7 +42,7 @@ class Tie:
 
     Args:
         names: all its names, as in a state dict, in the order of the layers.
-        copies: (stage, the first of the names on that stage) for each stage that owns a copy, in order; two or more.
+        copies: (stage, first of the names on that stage) for each stage that owns a copy, in order; at least two.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class Tie:
 
 
 def ties_between_stages(groups: Iterable[Sequence[str]], parts: Sequence[range]) -> tuple[Tie, ...]:
-    """The ties that concern more than one stage; within a stage the parameter is one object and needs nothing.
+    """The ties across stages; within a stage the parameter is one object and needs nothing.
 
     Args:
         groups: as :meth:`~lightning_recycle.PipelineModule.tied_groups` returns them.
@@ -81,13 +81,13 @@ def split_name(name: str) -> tuple[int, str]:
     """``"layers.3.norm.weight"`` -> (3, ``"norm.weight"``).
 
     Raises:
-        ConfigurationError: if it is no name of a parameter of a layer.
+        ConfigurationError: if it is not the name of a layer's parameter.
     """
     head, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
     index, _, inner = rest.partition(".")
     if head != "layers" or not index.isdecimal() or not inner:
         raise ConfigurationError(
-            f"{name!r} is no name of a layer's parameter; tied_parameters() must return names as in a state dict,"
+            f"{name!r} is not the name of a layer's parameter; tied_parameters() must return names as in a state dict,"
             " such as 'layers.0.weight'."
         )
     return int(index), inner

@@ -5,15 +5,15 @@ Concept: consider one worker of one stage with its share of the micro-batches.
 - *Load*: it must run F, B and W of all of them, one at a time.
 - *Round trip*: until its first gradient comes back from the later stages it can only run forwards, as many as fit into
   memory; with a fused backward it can, after its last forward, only run the backwards of what it still holds.
-- *Memory*: with c micro-batches held at most, the (k + c)-th forward waits for the release of the k-th, which comes a
+- *Memory*: with at most c micro-batches held, the (k + c)-th forward waits for the release of the k-th, which comes a
   round trip after its forward; and all but c weight gradients come before the last forward.
-- *Head and tail*: from the begin of an earlier stage until the first forward arrives here, and from the last B here
+- *Head and tail*: from the start of an earlier stage until the first forward arrives here, and from the last B here
   until the earlier stage has stepped. What happens in between does not fit into that stage's period either.
 
-The share is the one that suits the stage's workers best: an even split, or in proportion to their speeds.
+The share is the best one for the stage's workers: an even split, or in proportion to their speeds.
 
-Contract: valid for every schedule that the validator accepts, whatever the routing; exact in many cases (without
-memory limit it is tight for the decoupled running example), never above the optimum.
+Contract: valid for every schedule that the validator accepts, whatever the routing; never above the optimum and often
+equal to it (without a memory limit it is tight for the decoupled running example).
 
 Must not know: any scheduler.
 """
@@ -76,11 +76,11 @@ class _Bounds:
         ]
 
     def period(self, stage: int) -> float:
-        """What the work of ``stage`` costs its own period, or that of a stage before it."""
+        """The least period that the work of ``stage`` allows, for itself and for the stages before it."""
         return max(self.own[stage], *(self._detour(before, stage) for before in range(stage)), 0.0)
 
     def makespan(self, stage: int) -> float:
-        """As the period, plus the way to the stage that waits."""
+        """Like the period, plus the way to the stage that waits."""
         detours = (self.forward_to[before] + self._detour(before, stage) for before in range(stage))
         return max(self.forward_to[stage] + self.own[stage], *detours, 0.0)
 
@@ -90,7 +90,7 @@ class _Bounds:
         return way + self.inner[later] + self.closing[stage]
 
     def _round_trip(self, stage: int) -> float:
-        """From the end of an F until its gradient can be here."""
+        """From the end of an F until its gradient can arrive here."""
         forward = self.forward_to[self.stages] - self.forward_to[stage + 1]
         backward = self.backward_to[self.stages] - self.backward_to[stage + 1]
         return forward + backward
@@ -101,7 +101,7 @@ class _Bounds:
         return forward * factor, backward * factor, weight * factor
 
     def _wait(self, stage: int, count: int, factor: float) -> tuple[float, float]:
-        """Idle time at least, and the time from the first F to the last, for ``count`` micro-batches."""
+        """The least idle time and the least time from the first F to the last, for ``count`` micro-batches."""
         forward, backward, weight = self._work(stage, factor)
         round_trip = self._round_trip(stage)
         limit = self.problem.in_flight_limit
@@ -138,7 +138,7 @@ class _Bounds:
         factors, total = self.factors[stage], self.problem.grid.global_microbatches
         if min(factors) == max(factors):
             return time(-(-total // len(factors)), factors[0])
-        # Each micro-batch to whom it hurts least: optimal, because times only grow with the count.
+        # Each micro-batch goes where it hurts least: optimal, because times only grow with the count.
         queue = [(time(1, factor), 1, factor) for factor in factors]
         heapify(queue)
         worst = 0.0

@@ -1,10 +1,10 @@
-"""A function in a process of its own: hard time limits, and nothing it does can hurt the caller.
+"""Running a function in its own process: hard time limits, and nothing it does can hurt the caller.
 
 Concept: the function takes one picklable argument and ``report``, with which it sends picklable messages while it
-runs. The caller has every message that was sent before the child ended, whatever ended it. Not ``multiprocessing``:
+runs. The caller receives every message sent before the child ended, whatever ended it. Not ``multiprocessing``:
 that imports the caller's main module in the child, which may be a training script.
 
-Contract: :func:`run_in_child` returns at most ``time_limit`` seconds (plus start and end) later, never raises because
+Contract: :func:`run_in_child` returns within ``time_limit`` seconds (plus start and end), never raises because
 of the child, and leaves no process behind. A child whose parent dies ends at once.
 
 Must not know: solvers, plans.
@@ -30,10 +30,10 @@ from lightning_recycle.errors import PlanningError
 
 __all__ = ["ChildExit", "Report", "UnavailableError", "run_in_child"]
 
-_LOG_BYTES = 1_000_000  # of the child's output, from the end
+_LOG_BYTES = 1_000_000  # the end of the child's output that is kept
 _START = f"import sys; from {__name__} import _main; _main(int(sys.argv[1]), sys.argv[2])"
-_END_SECONDS = 3.0  # from closing its connection until it is killed
-_LOOK_SECONDS = 0.05  # between two looks at whether it is still wanted
+_END_SECONDS = 3.0  # from closing its connection to killing it
+_LOOK_SECONDS = 0.05  # between checks whether it is still wanted
 
 Report: TypeAlias = Callable[[str, Any], None]
 """``report(kind, value)`` sends a message to the caller."""
@@ -61,16 +61,16 @@ def run_in_child(
     """Call the function ``entry`` ("module:function") with ``argument`` and a :data:`Report` in a child process.
 
     Args:
-        entry: importable with this process' ``sys.path``.
-        argument: picklable.
+        entry: the function, importable with the ``sys.path`` of this process.
+        argument: its argument, picklable.
         on_message: called here for each message of the child.
         time_limit: seconds after which the child is killed; None for no limit.
-        cancelled: when it is set, the child is killed within ``_LOOK_SECONDS``.
+        cancelled: an event; once it is set, the child is killed within ``_LOOK_SECONDS``.
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
     try:
         payload = pickle.dumps(argument)
-    except Exception as error:  # whatever a class of the user's raises when it is pickled
+    except Exception as error:  # whatever a user's class raises when it is pickled
         return ChildExit(f"it cannot be sent to another process: {error}", "")
     ours, theirs = Pipe()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
@@ -109,14 +109,14 @@ def _listen(
     child: subprocess.Popen[bytes],
     cancelled: threading.Event | None,
 ) -> tuple[bool, str | None]:
-    """Pass messages on until the child has ended or time is up: whether it said that it ends, and what went wrong."""
+    """Pass messages on until the child ends or time is up; whether it announced its end, and what went wrong."""
     try:
         connection.send_bytes(payload)
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if cancelled is not None:
                 if cancelled.is_set():
-                    return False, "it was not wanted any more"
+                    return False, "it was no longer wanted"
                 left = _LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS)
             if not connection.poll(left):
                 if deadline is not None and time.monotonic() >= deadline:

@@ -1,7 +1,7 @@
 """What operations cost: durations per stage, and the time of a message between neighbouring stages.
 
-Concept: a planner only sees durations. Where they come from, a profile, a model of the hardware or a guess, is up to
-the caller; :func:`communication_seconds` turns latency, message size and bandwidth into the one number that is needed.
+Concept: a planner only sees durations. The caller decides where they come from: a profile, a model of the hardware or a
+guess. :func:`communication_seconds` turns latency, message size and bandwidth into the one number that is needed.
 
 Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy.
 
@@ -12,10 +12,10 @@ Units: seconds, or any unit used consistently ("slots").
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import OpKind
 
@@ -29,12 +29,12 @@ class Costs:
     """Durations per stage, and the time for a message between neighbouring stages.
 
     Args:
-        forward: F of one micro-batch, one value per stage.
-        backward_input: B of one micro-batch, one value per stage.
-        backward_weight: W of one micro-batch, one value per stage.
-        reduce: REDUCE of the stage's gradients, one value per stage.
-        optimizer: STEP, one value per stage.
-        communication: from the end of an operation until its result is at the next or previous stage.
+        forward: duration of F of one micro-batch, one value per stage.
+        backward_input: duration of B of one micro-batch, one value per stage.
+        backward_weight: duration of W of one micro-batch, one value per stage.
+        reduce: duration of REDUCE of the stage's gradients, one value per stage.
+        optimizer: duration of STEP, one value per stage.
+        communication: time from the end of an operation until its result reaches the next or previous stage.
 
     Raises:
         ConfigurationError: when a value is negative, not finite or missing.
@@ -52,11 +52,11 @@ class Costs:
             values = getattr(self, name)
             if not isinstance(values, Iterable) or isinstance(values, str):
                 raise ConfigurationError(f"Costs({name}={values!r}): give one number per stage, e.g. [1.0, 1.0].")
-            object.__setattr__(self, name, tuple(_cost(name, value) for value in values))
-        object.__setattr__(self, "communication", _cost("communication", self.communication))
+            object.__setattr__(self, name, tuple(at_least("Costs", name, value) for value in values))
+        object.__setattr__(self, "communication", at_least("Costs", "communication", self.communication))
         lengths = {name: len(getattr(self, name)) for name in _PER_STAGE}
         if len(set(lengths.values())) > 1 or self.stages == 0:
-            raise ConfigurationError(f"Costs have different numbers of stages, {lengths}: give one per stage each.")
+            raise ConfigurationError(f"Costs have different numbers of stages, {lengths}: one value per stage each.")
 
     @classmethod
     def uniform(
@@ -69,7 +69,7 @@ class Costs:
         optimizer: float = 0.0,
         communication: float = 0.0,
     ) -> Costs:
-        """The same costs for every one of ``stages`` stages."""
+        """The same costs for each of ``stages`` stages."""
         return cls(
             forward=(forward,) * stages,
             backward_input=(backward_input,) * stages,
@@ -103,23 +103,17 @@ def communication_seconds(
     """Seconds for a message between neighbouring stages: latency + bytes / bandwidth.
 
     Args:
-        message_bytes: size of one micro-batch's activations; with several numbers, one per boundary between stages, the
-            largest decides, because ``Costs.communication`` is one number for all.
-        latency_seconds: time of an empty message.
-        bandwidth_bytes_per_second: of the slowest link used.
+        message_bytes: size of one micro-batch's activations, or one size per boundary between stages, of which the
+            largest counts, because ``Costs.communication`` is one number for all.
+        latency_seconds: time for an empty message.
+        bandwidth_bytes_per_second: bandwidth of the slowest link used.
 
     Raises:
         ConfigurationError: when a value is negative or not finite, or the bandwidth is 0.
     """
     sizes = tuple(message_bytes) if isinstance(message_bytes, Iterable) else (message_bytes,)
-    largest = max((_cost("message_bytes", size) for size in sizes), default=0.0)
-    bandwidth = _cost("bandwidth_bytes_per_second", bandwidth_bytes_per_second)
+    largest = max((at_least("", "message_bytes", size) for size in sizes), default=0.0)
+    bandwidth = at_least("", "bandwidth_bytes_per_second", bandwidth_bytes_per_second)
     if bandwidth == 0.0:
         raise ConfigurationError("bandwidth_bytes_per_second=0: no message would ever arrive; give a positive number.")
-    return _cost("latency_seconds", latency_seconds) + largest / bandwidth
-
-
-def _cost(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigurationError(f"Costs({name}): {value!r} is not possible; give a finite number of at least 0.")
-    return float(value)
+    return at_least("", "latency_seconds", latency_seconds) + largest / bandwidth

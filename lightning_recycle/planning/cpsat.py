@@ -52,7 +52,7 @@ def solve(task: SolverTask, report: Report) -> None:
 
 
 def _minimize(task: SolverTask, report: Report, parts: int) -> int | None:
-    """The smallest length in slots (``task.upper`` if none is shorter), None when time ran out."""
+    """The smallest length in slots (``task.upper`` if none is shorter); None when time ran out."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Exact planners: the heuristic's plan, improved or proven optimal by a solver.
 
-Concept: a solver is asked only what arithmetic cannot answer. First the heuristic's plan and the analytic lower bound;
-where they meet, that is all. Otherwise the solver searches between the two, in a process of its own, and what it finds
-counts only after its order of operations has been timed again, validated and compared.
+Concept: a solver is asked only what arithmetic cannot answer. If the heuristic's plan meets the
+analytic lower bound, no solver is needed. Otherwise the solver searches between the two in its own process; what it
+finds counts only after its order of operations has been timed again, validated and compared.
 
 Contract: never worse than the heuristic, never longer than the time limit (plus the heuristic's own time and
 ``solver_process.GRACE``), never an exception because of a solver: a solver that is missing, crashes or runs out of
@@ -19,6 +19,7 @@ import os
 import time
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.heuristic import heuristic
 from lightning_recycle.planning.problem import Problem
@@ -48,11 +49,11 @@ class ExactPlanner:
     """A planner that asks a solver.
 
     Args:
-        backend: "cbc", "highs", "gurobi" (python-mip) or "cpsat" (OR-tools, the extra ``cpsat``).
-        time_limit: seconds for the solver.
-        threads: of the solver; by default 1, for CP-SAT one per core (at most 8).
-        max_variables: size up to which a model is built. Durations are rounded to longer slots to keep below it; where
-            even that is too large, the heuristic's plan is the result.
+        backend: the solver: "cbc", "highs", "gurobi" (python-mip) or "cpsat" (OR-tools, the extra ``cpsat``).
+        time_limit: seconds the solver may take.
+        threads: number of the solver's threads; by default 1, for CP-SAT one per core (at most 8).
+        max_variables: largest model to build. Durations are rounded to longer slots to stay below it; if even that
+            is too large, the heuristic's plan is the result.
         log: keep the solver's output in the result.
 
     Raises:
@@ -68,13 +69,10 @@ class ExactPlanner:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"ExactPlanner(backend={self.backend!r}): give one of {', '.join(BACKENDS)}.")
-        for name, least in (("time_limit", 0.0), ("threads", 1), ("max_variables", 1)):
-            value = getattr(self, name)
-            if name == "threads" and value is None:
-                continue
-            kinds = (int, float) if name == "time_limit" else (int,)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < least:
-                raise ConfigurationError(f"ExactPlanner({name}={value!r}): give a number of at least {least:g}.")
+        at_least("ExactPlanner", "time_limit", self.time_limit)
+        if self.threads is not None:
+            whole("ExactPlanner", "threads", self.threads, 1)
+        whole("ExactPlanner", "max_variables", self.max_variables, 1)
 
     def plan(self, problem: Problem) -> Schedule:
         """The schedule of :meth:`solve`; a warning is logged."""
@@ -90,11 +88,11 @@ class ExactPlanner:
         return self.improve(schedule, time.monotonic() - started)
 
     def improve(self, schedule: Schedule, seconds: float = 0.0) -> PlanResult:
-        """The best schedule with the routing of ``schedule``, at least as good.
+        """The best schedule found with the routing of ``schedule``, at least as good as it.
 
         Args:
-            schedule: a valid one.
-            seconds: spent on it so far, to be counted in the result.
+            schedule: a valid schedule.
+            seconds: time already spent on it, to be counted in the result.
         """
         started = time.monotonic() - seconds
         problem = schedule.problem
@@ -108,7 +106,7 @@ class ExactPlanner:
                 self.backend,
                 seconds=time.monotonic() - started,
                 warning=f"{problem.grid} with these costs is too large for {self.backend} (more than "
-                f"{self.max_variables} variables): keeping the plan at hand, {_gap(first)}. "
+                f"{self.max_variables} variables): keeping the current plan, {_gap(first)}. "
                 "max_variables raises the limit.",
             )
         outcome = run_solver(BACKENDS[self.backend], self._task(slots, first))
@@ -136,15 +134,15 @@ class ExactPlanner:
         if self.backend == "cpsat":  # its variables are times: their number does not depend on the slots
             problem = discretize(schedule, _FINE, coarse=False)
             return problem if 2 * sum(op.count for op in problem.ops) <= self.max_variables else None
-        # The search begins at the lower bound; it does not go on to lengths whose models are too large.
+        # The search begins at the lower bound and stops at lengths whose models are too large.
         max_slots, busiest = self.max_variables, max(len(ops) for ops in schedule.workers.values())
         for _ in range(6):
             problem = discretize(schedule, max_slots)
             shortest = _slots(first.lower_bound, problem)
-            # With less than half a slot for an operation nothing of the durations is left.
+            # With less than half a slot per operation, nothing of the durations is left.
             if not problem.exact and shortest < 0.5 * busiest:
                 return None
-            # Rounded, the search needs room above the bound.
+            # With rounded durations the search needs room above the bound.
             length = shortest if problem.exact else math.ceil(1.15 * shortest)
             shrink = self.max_variables / max(1, problem.variables(length))
             if shrink >= 1.0:
@@ -156,7 +154,7 @@ class ExactPlanner:
         upper = _slots(first.schedule.period, slots)
         lower = math.ceil(first.lower_bound / slots.slot - 1e-6)
         if not slots.exact:
-            # Rounding moves both ends; what a length in slots amounts to is known when its order has been timed.
+            # Rounding moves both ends; what a length in slots amounts to is known once its order has been timed.
             upper, lower = math.ceil(1.05 * upper) + 1, math.floor(0.95 * lower)
         threads = self.threads or (min(8, os.cpu_count() or 1) if self.backend == "cpsat" else 1)
         return SolverTask(self.backend, slots, lower, upper, self.time_limit, threads, self.max_variables, log=self.log)
@@ -167,7 +165,7 @@ def _slots(period: float, slots: SlotProblem) -> int:
 
 
 def _best(schedule: Schedule, slots: SlotProblem, outcome: SolverOutcome) -> Schedule:
-    """The best of the heuristic's schedule and the solver's, the earlier one where they are equal."""
+    """The better of the heuristic's schedule and the solver's, the former if they are equal."""
     best = schedule
     for starts in outcome.solutions:
         try:

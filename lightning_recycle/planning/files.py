@@ -1,4 +1,4 @@
-"""Writing a file so that a reader sees the old content or the new, never half of it.
+"""Writes a file so that a reader sees the old content or the new, never half of it.
 
 Contract: the new content is on disk before the name points to it; nothing is left behind after an error.
 
@@ -18,10 +18,10 @@ __all__ = ["write_atomically", "write_json"]
 
 
 def write_atomically(path: str | PathLike[str], content: bytes) -> None:
-    """Replace the content of ``path``; its directory is created.
+    """Replace the content of ``path``, creating its directory if needed.
 
     Raises:
-        OSError: when the file system refuses; then the old file is as it was.
+        OSError: when the file system refuses; the old file is then unchanged.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""The grid of workers and the micro-batches that flow through it.
+"""The grid of workers, and the micro-batches that flow through it.
 
 Concept: D identical pipelines of S stages train together; each pipeline splits its batch into M micro-batches. The
 worker at (pipeline d, stage s) has the same parameters as its *peers*, the workers at stage s of the other pipelines.
 
-Contract: value objects, comparable and hashable; nothing here changes after construction.
+Contract: immutable value objects, comparable and hashable.
 
 Must not know: costs, time, failures, processes, torch.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = ["Grid", "Microbatch", "Worker", "global_index"]
@@ -35,7 +36,7 @@ class Worker:
 class Microbatch:
     """Micro-batch ``index`` of the batch of ``pipeline``, its *home*; both from 0.
 
-    The name stays the same wherever the micro-batch is executed: re-routing changes the worker, never the micro-batch.
+    Its name does not depend on where it is executed: re-routing changes the worker, never the micro-batch.
     """
 
     pipeline: int
@@ -55,7 +56,7 @@ class Grid:
         microbatches: M, micro-batches per pipeline in one iteration.
 
     Raises:
-        ConfigurationError: when one of them is not an integer of at least 1.
+        ConfigurationError: when one of them is not a positive integer.
     """
 
     pipelines: int
@@ -64,9 +65,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name in ("pipelines", "stages", "microbatches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"Grid({name}={value!r}): give an integer of at least 1.")
+            whole("Grid", name, getattr(self, name), 1)
 
     def __str__(self) -> str:
         return f"{self.pipelines} x {self.stages} x {self.microbatches}"
@@ -81,15 +80,15 @@ class Grid:
 
     @property
     def global_microbatches(self) -> int:
-        """D * M: the fixed divisor of every gradient, whoever survives."""
+        """D * M, the fixed divisor of every gradient, whichever workers survive."""
         return self.pipelines * self.microbatches
 
     def workers(self) -> tuple[Worker, ...]:
-        """All workers in the order of their ranks."""
+        """All workers in rank order."""
         return tuple(self.worker(rank) for rank in range(self.num_workers))
 
     def rank(self, worker: Worker) -> int:
-        """The rank, d * S + s, so that the loss of a node hits different stages."""
+        """The rank, d * S + s: neighbouring ranks, as on one node, belong to different stages."""
         return worker.pipeline * self.stages + worker.stage
 
     def worker(self, rank: int) -> Worker:
@@ -108,5 +107,5 @@ class Grid:
 
 
 def global_index(grid: Grid, microbatch: Microbatch) -> int:
-    """The micro-batch's index in the global batch, the same on every grid with equal D * M."""
+    """The micro-batch's index in the global batch."""
     return microbatch.index * grid.pipelines + microbatch.pipeline

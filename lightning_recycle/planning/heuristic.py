@@ -1,12 +1,12 @@
-"""The list-scheduling heuristic: a good plan for any failures, at once.
+"""The list-scheduling heuristic: a good plan for any failures, immediately.
 
-Concept: play the iteration forward in time under a rule of priorities (see ``list_scheduling``), search for the rule
-with the best result (see ``rule_search``). Pipelines that are all alike, as without failures, are planned once and
-copied. Where workers differ in speed, how many micro-batches each of them runs is part of the search: the distribution
-that is best for the work alone is not always best for the pipeline as a whole.
+Concept: play the iteration forward in time under a priority rule (see ``list_scheduling``), and search for the rule
+with the best result (see ``rule_search``). Identical pipelines, as without failures, are planned once and copied. Where
+workers differ in speed, the search also covers how many micro-batches each of them runs: the distribution that balances
+the work best is not always best for the pipeline as a whole.
 
-Contract: deterministic; respects the in-flight limit; with effort never worse than the plan that takes all workers for
-equally fast; the plain rule alone with ``effort=0``.
+Contract: deterministic; respects the in-flight limit; with effort, never worse than the plan that assumes equally
+fast workers; with ``effort=0``, the plain rule alone.
 
 Must not know: the validator (which is written from the definition, independently), exact solvers.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
 from lightning_recycle.planning.collector import collector_paused
@@ -33,13 +34,13 @@ from lightning_recycle.planning.zero_bubble import zero_bubble
 __all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "heuristic"]
 
 DEFAULT_EFFORT = 800_000
-"""Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more of
-them get a few rules only."""
+"""Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
+operations than this get only a few rules."""
 
 _LEANINGS = (1.2, 1.5, 2.0)
-"""Other distributions at unequal speeds: as if a worker's factor were its power of that, so that a slow worker gets
-fewer micro-batches than its speed says. In one of eight random small grids that was better, by up to a third: the
-pipeline waits for the slow worker's single operations, too. More than its speed says never was better."""
+"""Other distributions at unequal speeds: each worker's factor is raised to this power, so that a slow worker gets fewer
+micro-batches than its speed suggests. In one of eight random small grids that was better, by up to a third, because the
+pipeline also waits for the slow worker's individual operations. Giving it more was never better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class HeuristicPlanner:
     effort: int = DEFAULT_EFFORT
 
     def __post_init__(self) -> None:
-        if not isinstance(self.effort, int) or self.effort < 0:
+        if not is_integer(self.effort, 0):
             raise ConfigurationError(
-                f"HeuristicPlanner(effort={self.effort!r}): give a number of operations, at least 0."
+                f"HeuristicPlanner(effort={self.effort!r}): give a number of operations of at least 0."
             )
 
     def plan(self, problem: Problem) -> Schedule:
@@ -62,13 +63,13 @@ class HeuristicPlanner:
 def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
     """A schedule for ``problem``: 1F1B where it applies (no failure, slow worker or decoupling), else a list schedule.
 
-    Of those found it is the one with the smallest period (with the staggered optimizer, else makespan), then the
+    Among the schedules found, it has the smallest period (with the staggered optimizer, else makespan), then the
     smallest makespan, then the fewest micro-batches in flight.
 
     Args:
-        problem: what to plan.
+        problem: the problem to plan.
         effort: number of operations to play in total; 0 for the plain rule alone, "backward, then forward, then weight
-            gradient, oldest first", with which the techniques of the paper can be compared.
+            gradient, oldest first", under which the paper's techniques can be compared.
     """
     if not problem.failed and not problem.worker_factors and not problem.technique.decoupled:
         return one_f_one_b(problem)
@@ -85,7 +86,7 @@ def _factors(problem: Problem, stage: int) -> set[float]:
 
 
 def _at_unequal_speeds(problem: Problem, effort: int) -> Schedule:
-    """The best of several distributions of the micro-batches, and of the plan for workers of equal speed."""
+    """The best plan over several distributions of the micro-batches, and the plan for workers of equal speed."""
     goal = lower_bound(problem) * (1 + 1e-9)
     best: Schedule | None = None
     for schedule in _distributions(problem, effort):
@@ -136,7 +137,7 @@ def _list_schedule(problem: Problem, effort: int) -> Schedule:
     codes = _codes(problem)
     if problem.failed or problem.worker_factors:
         return _solve(codes, effort)
-    # All pipelines are alike: plan one.
+    # All pipelines are alike, so plan one.
     grid = problem.grid
     solution = _best(_codes(replace(problem, grid=Grid(1, grid.stages, grid.microbatches))), effort)
     sequence: list[int] = []
@@ -151,7 +152,7 @@ def _best(codes: Codes, effort: int) -> Solution:
     alike = not problem.failed and not problem.worker_factors
     solution = search(codes, effort, _zero_bubble_starts(codes) if alike and not codes.fused else ())
     if problem.technique.staggered and effort and solution.score[0] > makespan_lower_bound(problem) * (1 + 1e-9):
-        # The search without the staggered optimizer might have been luckier; its order is as good with it.
+        # The search without the staggered optimizer may have been luckier; its order is as good with it.
         barrier = replace(problem, technique=replace(problem.technique, staggered=False))
         again = _best(Codes(barrier, codes.routes, fused=codes.fused), effort)
         timing = best_timing(codes, again.sequence)

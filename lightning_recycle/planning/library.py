@@ -1,11 +1,11 @@
-"""The plan library: plans computed ahead, on disk, ready in milliseconds when workers fail.
+"""The plan library: plans computed ahead and kept on disk, ready in milliseconds when workers fail.
 
 Concept: a directory with one file for each problem. The file's name is a digest of everything that determines the
 plan: the whole problem (grid, costs, failed workers, technique, limits), the planner with its settings, and the
-versions of the package and of the plan file. Change any of them and the library simply has no plan yet.
+versions of the package and of the plan file. Change any of these, and the library has no plan yet.
 
-Contract: nothing in the directory is trusted. A file counts when it says that it answers this question, its checksum
-is right, and its schedule passes the validator; otherwise it is reported, once, and treated as absent, so that the
+Contract: nothing in the directory is trusted. A file counts if it says that it answers this question, its checksum
+is right, and its schedule passes the validator; otherwise it is reported once and treated as absent, so that the
 next :meth:`PlanLibrary.compute` or :meth:`~PlanLibrary.put` replaces it. Files appear whole or not at all; several
 processes may share a directory.
 
@@ -50,10 +50,10 @@ LIBRARY_SCHEMA = 1
 def normalized_problem(problem: Problem, failures: int) -> Problem:
     """``problem`` with that *number* of failed workers, in the stages where they cost least (failure normalization).
 
-    One plan for each number is all a library needs, instead of one for each set of failed workers.
+    A library then needs one plan for each number instead of one for each set of failed workers.
 
     Raises:
-        ConfigurationError: when ``failures`` is not a number of at least 0.
+        ConfigurationError: when ``failures`` is not an integer of at least 0.
         PlanningError: when a stage would have no live worker.
     """
     distribution = normalize(
@@ -71,7 +71,7 @@ class PlanLibrary:
 
     Args:
         path: the directory.
-        planner: name of a planner, or a planner; plans of others are not seen.
+        planner: a planner or its name; plans of other planners are ignored.
     """
 
     def __init__(self, path: str | PathLike[str], planner: str | Planner = "heuristic") -> None:
@@ -88,7 +88,7 @@ class PlanLibrary:
         return None if result is None else result.schedule
 
     def lookup(self, problem: Problem) -> PlanResult | None:
-        """As :meth:`get`, with status and bound."""
+        """Like :meth:`get`, with status and bound."""
         question = self._question(problem)
         name = _digest(question)
         with self._lock:
@@ -110,7 +110,7 @@ class PlanLibrary:
         return result
 
     def put(self, result: PlanResult | Schedule) -> Path:
-        """Store a plan of this library's planner; its file.
+        """Store a plan of this library's planner; returns its file.
 
         Raises:
             PlanningError: when the schedule is not valid, or the file cannot be written.
@@ -134,15 +134,15 @@ class PlanLibrary:
     def compute(
         self, problems: Iterable[Problem], processes: int | None = None, progress: bool = False
     ) -> list[PlanResult]:
-        """The plans of all ``problems``, in their order; those that are not stored yet are computed and stored.
+        """The plans of all ``problems``, in order; those not stored yet are computed and stored.
 
         Args:
-            problems: what to plan.
-            processes: how many to plan at once; by default one per core.
-            progress: show a progress bar on the terminal.
+            problems: the problems to plan.
+            processes: number of problems to plan at once; by default one per core.
+            progress: whether to show a progress bar on the terminal.
 
         Raises:
-            PlanningError: when there is no plan for one of them; the others are stored nevertheless.
+            PlanningError: when there is no plan for one of them; the others are stored all the same.
         """
         wanted = list(problems)
         results = {problem: self.lookup(problem) for problem in wanted}
@@ -183,13 +183,13 @@ class PlanLibrary:
 
 
 def _read(entry: Any, question: Mapping[str, Any], problem: Problem) -> PlanResult:
-    """The plan of a file's content.
+    """The plan in a file's content.
 
     Raises:
         PlanningError: when it is not the plan for ``question``.
     """
     if not isinstance(entry, Mapping) or not isinstance(entry.get("plan"), Mapping):
-        raise PlanningError("it is no entry of a plan library.")
+        raise PlanningError("it is not an entry of a plan library.")
     if entry.get("question") != question:
         raise PlanningError("it is the plan of another problem, planner or version.")
     if entry.get("checksum") != _digest(entry["plan"]):
@@ -240,8 +240,8 @@ def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:
         if kind == "result":
             return value  # type: ignore[no-any-return]
         raise PlanningError(str(value))
-    # A planner of the user's own may not reach another process; then it works here.
-    log.info("Planning in a process of its own failed (%s); planning here.", end.failure)
+    # A user's own planner may not be transferable to another process; then it plans here.
+    log.info("Planning in a separate process failed (%s); planning here.", end.failure)
     return solve(problem, planner)
 
 
@@ -273,6 +273,6 @@ class _ProgressBar:
             self._bar.stop()
 
     def advance(self) -> None:
-        """One more is done."""
+        """One more plan is done."""
         if self._bar is not None:
             self._bar.advance(self._bar.task_ids[0])

@@ -1,14 +1,13 @@
-"""List scheduling: play one iteration forward in time under a rule of priorities.
+"""List scheduling: play one iteration forward in time under a priority rule.
 
-Concept: whenever a worker is free it takes one of what is ready there: a forward, a backward or a weight gradient,
-older micro-batches first. Which kind goes first is the rule's decision, from the number of micro-batches that the
-worker holds.
+Concept: a free worker takes whatever is ready there: a forward, a backward or a weight gradient, older micro-batches
+first. The rule decides which kind goes first, from the number of micro-batches that the worker holds.
 
 Contract: deterministic; never holds more than the rule's hard numbers; never deadlocks: the last stage can always
-finish what it has begun, hence always takes new micro-batches sooner or later, hence so does the stage before it, and
-so on. O(n log n) for n operations.
+finish what it has begun, so it eventually takes new micro-batches, so the stage before it does too, and so on. O(n log
+n) for n operations.
 
-Must not know: what makes a schedule good, periods. Internal to ``planning``.
+Must not know: what makes a schedule good; periods. Internal to ``planning``.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class Rule:
     """How to choose among what is ready.
 
     Args:
-        soft: per stage: with this many micro-batches held, W goes before F.
-        hard: per stage: with this many micro-batches held, no F starts.
-        ahead: per stage: with this many micro-batches between their F and their B, no F starts.
-        ages: per micro-batch, numbered d * M + m: lower goes first.
-        forward_first: per stage: an F that may start goes before a B, and a W that makes room for a waiting F too.
-        begin: per stage: nothing starts before, in the unit of the costs; None for 0 everywhere.
+        soft: per stage; with this many micro-batches held, W goes before F.
+        hard: per stage; with this many micro-batches held, no F starts.
+        ahead: per stage; with this many micro-batches between their F and their B, no F starts.
+        ages: per micro-batch, numbered d * M + m; lower goes first.
+        forward_first: per stage; whether an F that may start goes before a B, as does a W that makes room for it.
+        begin: per stage; nothing starts earlier, in the unit of the costs; None for 0 everywhere.
     """
 
     soft: tuple[int, ...]
@@ -72,7 +71,7 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             for rank in range(stage, workers, stages):
                 asleep[rank] = True
     positive = [time for row in times for time in set(row) if time > 0.0]
-    together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are one moment
+    together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
     sequence: list[int] = []
     record = sequence.append
     for number in range(n):

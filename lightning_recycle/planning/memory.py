@@ -1,7 +1,7 @@
 """Memory: from bytes to the number of micro-batches that a worker may hold.
 
 Concept: a worker's memory holds parameters, gradients, optimizer state and buffers, whatever the schedule; the rest is
-for micro-batches. One keeps its activations from F on, and after B, with a decoupled backward, what its W still
+for micro-batches. Each keeps its activations from F on, and after B, with a decoupled backward, what its W still
 needs. A planner counts micro-batches, so the larger of the two sizes decides how many fit.
 
 Contract: frozen, validated; never promises more than fits.
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
 
 __all__ = ["Memory"]
@@ -26,11 +27,11 @@ class Memory:
     """Memory of one worker of each stage; all in bytes, one number per stage.
 
     Args:
-        capacity: what a worker has.
-        fixed: what it needs without any micro-batch: parameters, gradients, optimizer state, the shadow of the
+        capacity: the memory of a worker.
+        fixed: memory used without any micro-batch: parameters, gradients, optimizer state, the shadow of the
             last step, buffers.
-        after_forward: what it holds of one micro-batch between the start of F and the end of B.
-        after_backward: what it holds of one micro-batch between B and the end of W (0 for a fused backward).
+        after_forward: memory held for one micro-batch between the start of F and the end of B.
+        after_backward: memory held for one micro-batch between B and the end of W (0 for a fused backward).
 
     Raises:
         ConfigurationError: when a number is negative or missing.
@@ -51,15 +52,15 @@ class Memory:
                 raise ConfigurationError(
                     f"Memory({name}) has {len(values)} numbers, capacity has {len(self.capacity)}: give one per stage."
                 )
-            if not all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values):
+            if not all(is_number(value, 0) for value in values):
                 raise ConfigurationError(f"Memory({name}={values!r}): give finite numbers of bytes, at least 0.")
             object.__setattr__(self, name, values)
 
     def in_flight_limit(self, most: int) -> tuple[int, ...]:
-        """How many micro-batches a worker of each stage may hold, for ``Problem.in_flight_limit``.
+        """The number of micro-batches a worker of each stage may hold, for ``Problem.in_flight_limit``.
 
         Args:
-            most: the answer where micro-batches need no memory, e.g. D * M.
+            most: the limit where micro-batches need no memory, e.g. D * M.
 
         Raises:
             PlanningError: when a stage has no room for one micro-batch.

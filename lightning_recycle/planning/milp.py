@@ -2,8 +2,8 @@
 
 The mathematics. The length T of the iteration (with the staggered optimizer: its period) is fixed, and the model asks
 whether a schedule of that length exists. The smallest such T is found by a search between the lower bound and the
-heuristic's plan: T below the bound is cut off, T from the heuristic's on is known. Asking for one T at a time makes
-the model small, because T gives every operation a window, and hard to fool: an infeasible T is a proof.
+heuristic's plan: T below the bound is excluded, T from the heuristic's on is known. Asking for one T at a time keeps
+the model small, because T gives every operation a window, and the answer certain: an infeasible T is a proof.
 
 Sets
     operations o: (group of interchangeable micro-batches, F / B / W / BW, stage), see :mod:`slots`; n_o micro-batches,
@@ -19,17 +19,17 @@ Constraints
     memory        sum over groups on w of N[F, t] - N[W, t - p_W] <= limit           (BW for W when fused)
     REDUCE, STEP  part of the windows: every W ends before the stage's REDUCE and STEP fit into T
     staggered     N[F, t] <= n * begun[s, t];   N[W, t + T - tail_s - p_W] >= n * begun[s, t]
-                  a stage ends REDUCE and STEP at most T after its begin, where its next iteration begins
+                  a stage ends REDUCE and STEP at most T after its start, where its next iteration begins
 Objective
     the smallest T; for one T there is none.
 
-Measured on the running example (benchmarks/planner.py --solvers, HiGHS, one core): from the worst of all plans, the
-optimum of every entry is found and proven in at most 3 s of processor time, one in 11 s. A model with one binary for
-each operation of each micro-batch and slot has 5,293 columns instead of 984 and takes 42 s for the decoupled plan of
-29 slots, which this one finds in 2 s.
+Measured on the running example (benchmarks/planner.py --solvers, HiGHS, one core): starting from the worst possible
+plan, every entry's optimum is found and proven in at most 3 s of processor time, except one in 11 s. A model with one
+binary for each operation of each micro-batch and slot has 5,293 columns instead of 984 and takes 42 s for the decoupled
+plan of 29 slots, which this one finds in 2 s.
 
-Contract: runs in the solver's process (:mod:`solver_process`); reports bounds and solutions as it finds them, so that
-a time limit loses nothing.
+Contract: runs in the solver's process (:mod:`solver_process`); reports bounds and solutions as it finds them, so a
+time limit loses nothing.
 
 Must not know: costs in seconds, how the caller uses the result.
 
@@ -53,7 +53,7 @@ from lightning_recycle.planning.timing import FORWARD
 __all__ = ["solve"]
 
 _NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
-_FIRST_SHARE = 0.4  # of the remaining time, for one length; what is undecided then is left for a longer one
+_FIRST_SHARE = 0.4  # of the remaining time for one length; if undecided then, the search turns to longer ones
 
 
 class _InfeasibleError(Exception):
@@ -61,7 +61,7 @@ class _InfeasibleError(Exception):
 
 
 def solve(task: SolverTask, report: Report) -> None:
-    """Search the smallest length in ``task.lower .. task.upper - 1``; report bounds and solutions."""
+    """Search for the smallest length in ``task.lower .. task.upper - 1``; report bounds and solutions."""
     deadline = time.monotonic() + task.time_limit
     # A python-mip model that is garbage-collected while cffi parses a declaration waits forever for cffi's lock, which
     # this thread holds. So models are only collected between two solves, in _decide.
@@ -82,7 +82,7 @@ class _Search:
     deadline: float
 
     def run(self, problem: SlotProblem, low: int, high: int, parts: int) -> int | None:
-        """Decide lengths from ``low`` to ``high``; the smallest feasible one (``high`` + 1 if none), None if open."""
+        """Decide lengths from ``low`` to ``high``; the smallest feasible one (``high`` + 1: none; None: undecided)."""
         proven = low  # no length below has a schedule
         undecided: int | None = None
         length, step = low, 1
@@ -103,12 +103,12 @@ class _Search:
                 low = length + 1
                 if problem.exact:
                     self.report("bound", proven_length(problem, proven, parts))
-            # From the bottom, where bounds are usually tight, in growing steps: longer ones have larger models.
+            # From the bottom, where bounds are usually tight, in growing steps: longer lengths have larger models.
             length, step = min(low + step - 1, max(low, high)), 2 * step
         return proven if undecided is None else None
 
     def _decide(self, problem: SlotProblem, length: int, seconds: float) -> list[list[int]] | None:
-        """Starts of all operations for this length; an empty list when there are none, None when time is up."""
+        """Starts of all operations for this length; an empty list if there are none, None if time is up."""
         started = time.monotonic()
         gc.collect()
         try:
@@ -224,7 +224,7 @@ class _Model:
         )
 
     def _stages(self) -> None:
-        """The staggered optimizer: each stage's iteration fits between its begin and ``length`` later."""
+        """The staggered optimizer: each stage's iteration ends at most ``length`` after its start."""
         problem, length = self.problem, self.length
         for stage in range(problem.stages):
             forwards = [i for i, op in enumerate(problem.ops) if op.stage == stage and op.kind == FORWARD]
@@ -244,7 +244,7 @@ class _Model:
                 earlier = begun
 
     def starts(self) -> list[list[int]]:
-        """For each operation the starts of its micro-batches, ascending."""
+        """For each operation, the starts of its micro-batches in ascending order."""
         found: list[list[int]] = []
         for index, (op, window) in enumerate(zip(self.problem.ops, self.windows, strict=True)):
             times: list[int] = []

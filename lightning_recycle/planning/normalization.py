@@ -1,18 +1,18 @@
 """Failure normalization: which stages should carry the failures, and how to get there.
 
-Concept: stages differ. A failure costs nothing where the stage has idle time and memory to spare, and much where it
-has not; but workers die where they die. Since any healthy worker can take over another stage by copying its parameters
-from a peer there, only the *number* of failures is given, their *distribution* over the stages is a choice. A plan
+Concept: stages differ. A failure costs nothing where the stage has idle time and memory to spare, and a lot where it
+does not. Nobody chooses where workers die, but any healthy worker can take over another stage by copying its parameters
+from a peer there: only the *number* of failures is given, their *distribution* over the stages is a choice. A plan
 library then needs one plan for each number of failures instead of one for each set of failed workers.
 
 :func:`normalize` chooses the distribution: the shortest period; among those, the one that leaves the most memory
 on the most loaded worker; among those, the least load on memory altogether; then failures in late stages.
 :func:`roles` maps the live workers to the positions of the plan that was made for that distribution, moving as few
-workers to another stage as there can be; :func:`moves` lists those, with the peer from which each copies its state.
+workers as possible to another stage; :func:`moves` lists those, with the peer from which each copies its state.
 
 Contract: pure functions; every worker computes the same answer. The period of a distribution is judged by its lower
-bound, a maximum over stages, which the heuristic's plans nearly always meet; where a tight memory limit keeps them from
-it, ``period`` may tell the difference between neighbours.
+bound, a maximum over stages, which the heuristic's plans nearly always meet; where a tight memory limit prevents
+that, ``period`` can decide between neighbours.
 
 Must not know: schedules, how state is copied, torch.
 
@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import stage_lower_bounds
 from lightning_recycle.planning.costs import Costs
@@ -33,17 +34,17 @@ from lightning_recycle.planning.problem import Problem, Technique
 
 __all__ = ["Move", "distribution_of", "moves", "normalize", "normalized_failures", "roles"]
 
-_MOST_PERIODS = 12  # distributions of which `normalize` asks the true period
+_MOST_PERIODS = 12  # distributions whose true period `normalize` asks for
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Move:
-    """A healthy worker changes its stage.
+    """A healthy worker that changes its stage.
 
     Args:
-        worker: where it is.
-        target: where it will be, a position that is live in the normalized plan.
-        source: a worker of the target's stage (by its present position) that has the state to copy.
+        worker: its current position.
+        target: its new position, which is live in the normalized plan.
+        source: a worker of the target's stage (by its current position) from which it copies the state.
     """
 
     worker: Worker
@@ -60,23 +61,22 @@ def normalize(
     in_flight_limit: tuple[int, ...] | None = None,
     period: Callable[[tuple[int, ...]], float] | None = None,
 ) -> tuple[int, ...]:
-    """How many failures each stage should carry, so that ``failures`` of them cost least.
+    """The number of failures each stage should carry so that ``failures`` in total cost least.
 
     Args:
         grid: the grid.
-        costs: durations.
+        costs: durations of the operations.
         failures: number of failed workers.
-        technique: as in the problem to be planned; by default all.
-        in_flight_limit: as in the problem to be planned.
-        period: the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`; asked a few
-            times, for the chosen distribution and for those of equal bound that differ from it in one failure.
+        technique: techniques of the problem to be planned; by default all.
+        in_flight_limit: in-flight limit of the problem to be planned.
+        period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`; called
+            for the chosen distribution and a few of equal bound that differ from it in one failure.
 
     Raises:
         ConfigurationError: when ``failures`` is not an integer of at least 0.
-        PlanningError: when there are so many that some stage would have no live worker.
+        PlanningError: when some stage would have no live worker.
     """
-    if not isinstance(failures, int) or isinstance(failures, bool) or failures < 0:
-        raise ConfigurationError(f"failures={failures!r}: give an integer of at least 0.")
+    whole("", "failures", failures)
     most = grid.stages * (grid.pipelines - 1)
     if failures > most:
         raise PlanningError(
@@ -114,13 +114,13 @@ def normalize(
 
 
 def normalized_failures(grid: Grid, distribution: Sequence[int]) -> frozenset[Worker]:
-    """The failed positions that stand for a distribution: in each stage those of the last pipelines.
+    """The failed positions that stand for a distribution: those of the last pipelines in each stage.
 
     The first pipelines stay whole (the leader is among them), and orphans of neighbouring stages have the same homes,
-    so that they stay together on their way.
+    so they stay together on their way.
 
     Raises:
-        ConfigurationError: when ``distribution`` has not one number from 0 to D - 1 for each stage.
+        ConfigurationError: unless ``distribution`` has one number from 0 to D - 1 for each stage.
     """
     if len(distribution) != grid.stages or not all(0 <= count < grid.pipelines for count in distribution):
         raise ConfigurationError(
@@ -140,14 +140,14 @@ def distribution_of(grid: Grid, failed: Collection[Worker]) -> tuple[int, ...]:
 
 
 def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -> dict[Worker, Worker]:
-    """For each live worker the position that it takes in the plan for ``normalized_failures(grid, distribution)``.
+    """For each live worker, its position in the plan for ``normalized_failures(grid, distribution)``.
 
-    Workers stay where they are if they can; the others change the pipeline, which costs nothing because peers have the
-    same state; and as few as possible change the stage.
+    Workers stay where they are if they can; others change pipeline, which costs nothing because peers have the same
+    state; as few as possible change stage.
 
     Raises:
         ConfigurationError: when the numbers of failures differ.
-        PlanningError: when a stage has lost all its workers, so that nobody has its state.
+        PlanningError: when a stage has lost all its workers, and with them its state.
     """
     gone = normalized_failures(grid, distribution)
     if len(set(failed)) != len(gone):
@@ -176,9 +176,9 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
 
 
 def moves(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -> tuple[Move, ...]:
-    """The transfers of state that :func:`roles` needs: as few as there can be for this distribution.
+    """The transfers of state that :func:`roles` requires: as few as possible for this distribution.
 
-    Sources are the stage's own live workers in turn, so that copies run in parallel.
+    The stage's own live workers take turns as sources, so that copies run in parallel.
 
     Raises:
         ConfigurationError: as :func:`roles`.
@@ -189,7 +189,7 @@ def moves(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
     found = []
     for worker, target in taken.items():
         if worker.stage != target.stage:
-            # Whoever leaves a stage does so because it has too many live workers; this one has too few.
+            # Workers leave stages with too many live workers; this one has too few.
             owners = [peer for peer in taken if peer.stage == target.stage]
             found.append(Move(worker, target, owners[turns[target.stage] % len(owners)]))
             turns[target.stage] += 1
@@ -197,9 +197,9 @@ def moves(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
 
 
 def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
-    """Micro-batches that a worker tends to hold, as a part of what it may hold.
+    """Micro-batches that a worker tends to hold, as a fraction of what it may hold.
 
-    As 1F1B: S - s, times what it has to run more than without failures.
+    As in 1F1B, S - s, scaled by its extra work compared with no failures.
     """
     grid = problem.grid
     limit = grid.stages if problem.in_flight_limit is None else problem.in_flight_limit[stage]
@@ -225,7 +225,7 @@ def _least_maximum(table: list[list[float]], allowed: list[list[bool]], failures
 
 
 def _least_sum(table: list[list[float]], allowed: list[list[bool]], failures: int) -> tuple[int, ...]:
-    """The distribution with the smallest sum; of equal ones that with the fewest failures in the earliest stages."""
+    """The distribution with the smallest sum; on a tie, the one with the fewest failures in the earliest stages."""
     best: list[float | None] = [0.0] + [None] * failures  # by failures in the stages from here on
     choices: list[list[int]] = []  # from the last stage to the first
     for row, fine in zip(reversed(table), reversed(allowed), strict=True):

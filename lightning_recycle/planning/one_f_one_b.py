@@ -1,9 +1,9 @@
 """1F1B: the fault-free baseline with fused backward and bounded memory.
 
 Concept: stage s first runs S - s forwards, then alternates one backward, one forward, and drains. At most S - s
-micro-batches are in flight on a worker, however many an iteration has.
+micro-batches are in flight on a worker, however many there are in an iteration.
 
-Contract: for problems without failures. The result's technique says ``decoupled=False``, because that is what was
+Contract: for problems without failures. The result's technique has ``decoupled=False``, since that is what was
 planned.
 
 Must not know: failures, priorities.
@@ -27,15 +27,15 @@ __all__ = ["one_f_one_b"]
 def one_f_one_b(problem: Problem) -> Schedule:
     """The 1F1B schedule of a problem without failures.
 
-    Under an ``in_flight_limit`` below S - s the warm-up is shortened. A stage never warms up further than the one
-    before it: that would deadlock.
+    Under an ``in_flight_limit`` below S - s the warm-up is shortened. No stage warms up further than the one
+    before it, which would deadlock.
 
     Raises:
         PlanningError: when a worker has failed.
     """
     if problem.failed:
         failed = ", ".join(map(str, sorted(problem.failed)))
-        raise PlanningError(f"1F1B has no place for failures, but {failed} failed: use the planner 'heuristic'.")
+        raise PlanningError(f"1F1B cannot handle failures, but {failed} failed: use the planner 'heuristic'.")
     problem = replace(problem, technique=replace(problem.technique, decoupled=False))
     grid = problem.grid
     codes = Codes(problem, reroute(grid, ()), fused=True)

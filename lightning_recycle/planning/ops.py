@@ -1,9 +1,9 @@
-"""Operations: the words of which a schedule is made.
+"""Operations: the vocabulary of a schedule.
 
 Concept: a worker's part of an iteration is a sequence of operations. The planner orders them, the executor runs them,
-the simulator times them and the pictures draw them; all four speak these types.
+the simulator times them and the pictures draw them; all four share these types.
 
-Contract: immutable values. ``OpKind`` is a ``str`` so that its value is the name used in plan files.
+Contract: immutable values. ``OpKind`` is a ``str`` so its value is the name used in plan files.
 
 Must not know: who executes an operation (the schedule says), how it is executed, torch.
 """
@@ -25,7 +25,7 @@ class OpKind(str, Enum):
     BACKWARD_INPUT = "B"
     """Gradient with respect to the stage's input: the stage before waits for it."""
     BACKWARD_WEIGHT = "W"
-    """Gradient with respect to the stage's parameters: nobody waits for it before REDUCE, so it fits into bubbles."""
+    """Gradient with respect to the stage's parameters: nothing waits for it before REDUCE, so it fits into bubbles."""
     BACKWARD = "BW"
     """Both, fused: backward without decoupling."""
     REDUCE = "REDUCE"
@@ -51,7 +51,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledOp:
-    """An operation with its planned times, in the unit of the costs (seconds or slots) from the iteration's begin."""
+    """An operation with its planned times from the start of the iteration, in the unit of the costs."""
 
     op: Op
     start: float

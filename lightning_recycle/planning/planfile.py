@@ -1,9 +1,10 @@
 """Plan files: ``plan.json``, read and written.
 
-Concept: the format is :meth:`Schedule.to_plan`, documented in docs/planner.md. This module brings it to disk and back.
+Concept: the format is :meth:`Schedule.to_plan`, documented in docs/planner.md. This module writes it to disk and reads
+it back.
 
-Contract: written atomically; what :func:`load_plan` returns has passed the validator, and a status or bound in the file
-that the schedule contradicts is an error. Every error is one line that names the file and says what to do.
+Contract: written atomically; what :func:`load_plan` returns has passed the validator, and a status or bound that the
+schedule contradicts is an error. Every error is one line that names the file and says what to do.
 
 Must not know: planners, the plan library's keys.
 """
@@ -11,11 +12,11 @@ Must not know: planners, the plan library's keys.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.files import write_json
 from lightning_recycle.planning.result import TOLERANCE, PlanResult, proven
@@ -56,7 +57,7 @@ def load_plan(path: str | PathLike[str]) -> PlanResult:
     except OSError as error:
         raise PlanningError(f"cannot read the plan {path}: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise PlanningError(f"the plan {path} is damaged, it is no JSON ({error}): compute it again.") from error
+        raise PlanningError(f"the plan {path} is damaged, it is not JSON ({error}): compute it again.") from error
     try:
         return read_plan(data)
     except InvalidScheduleError as error:
@@ -69,10 +70,10 @@ def load_plan(path: str | PathLike[str]) -> PlanResult:
 
 
 def read_plan(data: Any) -> PlanResult:
-    """The plan in the content of a plan file, validated.
+    """The validated plan from the content of a plan file.
 
     Raises:
-        PlanningError: as :func:`load_plan`.
+        PlanningError: as for :func:`load_plan`.
     """
     if not isinstance(data, Mapping):
         raise PlanningError("the plan is damaged: a JSON object is expected. Compute it again.")
@@ -80,12 +81,12 @@ def read_plan(data: Any) -> PlanResult:
     backend, status, bound = data.get("backend"), data.get("status"), data.get("lower_bound")
     if not isinstance(backend, str) or status not in ("optimal", "feasible"):
         raise PlanningError(f"the plan is damaged (backend {backend!r}, status {status!r}): compute it again.")
-    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not math.isfinite(bound):
+    if not is_number(bound):
         raise PlanningError(f"the plan is damaged (lower_bound {bound!r}): compute it again.")
     validate(schedule)
     claimed = data.get("makespan")
-    if not isinstance(claimed, (int, float)) or abs(claimed - schedule.makespan) > TOLERANCE * max(1.0, claimed):
-        raise PlanningError(f"the plan is damaged (makespan {claimed!r} is not its own): compute it again.")
+    if not is_number(claimed) or abs(claimed - schedule.makespan) > TOLERANCE * max(1.0, claimed):
+        raise PlanningError(f"the plan is damaged (makespan {claimed!r} is not its schedule's): compute it again.")
     if bound > schedule.period * (1 + TOLERANCE):
         raise PlanningError(f"the plan is damaged (its period is below its lower_bound {bound:g}): compute it again.")
     if status == "optimal" and bound < schedule.period * (1 - TOLERANCE):

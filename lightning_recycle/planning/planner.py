@@ -1,7 +1,7 @@
-"""Planners by name, and the one call that everybody uses: ``plan(problem)``.
+"""Planners by name, and the call that everyone uses: ``plan(problem)``.
 
 Concept: a planner turns a problem into a schedule. "heuristic" is the default; "cbc", "highs", "gurobi" and "cpsat" ask
-a solver for more; others register under their names.
+a solver for more; others can be registered.
 
 Contract: :func:`plan` never returns a schedule that the validator rejects.
 
@@ -62,7 +62,7 @@ def available_planners() -> tuple[str, ...]:
 
 
 def get_planner(planner: str | Planner) -> Planner:
-    """The planner of that name; a planner is returned as it is.
+    """The planner of that name; a planner is returned unchanged.
 
     Raises:
         ConfigurationError: when the name is unknown.
@@ -73,7 +73,7 @@ def get_planner(planner: str | Planner) -> Planner:
         return _REGISTRY[planner]()
     if not isinstance(planner, Planner):
         raise ConfigurationError(
-            f"{planner!r} is no planner: give a name, e.g. 'heuristic', or an object with a method plan(problem)."
+            f"{planner!r} is not a planner: give a name, e.g. 'heuristic', or an object with a method plan(problem)."
         )
     return planner
 
@@ -83,7 +83,7 @@ def plan(problem: Problem, planner: str | Planner = "heuristic") -> Schedule:
 
     Raises:
         ConfigurationError: when the planner is unknown.
-        PlanningError: when there is no schedule, or the planner returned a wrong one.
+        PlanningError: when there is no schedule, or the planner returned an invalid one.
     """
     schedule = get_planner(planner).plan(problem)
     validate(schedule)
@@ -91,11 +91,11 @@ def plan(problem: Problem, planner: str | Planner = "heuristic") -> Schedule:
 
 
 def solve(problem: Problem, planner: str | Planner = "heuristic") -> PlanResult:
-    """As :func:`plan`, with what is known about the schedule: bound, status, time and warnings.
+    """Like :func:`plan`, with bound, status, time and warnings.
 
     Raises:
         ConfigurationError: when the planner is unknown.
-        PlanningError: when there is no schedule, or the planner returned a wrong one.
+        PlanningError: when there is no schedule, or the planner returned an invalid one.
     """
     chosen = get_planner(planner)
     started = time.monotonic()

@@ -1,7 +1,7 @@
-"""The planning problem: what a planner is asked.
+"""The planning problem: a planner's input.
 
 Concept: a grid, what each operation costs, which workers are dead or slow, how much memory there is, and which of
-ReCycle's techniques may be used. Two equal problems have the same plan.
+ReCycle's techniques may be used. Equal problems have the same plan.
 
 Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy.
 
@@ -12,10 +12,10 @@ Units: costs are in seconds, or in any unit used consistently ("slots"); memory 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
@@ -44,13 +44,13 @@ class Problem:
     Args:
         grid: the grid (D, S, M).
         costs: durations, with one value for each of the grid's stages.
-        failed: dead workers.
-        technique: which techniques may be used.
-        in_flight_limit: most micro-batches that a worker of each stage may hold at once (from the start of F to the
+        failed: the dead workers.
+        technique: the techniques that may be used.
+        in_flight_limit: the most micro-batches a worker of each stage may hold at once (from the start of F to the
             end of W or BW), one value per stage; None for no limit.
-        worker_factors: how many times as long as the stage's costs F, B, W and STEP take on a worker, e.g. 2.0 for one
-            of half the speed; 1 for workers that are not named. REDUCE is the stage's. A mapping or pairs; kept as
-            sorted pairs, without those of 1.
+        worker_factors: factors by which F, B, W and STEP take longer on a worker than the stage's costs, e.g. 2.0 at
+            half the speed; 1 for workers not named. REDUCE is unaffected. A mapping or pairs; kept as sorted pairs,
+            without factors of 1.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -87,7 +87,7 @@ class Problem:
         if self.in_flight_limit is not None:
             limits = tuple(self.in_flight_limit)
             object.__setattr__(self, "in_flight_limit", limits)
-            if len(limits) != grid.stages or not all(isinstance(n, int) and n >= 1 for n in limits):
+            if len(limits) != grid.stages or not all(is_integer(n, 1) for n in limits):
                 raise ConfigurationError(
                     f"in_flight_limit={limits!r}: give {grid.stages} integers of at least 1, one per stage, or None."
                 )
@@ -95,7 +95,7 @@ class Problem:
         object.__setattr__(self, "worker_factors", _factors(grid, self.worker_factors))
 
     def factor(self, worker: Worker) -> float:
-        """How many times as long as its stage's costs the operations of ``worker`` take."""
+        """The factor by which operations take longer on ``worker`` than its stage's costs."""
         return next((factor for slow, factor in self.worker_factors if slow == worker), 1.0)
 
     def duration(self, kind: OpKind, worker: Worker) -> float:
@@ -121,6 +121,6 @@ def _factors(
                 f"worker_factors names {worker}, outside the grid {grid}: its pipeline must be in "
                 f"0..{grid.pipelines - 1} and its stage in 0..{grid.stages - 1}."
             )
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor < math.inf:
+        if not is_number(factor, 0, above=True):
             raise ConfigurationError(f"worker_factors[{worker}]={factor!r}: give a finite number above 0, e.g. 2.0.")
     return tuple(sorted((worker, float(factor)) for worker, factor in factors.items() if factor != 1))

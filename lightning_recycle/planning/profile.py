@@ -1,6 +1,6 @@
-"""Profiles: what the operations of a model were measured to cost, as ``profile.json``.
+"""Profiles: the measured costs of a model's operations, as ``profile.json``.
 
-Concept: the runtime measures, this module stores; the command line and the planner read. A profile is about one model
+Concept: the runtime measures, this module stores; the command line and the planner read. A profile describes one model
 on one kind of machine with one number of stages; it does not depend on the number of pipelines or micro-batches.
 
 File (schema 1)::
@@ -18,12 +18,12 @@ Must not know: how anything was measured, torch.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import Any
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.files import write_atomically
@@ -47,11 +47,12 @@ class StageProfile:
     activation_bytes: int = 0
     """Held for one micro-batch from its F to its W."""
     output_bytes: int = 0
-    """Sent to the next stage for one micro-batch; its gradient has as many."""
+    """Sent to the next stage for one micro-batch; its gradient is as large."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _check(f"StageProfile({item.name}", getattr(self, item.name), whole=item.name.endswith("_bytes"))
+            check = whole if item.name.endswith("_bytes") else at_least
+            check("StageProfile", item.name, getattr(self, item.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ class Profile:
     """A measured model.
 
     Args:
-        stages: one for each stage.
-        latency: seconds of a message, however short.
-        bandwidth: bytes per second between neighbouring stages; 0 for unknown, then messages cost the latency.
-        steps: that were measured.
+        stages: the profile of each stage.
+        latency: seconds for an empty message.
+        bandwidth: bytes per second between neighbouring stages; 0 if unknown; messages then cost the latency.
+        steps: number of measured steps.
     """
 
     stages: tuple[StageProfile, ...]
@@ -74,9 +75,9 @@ class Profile:
         object.__setattr__(self, "stages", tuple(self.stages))
         if not self.stages:
             raise ConfigurationError("Profile(stages=()): give at least one stage.")
-        _check("Profile(latency", self.latency)
-        _check("Profile(bandwidth", self.bandwidth)
-        _check("Profile(steps", self.steps, whole=True)
+        at_least("Profile", "latency", self.latency)
+        at_least("Profile", "bandwidth", self.bandwidth)
+        whole("Profile", "steps", self.steps)
 
     def costs(self) -> Costs:
         """The planner's costs, in seconds. A message counts as the largest between any two stages."""
@@ -95,8 +96,8 @@ class Profile:
         """Micro-batches that fit into ``activation_memory`` bytes, per stage; None when no stage needs any.
 
         Args:
-            activation_memory: of one worker, what parameters, optimizer and buffers leave.
-            most: the answer where a stage needs none, e.g. D * M.
+            activation_memory: bytes of one worker that parameters, optimizer and buffers leave free.
+            most: the limit where a stage needs none, e.g. D * M.
 
         Raises:
             PlanningError: when a stage cannot hold a single one.
@@ -138,7 +139,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
     except OSError as error:
         raise ConfigurationError(f"cannot read the profile {path}: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"the profile {path} is damaged, it is no JSON ({error}): measure again.") from error
+        raise ConfigurationError(f"the profile {path} is damaged, it is not JSON ({error}): measure again.") from error
     schema = data.get("schema") if isinstance(data, Mapping) else None
     if schema != PROFILE_SCHEMA:
         raise ConfigurationError(
@@ -161,10 +162,3 @@ def _profile(data: Mapping[str, Any]) -> Profile:
         bandwidth=communication["bandwidth"],
         steps=data["steps"],
     )
-
-
-def _check(name: str, value: object, whole: bool = False) -> None:
-    kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < 0:
-        what = "a whole number" if whole else "a finite number"
-        raise ConfigurationError(f"{name}={value!r}): give {what} of at least 0.")

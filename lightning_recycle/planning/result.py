@@ -1,4 +1,4 @@
-"""What a planner hands back: a schedule, and how good it is known to be.
+"""A planner's result: a schedule, and how good it is known to be.
 
 Contract: ``status`` is "optimal" only when ``lower_bound`` proves it; immutable.
 
@@ -15,19 +15,19 @@ from lightning_recycle.planning.schedule import Schedule
 __all__ = ["TOLERANCE", "PlanResult", "proven"]
 
 TOLERANCE = 1e-9
-"""Relative: periods closer than this are equal, the rest is rounding."""
+"""Relative: periods closer than this count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A schedule with its pedigree.
+    """A schedule and what is known about it.
 
     Args:
-        schedule: the plan itself.
-        backend: name of the planner that was asked.
+        schedule: the plan.
+        backend: name of the planner.
         status: "optimal" when the period is the lower bound, else "feasible".
-        lower_bound: no schedule with this routing has a shorter period; in the unit of the costs.
-        seconds: that planning took.
+        lower_bound: a proven lower bound of the period with this routing, in the unit of the costs.
+        seconds: planning time.
         warning: one line about a solver that was missing, crashed or ran out of time.
         log: the solver's output, if it was asked for.
     """
@@ -42,7 +42,7 @@ class PlanResult:
 
     @property
     def gap(self) -> float:
-        """How far the period can at most be from the optimum, as a fraction of the lower bound."""
+        """The largest possible distance of the period from the optimum, as a fraction of the lower bound."""
         return self.schedule.period / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
 
 
@@ -55,7 +55,7 @@ def proven(
     warning: str | None = None,
     log: str = "",
 ) -> PlanResult:
-    """The result of ``schedule`` with the better of the analytic lower bound and ``bound``."""
+    """The result for ``schedule`` with the better of the analytic lower bound and ``bound``."""
     known = max(lower_bound(schedule.problem), bound or 0.0)
     period = schedule.period
     if known > period - TOLERANCE * period:

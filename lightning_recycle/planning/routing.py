@@ -1,20 +1,20 @@
 """Re-routing: which live worker executes each micro-batch at each stage.
 
 Concept: at a stage where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer
-adopts it. How many each peer adopts makes the busiest of them as early as possible: an even split, or in proportion to
-the speeds where they differ, in which case a slow worker also gives some of its own away. Which ones is a matter of
-time and memory: adopted micro-batches are dealt like cards, in the order in which they will arrive, so that each
-peer's extra work, and the extra memory it takes, is spread over the iteration. (The in-flight limit is the same
-for all workers of a stage, so it never makes one peer a better choice than another.)
+adopts it. The numbers are chosen so that the busiest peer finishes as early as possible: an even split, or in
+proportion to the speeds where they differ, in which case a slow worker also gives some of its own away. Adopted
+micro-batches are dealt like cards, in the order in which they will arrive, so that each peer's extra work and memory
+are spread over the iteration. (The in-flight limit is the same for all workers of a stage, so it never makes one peer a
+better choice than another.)
 
-Contract: a pure function of grid, failures and speeds: every worker computes the same answer without talking. No
-assignment has a smaller largest (micro-batches x factor); with equal speeds loads differ by at most one and
-nothing but orphans moves.
+Contract: a pure function of grid, failures and speeds: every worker computes the same answer without communication.
+The largest (micro-batches x factor) is as small as possible; with equal speeds, loads differ by at most one and only
+orphans move.
 
 Must not know: costs, time.
 
 Source: ReCycle (arXiv 2405.14009), section 3, adaptive pipelining. Unequal speeds: min-max assignment of identical
-jobs to uniform machines, which the greedy "next job where it ends first" solves exactly.
+jobs to uniform machines, solved exactly by the greedy rule "next job where it ends first".
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def reroute(
 
     Args:
         grid: the grid.
-        failed: dead workers.
-        factors: how many times as long a worker takes for its operations; 1 for workers that are not named.
+        failed: the dead workers.
+        factors: factors by which a worker's operations take longer; 1 for workers not named.
 
     Raises:
         PlanningError: when a stage has no live worker.
@@ -75,12 +75,12 @@ def _reroute(
     ]
     quotas = {d: shares[d] - keeps[d] for d in live}
     if max(quotas.values()) - min(quotas.values()) <= 1 and list(quotas.values()) == sorted(quotas.values())[::-1]:
-        for turn, microbatch in enumerate(homeless):  # what the rule below comes to, in a hundredth of the time
+        for turn, microbatch in enumerate(homeless):  # same result as the rule below, in a hundredth of the time
             route[microbatch] = workers[live[turn % len(live)]]
         return route
     given = dict.fromkeys(live, 0)
     for turn, microbatch in enumerate(homeless, start=1):
-        # Whoever is furthest behind its part of those dealt so far, in whole numbers.
+        # The peer furthest behind its share of those dealt so far, in whole numbers.
         peer = max(live, key=lambda d: (quotas[d] * turn - given[d] * len(homeless), -d))
         given[peer] += 1
         route[microbatch] = workers[peer]
@@ -88,13 +88,13 @@ def _reroute(
 
 
 def _shares(grid: Grid, factors: Mapping[int, float]) -> dict[int, int]:
-    """How many micro-batches each pipeline's worker gets, so that the largest share x factor is smallest."""
+    """The number of micro-batches for each pipeline's worker that minimizes the largest share x factor."""
     total = grid.global_microbatches
     even, rest = divmod(total, len(factors))
     if len(set(factors.values())) == 1:
         return {d: even + (turn < rest) for turn, d in enumerate(factors)}
     shares = dict.fromkeys(factors, 0)
-    # When each would end one more; of equal ones first who runs its own, which then need not move.
+    # When each would finish one more; on a tie, workers that run their own go first, so that nothing moves.
     queue = [(factor, False, d) for d, factor in factors.items()]
     heapify(queue)
     for _ in range(total):

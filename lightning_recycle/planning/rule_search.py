@@ -1,22 +1,21 @@
 """The search for a good rule of list scheduling.
 
-Concept: what a list schedule is worth depends on its rule far more than on luck. These choices matter most:
+Concept: the quality of a list schedule depends on its rule far more than on luck. These choices matter most:
 
-- from how many micro-batches held a stage lets W go before F (*soft*), how many it holds at most (*hard*), and how many
+- how many micro-batches a stage holds before W goes before F (*soft*), how many it holds at most (*hard*), and how many
   of them may wait for their B (*ahead*). They follow the distance to the last stage, ``a * (S - s) + b``, as the
   warm-up does in 1F1B (a = 1) and in the zero-bubble schedules (a up to 2);
 - up to which stage forwards go first (*split*): early stages feed the pipeline and must not wait, late stages feed the
   gradients back;
-- with the staggered optimizer, how much later than possible a stage begins (*delay*): the buffer of forwards that
-  builds up meanwhile keeps its workers busy when the stages before it are as loaded as itself and arrivals jitter.
+- with the staggered optimizer, how much later than possible a stage begins (*delay*): the forwards that pile up
+  meanwhile keep its workers busy when the stages before it are as loaded as it is and arrivals jitter.
 
-First a hill climb over these numbers, then random changes of single stages and micro-batches, keeping what is not
-worse.
+A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse.
 
-Contract: deterministic (a seeded generator); stops when the lower bound is met or the effort is spent; without effort
-the result is the plain rule's, "backward, then forward, then weight gradient, oldest first".
+Contract: deterministic (a seeded generator); stops when the lower bound is met or the effort is spent; without effort,
+the result is that of the plain rule, "backward, then forward, then weight gradient, oldest first".
 
-Must not know: how a play works, the validator. Internal to ``planning``.
+Must not know: how a play works; the validator. Internal to ``planning``.
 
 Source: the warm-up of 1F1B (arXiv 2006.09503); ZB-H1 and ZB-H2 of Zero Bubble (arXiv 2401.10241), section 3.
 """
@@ -36,7 +35,7 @@ __all__ = ["Solution", "search"]
 
 _SEED = 1
 _SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
-_DELAYS = (0.5, 0.25, 1.0)  # of a stage's begin, as a part of the time until its first micro-batch can arrive
+_DELAYS = (0.5, 0.25, 1.0)  # of a stage's start, as a fraction of the time until its first micro-batch can arrive
 _FEWEST_PLAYS = 3  # however large the grid
 _MOST_FRUITLESS = 600  # plays in a row without a better schedule
 
@@ -53,7 +52,7 @@ class Solution:
 
 
 class _Point(NamedTuple):
-    """Where the hill climb stands: indices of caps (three times) and of a delay, and a number of stages."""
+    """A position of the hill climb: indices of three caps and a delay, and a number of stages."""
 
     soft: int
     hard: int
@@ -63,12 +62,12 @@ class _Point(NamedTuple):
 
 
 def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solution:
-    """The best list schedule that ``effort`` operations buy; with 0 the plain rule's.
+    """The best list schedule that ``effort`` operations buy; with 0, that of the plain rule.
 
     Args:
         codes: the problem.
         effort: number of operations to play in total.
-        starts: other orders of all operations that respect dependencies and memory, to be tried after the first rule.
+        starts: other orders of all operations to try after the first rule; they respect dependencies and memory.
     """
     return _Search(codes, effort).run(starts)
 
@@ -85,7 +84,7 @@ class _Search:
         self.fruitless = 0
         self.best: Solution | None = None
         self.ruled: Solution | None = None
-        """The best of those that come from a rule: what the search varies."""
+        """The best one that comes from a rule, which the search varies."""
         # Random.random() gives the same numbers in every Python version; its other methods need not.
         self.draw = Random(_SEED).random
 
@@ -104,7 +103,7 @@ class _Search:
             self.delays += [tuple(time * (1 + delay) for time in arrival) for delay in _DELAYS]
 
     def run(self, starts: Iterable[list[int]]) -> Solution:
-        # Where only a few plays are affordable, a delay is the better guess: it nearly always meets the bound.
+        # With only a few plays, a delay is the better guess: it nearly always meets the bound.
         first = _Point(0, 0, 0, 0, min(int(self.few), len(self.delays) - 1))
         self._try(self._template(first))
         for sequence in starts:
@@ -135,7 +134,7 @@ class _Search:
 
     def _judge(self, sequence: list[int], held: int, rule: Rule | None) -> Solution:
         self.plays_left -= 1
-        # Without a chance to become the start of further changes, the exact period does not matter.
+        # The exact period of a schedule that cannot become the start of further changes does not matter.
         hopeless = self.ruled.score[0] + 1e-9 if self.ruled else None
         timing = best_timing(self.codes, sequence, hopeless)
         goal = timing.period if self.codes.problem.technique.staggered else timing.makespan
@@ -217,7 +216,7 @@ class _Search:
                 first[stage] = not first[stage]
             elif choice < 0.7:
                 count = counts[int((choice - 0.2) * 6)]
-                # Beyond twice the number of stages a count has no effect worth a search.
+                # Beyond twice the number of stages, a count has no effect worth searching.
                 most = min(self.limit[stage], 2 * stages + 1)
                 step = 1 if draw() < 0.5 else -1
                 count[stage] = max(
@@ -230,6 +229,6 @@ class _Search:
 
 
 def _ranks(values: list[float]) -> tuple[int, ...]:
-    """For each value, how many smaller ones there are among the different values."""
+    """For each value, the number of distinct smaller ones."""
     rank = {value: number for number, value in enumerate(sorted(set(values)))}
     return tuple(rank[value] for value in values)

@@ -1,13 +1,13 @@
-"""The schedule: who runs which operation, in which order and when. The schedule is data.
+"""The schedule, as data: which worker runs which operation, in which order and when.
 
 Concept: the times of one iteration for each live worker, plus the *period*: iteration k is the same, shifted by k *
-period. Without the staggered optimizer an iteration begins when the one before has ended everywhere (period =
-makespan); with it a stage begins when it has stepped its own optimizer, so that one iteration's warm-up overlaps the
-cool-down of the one before and the period can be shorter than the makespan.
+period. Without the staggered optimizer, an iteration begins when the previous one has ended everywhere (period =
+makespan); with it, a stage begins once it has stepped its own optimizer, so an iteration's warm-up overlaps the
+cool-down of the previous one and the period can be shorter than the makespan.
 
 Contract: immutable. A worker's operations are listed in the order of execution (which is the order of their starts);
-the executor needs only that order and :meth:`Schedule.route`, times are for planning, simulation and pictures. A
-Schedule makes no promise of being correct: :func:`lightning_recycle.planning.validation.validate` checks that.
+the executor needs only that order and :meth:`Schedule.route`; times are for planning, simulation and pictures. A
+Schedule is not necessarily correct: :func:`lightning_recycle.planning.validation.validate` checks that.
 
 Must not know: how it was made, how it is run, torch.
 """
@@ -33,10 +33,10 @@ PLAN_SCHEMA = 1
 
 @dataclass(frozen=True)
 class Schedule:
-    """One iteration of training under one problem.
+    """One iteration of training for one problem.
 
     Args:
-        problem: what was asked, including the failed workers.
+        problem: the planning problem, including the failed workers.
         workers: the operations of each live worker in order of execution; failed workers have no entry.
         period: time between the same operation of two consecutive iterations, in the unit of the costs.
     """
@@ -52,17 +52,17 @@ class Schedule:
 
     @property
     def failed(self) -> frozenset[Worker]:
-        """Dead workers."""
+        """The dead workers."""
         return self.problem.failed
 
     @property
     def live_workers(self) -> tuple[Worker, ...]:
-        """The workers that execute this schedule, in the order of their ranks."""
+        """The workers that execute this schedule, in rank order."""
         return tuple(sorted(self.workers))
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the first operation of an iteration to the end of the last, from empty to empty."""
+        """Time from the start of an iteration's first operation to the end of its last, from empty to empty."""
         begin = min((ops[0].start for ops in self.workers.values() if ops), default=0.0)
         return max((ops[-1].end for ops in self.workers.values() if ops), default=0.0) - begin
 
@@ -78,7 +78,7 @@ class Schedule:
             raise PlanningError(f"the schedule has no forward of micro-batch {microbatch} at stage {stage}.") from None
 
     def peak_in_flight(self, worker: Worker) -> int:
-        """Most micro-batches that ``worker`` holds at once, counted from the start of F to the end of W or BW."""
+        """The most micro-batches ``worker`` holds at once, counted from the start of F to the end of W or BW."""
         count = peak = 0
         for op in self.program(worker):
             if op.kind is OpKind.FORWARD:
@@ -99,7 +99,7 @@ class Schedule:
             lower_bound: proven bound of the period; by default the analytic one.
         """
         problem, costs = self.problem, self.problem.costs
-        # Beyond the documented schema, and only where there are slow workers, so that all other plans are the same.
+        # Only where there are slow workers, so that all other plans stay the same.
         factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
         bound = analytic_lower_bound(problem) if lower_bound is None else lower_bound
         if status is None:
@@ -152,12 +152,12 @@ class Schedule:
         """The inverse of :meth:`to_plan`. The result is not validated: call ``validate`` on what you did not write.
 
         Raises:
-            PlanningError: when ``plan`` is no plan, or of another schema than this version reads.
+            PlanningError: when ``plan`` is not a plan, or has a schema that this version cannot read.
         """
         schema = plan.get("schema") if isinstance(plan, Mapping) else None
         if schema != PLAN_SCHEMA:
             raise PlanningError(
-                f"a plan of schema {schema!r} cannot be read: this version reads schema {PLAN_SCHEMA}. "
+                f"a plan with schema {schema!r} cannot be read: this version reads schema {PLAN_SCHEMA}. "
                 "Compute the plan again, or update lightning-recycle."
             )
         try:
@@ -200,7 +200,7 @@ class Schedule:
 
 
 def staggered_period(workers: Mapping[Worker, tuple[ScheduledOp, ...]]) -> float:
-    """The smallest shift at which a stage's next iteration begins only after the stage's STEP of this one.
+    """The smallest shift at which each stage's next iteration begins only after its STEP of this one.
 
     A STEP comes after everything else of its stage, so this also keeps operations of consecutive iterations from
     overlapping on any worker.

@@ -1,16 +1,16 @@
-"""The planning problem in time slots, with interchangeable micro-batches merged: what exact solvers are given.
+"""The planning problem in time slots, with interchangeable micro-batches merged: the input of exact solvers.
 
 Concept: routing decides which worker runs each micro-batch at each stage. Micro-batches with the same route (and the
 same durations on it) form a *group*, and within a group it does not matter which is which: take any schedule, and for
-every operation hand its start times, sorted, to the micro-batches of the group in a fixed order. Nothing else changes:
+every operation assign its sorted start times to the micro-batches of the group in a fixed order. Nothing else changes:
 
 - a worker is busy at the same times, and holds equally many micro-batches at every moment;
 - if operation ``b`` needs ``a``, then ``a_j + p <= b_j`` for every member j, hence also for the sorted times: the k-th
   smallest ``b`` has k members with ``a`` at most that much earlier, so the k-th smallest ``a`` is.
 
-So an optimal schedule exists in which every group goes first in, first out through every operation. A solver need not
-place the operations of each micro-batch, only decide *how many* of a group have started an operation by a time. That
-is what makes the model small: the running example has 4 groups instead of 18 micro-batches.
+So some optimal schedule sends every group first in, first out through every operation. A solver need not place the
+operations of each micro-batch, only decide *how many* of a group have started an operation by a given time. This keeps
+the model small: the running example has 4 groups instead of 18 micro-batches.
 
 Times are integers, in units of a slot. Where all durations are multiples of a common slot, the orders of operations
 lose nothing: start times are sums of durations. Otherwise durations are rounded to a longer slot;
@@ -18,7 +18,7 @@ the solver's *order* is then timed again with the real durations, and its bound 
 
 Contract: pure data and arithmetic, deterministic; picklable, for the solver's process.
 
-Must not know: any solver, nor how long solving takes.
+Must not know: any solver, or how long solving takes.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class SlotOp:
     head: int
     """No start before this slot."""
     to_end: int
-    """Slots at least from a start until the end of the iteration at stage 0 (staggered: of all B there and then its
+    """The fewest slots from a start until the end of the iteration at stage 0 (staggered: of all B there and then its
     own W, REDUCE and STEP), own duration included. W and BW with the staggered optimizer: until their own stage's
     STEP has ended."""
 
     @property
     def count(self) -> int:
-        """How many operations this is."""
+        """Number of operations."""
         return len(self.microbatches)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """When the operations of a :class:`SlotOp` may start: the first at ``first``, all of them by ``last``."""
+    """When the operations of a :class:`SlotOp` may start: none before ``first``, all of them by ``last``."""
 
     first: int
     last: int
@@ -86,7 +86,7 @@ class Window:
 class SlotProblem:
     """A planning problem with its routing, in slots.
 
-    ``exact`` tells whether the slots represent all durations without rounding.
+    ``exact`` says whether the slots represent all durations without rounding.
     """
 
     ops: tuple[SlotOp, ...]
@@ -96,12 +96,12 @@ class SlotProblem:
     tails: tuple[int, ...]
     """REDUCE plus STEP, per stage."""
     limits: tuple[int, ...] | None
-    """Most micro-batches in flight per worker, by stage."""
+    """The most micro-batches in flight per worker, by stage."""
     slot: float
     exact: bool
 
     def refined(self, factor: int) -> SlotProblem:
-        """The same problem with ``factor`` slots for one."""
+        """The same problem with each slot divided into ``factor``."""
         ops = tuple(
             replace(
                 op,
@@ -116,15 +116,16 @@ class SlotProblem:
 
     @property
     def release_kind(self) -> int:
-        """The kind of operation at whose end a micro-batch is no longer held: WEIGHT, or BACKWARD when fused."""
+        """The kind of operation after which a micro-batch is no longer held: WEIGHT, or BACKWARD when fused."""
         return BACKWARD if self.fused else WEIGHT
 
     def windows(self, length: int) -> list[Window]:
         """Start windows of every operation when the iteration (staggered: the period) is at most ``length`` slots.
 
-        Without staggering everything ends by ``length``. With it, count time from the begin of stage 0. Stage 0 ends by
-        ``length``, so every B, which leads to a B at stage 0, has its deadline from there. Stage s begins early enough
-        for the F and B of its busiest worker to precede that deadline, and ends at most ``length`` after it began.
+        Without staggering everything ends by ``length``. With it, time counts from the start of stage 0. Stage 0 ends
+        by ``length``, so every B, which leads to a B at stage 0, has its deadline from there. Stage s begins early
+        enough for the F and B of its busiest worker to precede that deadline, and ends at most ``length`` after it
+        began.
         """
         if not self.staggered:
             return [Window(op.head, length - op.to_end) for op in self.ops]
@@ -147,7 +148,7 @@ class SlotProblem:
 
 
 def common_slot(durations: Iterable[float]) -> float:
-    """The longest slot of which all (decimal) durations are multiples; 0.0 when all are zero."""
+    """The longest slot that divides all (decimal) durations; 0.0 when all are zero."""
     fractions = [Fraction(repr(float(duration))) for duration in durations if duration > 0]
     if not fractions:
         return 0.0
@@ -161,10 +162,10 @@ def discretize(schedule: Schedule, max_slots: int, *, coarse: bool = True) -> Sl
 
     Args:
         schedule: any valid schedule of the problem, usually the heuristic's.
-        max_slots: most slots that its makespan may be divided into; where the common slot of all durations is
-            shorter, durations are rounded to a longer one.
-        coarse: round to about one slot for an operation. Measured with F : B : W = 1 : 1.087 : 0.912, the order that
-            HiGHS finds then is within 1.5% of the best known after 1 to 4 s; with two to four slots for an operation
+        max_slots: the most slots its makespan may be divided into; if the common slot of all durations is shorter,
+            durations are rounded to a longer one.
+        coarse: whether to round to about one slot per operation. Measured with F : B : W = 1 : 1.087 : 0.912, the order
+            that HiGHS then finds is within 1.5% of the best known after 1 to 4 s; with two to four slots per operation
             it is no better after up to 18 s, or there is none.
     """
     problem, stages = schedule.problem, range(schedule.grid.stages)
@@ -264,7 +265,7 @@ def _build(
                 to_end[BACKWARD, s] = length[BACKWARD, s] + own_end
             else:
                 through = comm + to_end[BACKWARD, s - 1]
-                # Staggered, a later stage may end after the first: its own closing gives B no deadline.
+                # When staggered, a later stage may end after the first: its own closing gives B no deadline.
                 after = through if problem.technique.staggered else max(own_end, through)
                 to_end[BACKWARD, s] = length[BACKWARD, s] + after
         for s in reversed(range(stages)):
@@ -298,7 +299,7 @@ def _at_least_one(duration: float, slot: float) -> int:
 
 
 def schedule_from_starts(schedule: Schedule, problem: SlotProblem, starts: Sequence[Sequence[float]]) -> Schedule:
-    """The schedule with the *order* of these starts and the real durations, everything as early as possible.
+    """The schedule with the *order* of these starts and the real durations, everything as early as it can be.
 
     Args:
         schedule: the one that ``problem`` was made from.

@@ -1,8 +1,8 @@
-"""What a solver is asked and what it answers; each solve is a child process.
+"""A solver's task and its answer; each solve is a child process.
 
-Concept: solvers are native libraries. They crash, run past their limits, and do not get along (importing ortools
-before highspy breaks highspy). A solver reports bounds and solutions as it finds them, so that nothing is lost when
-its process ends early.
+Concept: solvers are native libraries. They crash, overrun their limits, and conflict (importing ortools before
+highspy breaks highspy). A solver reports bounds and solutions as it finds them, so nothing is lost when its process
+ends early.
 
 Contract: :func:`run_solver` returns within the time limit plus ``GRACE`` seconds and never raises because of the
 solver.
@@ -28,7 +28,7 @@ SolverUnavailableError = UnavailableError
 
 @dataclass(frozen=True, slots=True)
 class SolverTask:
-    """What a solver is asked: a schedule shorter than ``upper`` slots, which is known; none is below ``lower``."""
+    """Find a schedule shorter than the known one of ``upper`` slots; none is shorter than ``lower``."""
 
     backend: str
     problem: SlotProblem
@@ -38,21 +38,21 @@ class SolverTask:
     """Seconds."""
     threads: int
     max_variables: int
-    """Largest model to build."""
+    """The largest model to build."""
     seed: int = 0
     log: bool = False
 
 
 @dataclass(slots=True)
 class SolverOutcome:
-    """What came back."""
+    """A solver's answer."""
 
     bound: float | None = None
     """In slots."""
     solutions: list[list[list[float]]] = field(default_factory=list)
     """For each, the starts in slots of every operation."""
     failure: str | None = None
-    """In a few words, or None when the solver ended by itself."""
+    """A few words, or None when the solver ended by itself."""
     log: str = ""
 
 
@@ -77,13 +77,13 @@ def run_solver(entry: str, task: SolverTask) -> SolverOutcome:
 def proven_length(problem: SlotProblem, length: int, parts: int) -> float:
     """The bound, in slots of the task, when no schedule of ``problem`` is shorter than ``length`` whole slots.
 
-    Start times are whole slots without loss, and so is a makespan. The smallest period of an order of operations is
+    Start times, and so a makespan, are whole slots without loss. The smallest period of an order of operations is
     the mean of a cycle through at most S stages (:mod:`timing`), hence a whole number divided by at most S.
 
     Args:
-        problem: the task's, refined into ``parts``.
-        length: in slots of ``problem``.
-        parts: slots of ``problem`` for one of the task; 1 or S.
+        problem: the problem of the task, refined into ``parts``.
+        length: the length in slots of ``problem``.
+        parts: slots of ``problem`` per slot of the task; 1 or S.
     """
     if not problem.staggered:
         return length / parts

@@ -1,14 +1,14 @@
 """Timing: from the order of the operations to their times.
 
 Concept: a planner's real decision is an order of operations on each worker. Given the orders, every operation starts
-as soon as its worker is free and its input is there. With the staggered optimizer the orders also determine the
-smallest period at which iterations can follow each other: the largest mean weight of a cycle "stage s begins ...
+as soon as its worker is free and its input has arrived. With the staggered optimizer the orders also determine the
+smallest period at which iterations can follow one another: the largest mean weight of a cycle "stage s begins ...
 stage s steps, next iteration". It is found by policy iteration (Howard): assume a period, delay each stage's begin
 until the STEP of the iteration before; if that never settles, the stages that delay each other form a cycle, whose
 mean is the better estimate.
 
 Contract: exact for the given orders, up to rounding; linear in the number of operations per pass, few passes. Work
-inside is on integers: ``code = (kind * S + stage) * N + microbatch`` with N = D * M, so that a 600,000-operation
+is done on integers: ``code = (kind * S + stage) * N + microbatch`` with N = D * M, so that a 600,000-operation
 schedule takes seconds.
 
 Must not know: how the orders were chosen. Internal to ``planning``.
@@ -29,7 +29,7 @@ from lightning_recycle.planning.schedule import Schedule, staggered_period
 __all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Codes", "Timing", "assemble", "best_timing", "interleave", "retime"]
 
 WorkerFactors: TypeAlias = Mapping[Worker, float] | tuple[tuple[Worker, float], ...]
-"""As ``Problem.worker_factors``."""
+"""See ``Problem.worker_factors``."""
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 """Kinds within a code; BACKWARD is B, or BW when the backward is fused."""
@@ -39,7 +39,7 @@ _OPERATION_BUDGET = 8_000_000  # the same for large grids: about 5 s
 
 
 class Codes:
-    """Integer names of the F, B and W operations of a problem, with what the inner loops need to know about each.
+    """Integer names of the F, B and W operations of a problem, with the tables that the inner loops need.
 
     ``key = code // n = kind * S + stage``; tables are indexed by key, or by key and micro-batch number ``d * M + m``.
     """
@@ -89,7 +89,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Start times of the operations of one sequence, and what they amount to. ``starts`` is indexed by code."""
+    """Start times of the operations of one sequence, by code, and what follows from them."""
 
     starts: list[float]
     stage_begin: list[float]
@@ -99,12 +99,12 @@ class Timing:
 
     @property
     def makespan(self) -> float:
-        """From the first begin to the last end."""
+        """From the first start to the last end."""
         return max(self.stage_end) - min(self.stage_begin)
 
     @property
     def period(self) -> float:
-        """As :func:`staggered_period`."""
+        """See :func:`staggered_period`."""
         return max(end - begin for begin, end in zip(self.stage_begin, self.stage_end, strict=True))
 
 
@@ -112,7 +112,7 @@ def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]
     """One sequence of all operations that respects each worker's program (by rank) and all dependencies.
 
     Raises:
-        PlanningError: when the programs wait for each other in a circle.
+        PlanningError: when the programs wait for one another in a cycle.
     """
     n, offsets = codes.n, codes.input_offset
     done = [False] * codes.size
@@ -137,12 +137,12 @@ def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]
         position[rank] = at
     stuck = [codes.problem.grid.worker(rank) for rank in programs if position[rank] < len(programs[rank])]
     if stuck:
-        raise PlanningError(f"these workers wait for each other forever: {', '.join(map(str, stuck))}.")
+        raise PlanningError(f"these workers wait for one another forever: {', '.join(map(str, stuck))}.")
     return sequence
 
 
 def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> Timing:
-    """The earliest times when stage s may begin at ``begin[s]``."""
+    """The earliest times if stage s may begin at ``begin[s]``."""
     n, comm = codes.n, codes.problem.costs.communication
     ranks, times, offsets = codes.ranks, codes.times, codes.input_offset
     stages = codes.stages
@@ -182,7 +182,7 @@ def best_timing(codes: Codes, sequence: Sequence[int], hopeless: float | None = 
     Args:
         codes: the problem.
         sequence: all operations in an order that respects their dependencies.
-        hopeless: the exact period matters only if it is at most this; None if it does in any case.
+        hopeless: the period above which the exact value does not matter; None if it always matters.
     """
     stages = codes.stages
     timing = earliest(codes, sequence, [0.0] * stages)
@@ -239,12 +239,12 @@ def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
 
 
 def retime(schedule: Schedule, costs: Costs, worker_factors: WorkerFactors | None = None) -> Schedule:
-    """The same orders of operations under other costs: what a plan amounts to once its operations have been measured.
+    """The same orders of operations under other costs: the value of a plan once its operations have been measured.
 
     Args:
-        schedule: whose orders to keep.
-        costs: of the operations.
-        worker_factors: how many times as long they take on a worker; by default as the schedule's problem says.
+        schedule: the schedule whose orders to keep.
+        costs: the new costs of the operations.
+        worker_factors: factors by which operations take longer on a worker; by default those of the schedule's problem.
 
     Raises:
         PlanningError: when the schedule mixes fused and decoupled backwards.

@@ -1,11 +1,11 @@
-"""The validator: what a correct schedule is, written from the definition and from nothing else.
+"""The validator: what a correct schedule is, written from the definition alone.
 
-Concept: a schedule is data that anyone may produce: a heuristic, a solver, a file. Before it runs, each rule of
-pipeline training is checked on its times. All violations are reported, not only the first.
+Concept: a schedule is data that anyone may produce: a heuristic, a solver, a file. Before it runs, it is
+checked against each rule of pipeline training. All violations are reported, not only the first.
 
 Contract: linear in the number of operations. Accepts exactly the schedules that follow the rules:
 
-1. *Workers*: every live worker has a program, no other worker has; operations stand in order of their starts.
+1. *Workers*: every live worker has a program and no other worker does; operations are listed in order of their starts.
 2. *Once*: at every stage every micro-batch has one F and either one B and one W or one BW, all on the same live worker
    of that stage; every worker has one REDUCE and one STEP, in this order, at its end. Without decoupling there is only
    BW.
@@ -17,7 +17,7 @@ Contract: linear in the number of operations. Accepts exactly the schedules that
 6. *Memory*: micro-batches in flight, from the start of F to the end of W (BW), never exceed the limit.
 7. *Period*: a stage begins the next iteration after its STEP; without the staggered optimizer the period is the
    makespan.
-8. *Progress*: no circle of operations that wait for each other. (Only operations without duration could form one.)
+8. *Progress*: no cycle of operations that wait for one another. (Only operations without duration could form one.)
 
 Must not know: any scheduler; it does not even use the schedule's own route and makespan.
 """
@@ -49,7 +49,7 @@ Numbers, (kind * S + stage) * D * M + micro-batch, because hashing dataclasses t
 
 
 class InvalidScheduleError(PlanningError):
-    """A schedule breaks the rules. ``violations`` has one line for each breach."""
+    """A schedule breaks the rules. ``violations`` has a line for each violation."""
 
     def __init__(self, violations: tuple[str, ...]) -> None:
         shown = "\n  ".join(violations[:_SHOWN])
@@ -107,7 +107,7 @@ def _workers(schedule: Schedule, tolerance: float) -> Iterator[str]:
     for worker, ops in schedule.workers.items():
         for before, after in pairwise(ops):
             if after.start < before.start - tolerance:
-                yield f"workers: on {worker}, {after.op} stands after {before.op} but starts before it"
+                yield f"workers: on {worker}, {after.op} is listed after {before.op} but starts before it"
 
 
 def _once(schedule: Schedule, placed: _Placed) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _times(schedule: Schedule, tolerance: float) -> Iterator[str]:
             duration = scheduled.end - start
             # An operation of another stage breaks rule 2; its duration does not matter then.
             cost = expected[op.kind] if op.stage == worker.stage and expected else duration
-            # "not <=" instead of ">": a time that is no number must not pass.
+            # "not <=" instead of ">": NaN must not pass.
             if not abs(duration - cost) <= tolerance:
                 yield f"duration: {op} on {worker} takes {duration:g} instead of {cost:g}"
             if previous is not None and start < previous.end - tolerance:
@@ -209,12 +209,12 @@ def _dependencies(schedule: Schedule, placed: _Placed, tolerance: float) -> Iter
             ready = source_scheduled.end
             if source_scheduled.op.stage != scheduled.op.stage:
                 ready += communication
-            # Among operations without duration times do not tell the order, positions in the program do.
+            # For operations without duration, the order is that of the program, not of the times.
             backwards = source_worker == worker and position < source_position
             if scheduled.start < ready - tolerance or backwards:
                 yield (
                     f"dependency: {scheduled.op} on {worker} starts at {scheduled.start:g}, "
-                    f"before the result of {source_scheduled.op} on {source_worker} is there at {ready:g}"
+                    f"before the result of {source_scheduled.op} on {source_worker} arrives at {ready:g}"
                 )
 
 
@@ -291,7 +291,7 @@ def _has_instant_operations(schedule: Schedule) -> bool:
 
 
 def _progress(schedule: Schedule, placed: _Placed) -> Iterator[str]:
-    """Run the programs without a clock: each worker goes on until its next operation lacks an input."""
+    """Run the programs without a clock: each worker proceeds until its next operation lacks an input."""
     grid = schedule.grid.stages, schedule.grid.global_microbatches
     programs: dict[Worker, list[int]] = {worker: [] for worker in schedule.workers}
     for code, (worker, _, _) in placed.items():

@@ -1,8 +1,8 @@
 """Zero bubble: the fault-free schedules with a decoupled backward, as a fixed pattern.
 
-Concept: as 1F1B, but a weight gradient waits until its memory is needed. Stage s warms up with a number of forwards,
-then alternates one backward, one forward, with a W in between as soon as the stage holds as many micro-batches as it
-may; when the forwards are done, backwards and weight gradients alternate. With S - s forwards of warm-up and S
+Concept: like 1F1B, but a weight gradient waits until its memory is needed. Stage s warms up with a number of forwards,
+then alternates one backward, one forward, with a W in between once the stage holds as many micro-batches as it may;
+when the forwards are done, backwards and weight gradients alternate. With S - s forwards of warm-up and S
 micro-batches held this is ZB-H1, which takes 3M + S - 1 slots at equal costs; with 2 (S - s) - 1 of both it is ZB-H2,
 which has no bubble in steady state.
 
@@ -27,10 +27,10 @@ def zero_bubble(codes: Codes, warmup: Sequence[int], held: Sequence[int]) -> lis
     """The operations of the schedule in an order that respects their dependencies.
 
     Args:
-        codes: a problem without failures, decoupled.
-        warmup: forwards before the first backward, per stage; cut so that no stage warms up further than the one
-            before it (that would deadlock), nor further than it may hold.
-        held: most micro-batches that a worker holds, per stage.
+        codes: the operations of a decoupled problem without failures.
+        warmup: forwards before the first backward, per stage; reduced so that no stage warms up further than the one
+            before it, which would deadlock, or than it may hold.
+        held: the most micro-batches a worker holds, per stage.
     """
     grid = codes.problem.grid
     programs: dict[int, list[int]] = {}

@@ -5,31 +5,32 @@ thread) makes every blocked or later operation raise :class:`CommunicationError`
 default process group: all groups are raw objects under a store prefix of their generation.
 
 Private torch API used here: ``ProcessGroupGloo`` and its ``_Options``. Gloo's own ``abort`` does nothing and a blocked
-``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets that the groups opened. Gloo then fails
-what is *pending*, and forgets what is *under way*: a receive whose payload has begun to arrive, and a send that has not
-been written whole, wait on for their timeout (``Pair::signalException`` in its ``transport/tcp/pair.cc`` passes over
-``rx_`` and the unbound buffers of ``tx_``; the death of a peer in the middle of a message does the same). Therefore
+``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets opened by the groups. Gloo then fails
+what is *pending*, but forgets what is *under way*: a receive whose payload has begun to arrive, and a send that is not
+completely written, keep waiting until their timeout (``Pair::signalException`` in its ``transport/tcp/pair.cc`` passes
+over ``rx_`` and the unbound buffers of ``tx_``; the death of a peer in the middle of a message does the same).
+Therefore
 
-- every message is followed by an empty one, and that is what the receiver waits for: without a payload it is pending
-  until it is there, and one connection keeps the order;
-- nobody waits for a send. What was sent is let go of when something that came back says that it has arrived;
-- a collective, which sends and receives inside, is looked at every 0.1 s, and a group with one that does not end is
-  left behind with its thread, which ends at the timeout;
-- connecting happens in a thread that can be left behind, too.
+- every message is followed by an empty one, for which the receiver waits: without a payload it stays pending until it
+  arrives, and a connection keeps the order;
+- nothing waits for a send. What was sent is released when a message that came back shows that it has arrived;
+- a collective, which sends and receives inside, is checked every 0.1 s, and a group with one that does not end is
+  abandoned with its thread, which ends at the timeout;
+- connecting happens in a thread that can be abandoned, too.
 
-Without a timeout of its own a receive has that of its group's making, and not the one that is set later.
+A receive without its own timeout uses the one its group was created with, not one set later.
 
-The workers find each other by a :class:`Rendezvous`, in the place of a ``TCPStore``: waiting there can be interrupted,
-and a client of a TCPStore asks the name server for the name of its peer, which took 5 s where there is none. Where it
-is in doubt whether all can reach each other, they find that out before they connect
-(:mod:`~lightning_recycle.runtime.reachability`): Gloo takes longer, and does not say who.
+The workers find each other through a :class:`Rendezvous` instead of a ``TCPStore``: its waits can be interrupted, while
+a client of a TCPStore asks the name server for the name of its peer, which took 5 s where there is none. If it is in
+doubt whether all can reach each other, they check before they connect
+(:mod:`~lightning_recycle.runtime.reachability`): Gloo takes longer and does not name the unreachable ones.
 
-Activations and gradients have a group each. Gloo would keep them apart by tag, but its event loop spins while the
+Activations and gradients have separate groups. Gloo would keep them apart by tag, but its event loop spins while the
 main thread holds the lock of a connection on which data arrives (measured: half of its processor time).
 
 A value travels as one message with a header, packed, if it fits into the receiver's posted buffer; else the header
-announces one message per tensor. Gloo accepts a message shorter than the buffer (measured), so receives are posted
-ahead without knowing the shape and shapes may change from micro-batch to micro-batch. Both sides size the buffer of a
+announces one message per tensor. Gloo accepts messages shorter than the buffer (measured), so receives are posted
+ahead without knowing the shape, and shapes may change from micro-batch to micro-batch. Both sides size the buffer of a
 tag by its last message in the generation, so with steady shapes every value is one message.
 """
 
@@ -60,28 +61,28 @@ from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS, Layout, Va
 __all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "UnreachableError"]
 
 _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
-_PACKED_BYTES = 4 * 1024 * 1024  # above, copying into one message costs more than a second message
+_PACKED_BYTES = 4 * 1024 * 1024  # above this, copying into one message costs more than a second message
 _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
-_TAGS = MAX_TENSORS + 3  # of Gloo's for one of ours: the message, its tensors, and the end of either
+_TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of ours: the message, its tensors, and the end of either
 _TRANSFER_TAG = (_EXCHANGE_TAG + 1) * _TAGS
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
 _CONNECT_TIMEOUT = timedelta(seconds=5)  # once the addresses are known
-_LOOK = timedelta(seconds=0.1)  # between two looks at whether the generation was aborted
+_LOOK = timedelta(seconds=0.1)  # between checks whether the generation was aborted
 _LAST_LOOK = timedelta(milliseconds=10)  # at a collective of an aborted generation
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
 
 
 class Rendezvous(Protocol):
-    """How the workers of a generation find each other: a place to publish addresses and to wait for those of others."""
+    """Where workers of a generation find each other: a place to publish addresses and wait for those of others."""
 
     def publish(self, key: str, value: bytes) -> None: ...
 
     def lookup(self, key: str, cancelled: threading.Event) -> bytes:
-        """Waits for ``key``; raises to interrupt the connecting, soon after ``cancelled`` is set at the latest."""
+        """Waits for ``key``; raises to stop connecting, soon after ``cancelled`` is set at the latest."""
 
 
 class _Store(Store):
-    """A :class:`Rendezvous` as the store that Gloo asks for, for one generation."""
+    """A :class:`Rendezvous` as the store that Gloo requires, for one generation."""
 
     def __init__(self, rendezvous: Rendezvous, cancelled: threading.Event) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ class _Store(Store):
 
 
 class Channel(Enum):
-    """What flows between stages: activations one way, gradients the other."""
+    """The directions between stages: activations one way, gradients the other."""
 
     ACTIVATIONS = "activations"
     GRADIENTS = "gradients"
@@ -127,7 +128,7 @@ _Key: TypeAlias = tuple[Channel, int, int]
 
 
 class _Outbox:
-    """The message that carries a layout, prepared: with steady shapes only the tensors have to be copied into it."""
+    """A prepared message that carries a layout: with steady shapes, only the tensors need to be copied into it."""
 
     def __init__(self, layout: Layout, packed: bool) -> None:
         self.layout, self.packed = layout, packed
@@ -137,7 +138,7 @@ class _Outbox:
 
 
 class _Inbox:
-    """The buffer that is posted for a tag, and what its last message said."""
+    """The buffer posted for a tag, and the layout of its last message."""
 
     def __init__(self, capacity: int) -> None:
         self.message = torch.empty(capacity, dtype=torch.uint8)
@@ -157,7 +158,7 @@ class _Inbox:
 
 @dataclass(frozen=True, eq=False)
 class Incoming:
-    """A receive that is posted."""
+    """A posted receive."""
 
     key: _Key
     inbox: _Inbox
@@ -169,11 +170,11 @@ class Communicator:
     """The process groups of the current generation.
 
     Args:
-        rank: of this worker in the grid.
-        host: the address at which other workers reach this one.
-        device: where received tensors are put; tensors on other devices than the CPU are staged through it.
+        rank: rank of this worker in the grid.
+        host: address at which other workers reach this one.
+        device: device of received tensors; tensors on devices other than the CPU are staged through the CPU.
         rendezvous: where workers find each other.
-        timeout: bound of any single operation, in seconds.
+        timeout: limit of any single operation, in seconds.
 
     Attributes:
         on_progress: called when a part of a reduction or a transfer, which may take long, has arrived.
@@ -188,7 +189,7 @@ class Communicator:
         self.device = device
         self._rendezvous = rendezvous
         self.on_progress: Callable[[], None] = lambda: None
-        # An event loop each: messages between stages must not wait behind a reduction.
+        # Separate event loops: messages between stages must not wait behind a reduction.
         self._message_device = ProcessGroupGloo.create_device(hostname=host)
         self._stage_device = ProcessGroupGloo.create_device(hostname=host)
         self._lock = threading.Lock()
@@ -204,7 +205,7 @@ class Communicator:
         self._tie_ranks: dict[int, dict[int, int]] = {}
         self._group_rank: dict[int, int] = {}
         self._stage_rank: dict[int, int] = {}
-        # What must stay alive until it has arrived, of this step and of the one before.
+        # What must stay alive until it has arrived, of this step and the previous one.
         self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._inboxes: dict[_Key, _Inbox] = {}
@@ -223,7 +224,7 @@ class Communicator:
         """Connects the workers in ``roster`` and, for reductions, those in ``stage_roster`` (ranks of the grid); for
         the sum of tied gradients, those in ``tie_rosters``, by the number of the tie (this worker's ties only).
 
-        With ``check_links``, for all or none, each of ``roster`` first sees whether it can reach the others.
+        With ``check_links``, for all or none, each of ``roster`` first checks whether it can reach the others.
 
         Raises:
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.reachability.CHECK_SECONDS`.
@@ -275,7 +276,7 @@ class Communicator:
         threading.Thread(target=connect, name="recycle-connect", daemon=True).start()
         try:
             while not done.wait(_LOOK.total_seconds()):
-                self._check()  # leaves the thread behind, which ends when its connections time out
+                self._check()  # abandons the thread, which ends when its connections time out
             for error in errors:
                 if isinstance(error, CommunicationError):
                     raise error
@@ -302,7 +303,7 @@ class Communicator:
         return group
 
     def _opened(self) -> dict[int, int]:
-        """The sockets of this generation; while it connects, those opened since it began to."""
+        """The sockets of this generation; while connecting, those opened since it started."""
         if self._before is None:
             return self._sockets
         return dict(_open_sockets().items() - self._before.items())
@@ -343,7 +344,7 @@ class Communicator:
             try:
                 if os.fstat(held).st_ino == inode:
                     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(held)) as sock:
-                        sock.shutdown(socket.SHUT_RDWR)  # an OSError says that it is not connected any more
+                        sock.shutdown(socket.SHUT_RDWR)  # an OSError means that it is no longer connected
             finally:
                 os.close(held)
 
@@ -352,7 +353,7 @@ class Communicator:
     def post_receive(self, channel: Channel, source: int, tag: int) -> Incoming:
         """Posts the receive of a value from rank ``source``; several may be open, told apart by ``tag``.
 
-        The buffer of (channel, source, tag) is used again: what was received into it must not be needed any more.
+        The buffer of (channel, source, tag) is reused: what was received into it must no longer be needed.
         """
         key = (channel, source, tag)
         inbox = self._inboxes.get(key)
@@ -382,7 +383,7 @@ class Communicator:
                 end.wait(self._timeout)
                 for work in works:
                     work.wait(self._timeout)
-        # It was sent after what this worker had sent under that tag the other way had arrived.
+        # It was sent after this worker's message under that tag in the other direction had arrived.
         answered = (_OTHER[channel], source, tag)
         self._sent.pop(answered, None)
         self._sent_before.pop(answered, None)
@@ -394,8 +395,8 @@ class Communicator:
     def send(self, channel: Channel, value: Value, destination: int, tag: int) -> None:
         """Starts to send ``value`` to rank ``destination``; its tensors must not change.
 
-        The message that went under (channel, destination, tag) before must have arrived: in a schedule the next one
-        depends on what was computed of it.
+        The previous message under (channel, destination, tag) must have arrived: in a schedule the next one depends
+        on what was computed from it.
         """
         key = (channel, destination, tag)
         layout = Layout.of(value)
@@ -419,7 +420,7 @@ class Communicator:
         self._sent_before.pop(key, None)
 
     def end_step(self) -> None:
-        """Lets go of what was sent before the last call: all that take part in a step got it before they went on."""
+        """Releases what was sent before the last call: all participants of a step received it before they proceeded."""
         self._sent_before, self._sent = self._sent, {}
 
     def _sends(self, group: Any, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:
@@ -433,7 +434,7 @@ class Communicator:
         return [group.recv([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]
 
     def exchange(self, peer: int, size: int, initiate: bool) -> None:
-        """Sends ``size`` bytes to rank ``peer`` and waits until they came back, or is the one that sends them back."""
+        """Sends ``size`` bytes to rank ``peer`` and waits until they come back, or sends them back."""
         if initiate:
             self.send(Channel.ACTIVATIONS, torch.empty(size, dtype=torch.uint8), peer, _EXCHANGE_TAG)
             self.receive(self.post_receive(Channel.GRADIENTS, peer, _EXCHANGE_TAG))
@@ -457,7 +458,7 @@ class Communicator:
         self._broadcast(self._stage, self._stage_rank, tensor, source)
 
     def broadcast_tied(self, tie: int, tensor: Tensor, source: int) -> None:
-        """Overwrites ``tensor`` in place with that of rank ``source``, for all that take part in tie number ``tie``."""
+        """Overwrites ``tensor`` in place with that of rank ``source``, on all members of tie number ``tie``."""
         self._broadcast(self._ties[tie], self._tie_ranks[tie], tensor, source)
 
     def _broadcast(self, group: Any, ranks: Mapping[int, int], tensor: Tensor, source: int) -> None:
@@ -466,7 +467,7 @@ class Communicator:
         self._collective(group, tensor, lambda staged: group.broadcast([staged], options))
 
     def _collective(self, group: Any, tensor: Tensor, start: Callable[[Tensor], Any]) -> None:
-        """Carries out a collective of ``group`` over the contiguous ``tensor``, in parts."""
+        """Runs a collective of ``group`` over the contiguous ``tensor``, in parts."""
         for part in tensor.view(-1).split(_CHUNK_BYTES // tensor.element_size()):
             with self._translated():
                 staged = part.cpu()
@@ -484,7 +485,7 @@ class Communicator:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait(_LOOK)  # raises its own error; or it has come to its end right after the look
+                    work.wait(_LOOK)  # raises its own error, or has ended right after the check
                     return
                 if aborted:
                     # Its destructor would wait for the thread that is inside the collective.
@@ -502,7 +503,7 @@ class Communicator:
                 (arrived,) = self._receives(self._groups[Channel.GRADIENTS], [], destination, _TRANSFER_TAG)
                 sent = self._sends(self._groups[Channel.ACTIVATIONS], [chunk], destination, _TRANSFER_TAG)
                 arrived.wait(self._timeout)
-                del sent  # until here it had to be kept
+                del sent  # it had to be kept until here
             self.on_progress()
 
     def receive_bytes(self, tensor: Tensor, source: int) -> None:

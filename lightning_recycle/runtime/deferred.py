@@ -3,10 +3,10 @@
 Inside :class:`intercept_linear` every ``F.linear`` on a trainable leaf weight becomes an autograd function that, while
 a :class:`WeightGradQueue` is active, returns only the input gradient and queues the weight and bias gradients.
 Parameters that are not captured get their gradient from autograd at once, so every module stays correct; the values are
-bit-identical either way, because the queued computation is the one that autograd would have done.
+bit-identical either way, because the queued computation is the one autograd would have done.
 
-The active queue is global to the process, not thread-local: autograd runs the backward of CUDA operations in threads
-of its own.
+The active queue is global to the process, not thread-local: autograd runs the backward of CUDA operations in its own
+threads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WeightGradQueue:
     def collecting(self) -> Iterator[None]:
         """While active, :func:`defer_weight_grad` queues here instead of computing.
 
-        ``F.linear`` stays intercepted: activation checkpointing runs the forward again in here.
+        ``F.linear`` stays intercepted, because activation checkpointing runs the forward again here.
         """
         global _active
         previous, _active = _active, self
@@ -58,7 +58,7 @@ class WeightGradQueue:
     def flush(self) -> None:
         """Computes every queued gradient, in the order of the backward, and adds it to ``parameter.grad``.
 
-        Several gradients of one parameter are summed first, as autograd does: the bits depend on the order.
+        Gradients of the same parameter are summed first, as in autograd: the bits depend on the order.
         """
         uses = Counter(id(parameter) for parameter, _ in self._pending)
         partial: dict[int, Tensor] = {}
@@ -83,8 +83,8 @@ def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) ->
     ``None``, and the gradient is added to ``parameter.grad`` in the W operation.
 
     Args:
-        parameter: a leaf parameter without hooks (hooks would not see a deferred gradient).
-        compute: returns the gradient, of the shape of ``parameter``; must hold everything it needs.
+        parameter: leaf parameter without hooks, which would not see a deferred gradient.
+        compute: returns the gradient, in the shape of ``parameter``; must hold everything it needs.
 
     Example::
 
@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _deferrable(parameter: Tensor | None) -> bool:
-    """Whether a gradient of ``parameter`` may be added behind autograd's back: a leaf that nobody watches."""
+    """Whether a gradient of ``parameter`` may be added behind autograd's back: an unobserved leaf."""
     return parameter is None or (
         isinstance(parameter, nn.Parameter)
         and not parameter._backward_hooks
@@ -136,7 +136,7 @@ _linear = F.linear
 
 
 def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``, by way of :class:`_Linear` where that is possible."""
+    """``F.linear``, through :class:`_Linear` where possible."""
     if (
         weight.requires_grad
         and torch.is_grad_enabled()
@@ -155,8 +155,8 @@ def intercept_linear() -> Iterator[None]:
     """Within the block, ``torch.nn.functional.linear`` on trainable parameters is deferrable.
 
     The function is replaced in its module, where ``nn.Linear`` and ``nn.MultiheadAttention`` look it up at each call;
-    code that imported it by name is not intercepted, and correct all the same. A ``TorchFunctionMode`` would catch
-    that too, but sends every torch function through Python (measured: 5 to 18 % of a transformer block of width 128
+    code that imported it by name is not intercepted, but still correct. A ``TorchFunctionMode`` would catch that
+    too, but sends every torch function through Python (measured: 5 to 18 % of a transformer block of width 128
     to 64).
     """
     previous, F.linear = F.linear, _deferrable_linear

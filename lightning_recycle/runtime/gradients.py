@@ -1,8 +1,8 @@
-"""The gradients of a stage as flat buffers, so that REDUCE is one message per dtype.
+"""The gradients of a stage as flat buffers, so REDUCE is one message per dtype.
 
 ``parameter.grad`` is a view into the buffer: backward accumulates in place and nothing is copied. There are two sets of
-buffers, used by even and odd steps: the reduced gradient of a step stays until the step after the next begins, so that
-a peer that lost its part of an all-reduce can adopt it.
+buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after the next begins, so a
+peer that lost its part of an all-reduce can adopt it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from lightning_recycle.errors import UnsupportedFeatureError
 
 __all__ = ["GradientBuffers"]
 
-_ALIGNMENT = 16  # elements; keeps every view as aligned as a tensor of its own would be
+_ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor
 
 
 class GradientBuffers:
-    """Flat gradients of those of ``parameters`` that require one."""
+    """Flat gradients of the ``parameters`` that require one."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         trainable = [p for p in parameters if p.requires_grad]
@@ -58,7 +58,7 @@ class GradientBuffers:
         """Raises UnsupportedFeatureError if a gradient left its buffer (sparse, or replaced by a hook)."""
         for parameter, view in zip(self._parameters, self._views[step % 2], strict=True):
             if parameter.grad is not view:
-                kind = "None" if parameter.grad is None else f"a {parameter.grad.layout} tensor of its own"
+                kind = "None" if parameter.grad is None else f"a separate {parameter.grad.layout} tensor"
                 raise UnsupportedFeatureError(
                     f"The gradient of a parameter of shape {tuple(parameter.shape)} became {kind}; the strategy needs"
                     " dense gradients accumulated in place. Use sparse=False in embeddings and do not replace .grad in"
@@ -71,7 +71,7 @@ class GradientBuffers:
         return self._views[step % 2][index]
 
     def squared_norm(self, step: int, without: Collection[nn.Parameter] = ()) -> float:
-        """The sum of squares of all gradients of ``step``, but for those of the parameters ``without``."""
+        """The sum of squares of all gradients of ``step``, except those of the parameters ``without``."""
         left_out = {id(parameter) for parameter in without}
         views = [
             view

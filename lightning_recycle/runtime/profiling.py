@@ -1,7 +1,7 @@
-"""The profiler: what a stage's operations cost on the running model, in seconds and bytes.
+"""The profiler: the costs of a stage's operations on the running model, in seconds and bytes.
 
-Times come from the executor, which measures every operation anyway. Here are the rest: the memory that a micro-batch
-holds between F and W, the size of what is sent on, and the time of a message to the next stage.
+Times come from the executor, which measures every operation anyway. This module measures the rest: the memory that a
+micro-batch holds between F and W, the size of its messages, and the time of a message to the next stage.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ROUNDS = 5
 
 
 class StageProfiler:
-    """Collects what one worker measures in its first steps.
+    """Collects the measurements of one worker's first steps.
 
     Args:
-        parameters: of the stage; autograd saves them too, but a micro-batch does not pay for them.
-        first_step: steps before are warm-up.
-        last_step: after this one :meth:`profile` is complete.
+        parameters: parameters of the stage; autograd saves them too, but they cost a micro-batch nothing.
+        first_step: first measured step; those before are warm-up.
+        last_step: last measured step, after which :meth:`profile` is complete.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], first_step: int = 3, last_step: int = 8) -> None:
@@ -40,7 +40,7 @@ class StageProfiler:
 
     @contextmanager
     def forward(self, step: int) -> Iterator[None]:
-        """Around the F of one micro-batch: counts what autograd saves, each storage once."""
+        """Wraps the F of one micro-batch and counts what autograd saves, each storage once."""
         if step != self.first_step:
             yield
             return
@@ -79,7 +79,7 @@ def measure_link(exchange: Callable[[int], None]) -> tuple[float, float]:
     """Latency in seconds and bandwidth in bytes per second of a link.
 
     Args:
-        exchange: sends a message of that many bytes and waits until as many came back.
+        exchange: sends a message of the given number of bytes and waits until as many have come back.
     """
 
     def one_way(size: int) -> float:

@@ -1,7 +1,7 @@
-"""From a schedule to what one worker does: its operations with the messages they need. A pass over data, no torch.
+"""Turns a schedule into one worker's program: its operations with the messages they need. Pure data, no torch.
 
-The schedule says who runs what in which order. From that follows whom an operation receives its input from and whom it
-sends its output to, so messages are not operations of their own.
+The schedule says which worker runs what in which order. The source of an operation's input and the destination of its
+output follow from that, so messages are not separate operations.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["Task", "fuse_backwards", "worker_program"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An operation with everything that the executor needs to know about it.
+    """An operation with everything the executor needs to know about it.
 
     Args:
         op: the operation.
-        label: its name, for people.
+        label: its readable name.
         index: the micro-batch's index in the global batch; -1 for REDUCE and STEP.
-        source: rank of the worker whose message it waits for; None if it waits for none.
-        destination: rank of the worker that gets its output; None if nobody does.
-        decoupled: for F, whether the micro-batch's weight gradients are computed in a W of their own.
+        source: rank of the worker whose message it waits for; None for none.
+        destination: rank of the worker that gets its output; None for none.
+        decoupled: for F, whether the micro-batch's weight gradients are computed in a separate W.
     """
 
     op: Op
@@ -65,7 +65,7 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
 
 
 def fuse_backwards(program: Sequence[Op]) -> tuple[Op, ...]:
-    """Replaces a B and the W right after it by their BW: the same but cheaper where nobody waits for B, in stage 0."""
+    """Replaces a B and the W right after it by BW: the same but cheaper in stage 0, where nothing waits for B."""
     fused: list[Op] = []
     for op in program:
         last = fused[-1] if fused else None

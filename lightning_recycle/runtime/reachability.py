@@ -1,12 +1,12 @@
-"""Which other workers can this one reach? Tried with a TCP connection to each, for nothing but to see it come about.
+"""Finds the other workers that this one can reach, by opening a TCP connection to each, used for nothing else.
 
-Concept: a worker that wants to be found opens a :class:`Doorbell`, a socket that listens and that nobody ever accepts
-from. The system answers for the process, so one that is busy or stopped is reachable, too: what is tried is the way to
-it, both directions of it, and not the process.
+Concept: a worker that wants to be found opens a :class:`Doorbell`, a listening socket whose connections are never
+accepted. The system answers for the process, so even a busy or stopped process is reachable: the check tests both
+directions of the way to it, not the process.
 
-Contract: :func:`unreachable` returns at once if all can be reached. Else it goes on to try until its time is up, so
-that neither a lost packet nor a peer that is a little late counts, and so that all who check at the same time have
-their results at the same time.
+Contract: :func:`unreachable` returns at once if all can be reached. Otherwise it keeps trying until its time is up, so
+that a lost packet or a slightly late peer does not count, and workers that check at the same time get their results at
+the same time.
 
 Must not know: process groups, generations, the coordinator.
 """
@@ -23,15 +23,15 @@ from collections.abc import Mapping
 __all__ = ["CHECK_SECONDS", "Doorbell", "unreachable"]
 
 CHECK_SECONDS = 1.4
-"""How long a worker is tried to be reached. Linux sends the first packet of a connection again after one second."""
+"""How long to try to reach a worker. Linux resends the first packet of a connection after one second."""
 
-_BACKLOG = 1024  # connections that the system completes for a process; each worker makes one or a few
+_BACKLOG = 1024  # connections the system completes for a process; each worker makes one or a few
 _REDIAL_SECONDS = 0.1  # between attempts that fail at once
-_LOOK_SECONDS = 0.02  # between two looks at whether the check was cancelled
+_LOOK_SECONDS = 0.02  # between checks for cancellation
 
 
 class Doorbell:
-    """A listening socket at ``host``; close it when nobody needs to reach this worker any more."""
+    """A listening socket at ``host``; close it when no worker needs to reach this one any more."""
 
     def __init__(self, host: str) -> None:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -39,7 +39,7 @@ class Doorbell:
 
     @property
     def address(self) -> bytes:
-        """For :func:`unreachable`, elsewhere."""
+        """Its address, for :func:`unreachable` in other workers."""
         host, port = self._socket.getsockname()[:2]
         return f"{host} {port}".encode()
 
@@ -50,15 +50,15 @@ class Doorbell:
 def unreachable(
     addresses: Mapping[int, bytes], cancelled: threading.Event, seconds: float = CHECK_SECONDS
 ) -> tuple[int, ...]:
-    """Tries to reach all at the same time.
+    """Tries to reach all workers at the same time.
 
     Args:
-        addresses: of the others' doorbells, by rank.
-        cancelled: ends the check soon after it is set.
-        seconds: after which the check is over.
+        addresses: addresses of the others' doorbells, by rank.
+        cancelled: event that ends the check soon after it is set.
+        seconds: duration of the check.
 
     Returns:
-        The ranks that could not be reached, in order; of no use if ``cancelled`` is set.
+        The ranks that could not be reached, in order; meaningless if ``cancelled`` is set.
     """
     missing = set(addresses)
     dialled: dict[int, socket.socket] = {}
@@ -79,7 +79,7 @@ def unreachable(
                         selector.unregister(sock)
                         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
                             missing.discard(key.data)
-                if now >= deadline:  # after the look: this process may have been kept from running until now
+                if now >= deadline:  # after the check: this process may not have been running until now
                     break
         finally:
             for sock in dialled.values():
@@ -88,7 +88,7 @@ def unreachable(
 
 
 def _dial(address: bytes) -> socket.socket | None:
-    """Begins to connect; None if there is no way there."""
+    """Starts to connect; None if there is no route."""
     host, port = address.decode().rsplit(" ", 1)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setblocking(False)

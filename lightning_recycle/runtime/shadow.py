@@ -1,6 +1,6 @@
-"""The parameters of the version before: what a stage that is ahead computes with when others redo a step.
+"""The parameters of the previous version, with which a stage that is ahead computes while others redo a step.
 
-Only parameters: such a stage has applied the step already and will not step its optimizer again.
+Only parameters: such a stage has already applied the step and will not step its optimizer again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["Shadow"]
 
 
 class Shadow:
-    """A copy of ``parameters`` of one version back.
+    """A copy of ``parameters``, one version old.
 
     Args:
-        parameters: of the stage.
-        on_host: whether the copy is kept in the host's memory instead of the device's; it costs a transfer per step.
+        parameters: parameters of the stage.
+        on_host: whether the copy is kept in host instead of device memory, at the cost of a transfer per step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> None:
@@ -32,12 +32,12 @@ class Shadow:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copies the parameters as they are now; called right before they change."""
+        """Copies the current parameters; called right before they change."""
         torch._foreach_copy_(self._copies, [p.detach() for p in self._parameters])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block the parameters hold the values of the version before."""
+        """Within the block, the parameters hold the values of the previous version."""
         newest = [p.data for p in self._parameters]
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             parameter.data = copy.to(parameter.device)

@@ -1,7 +1,7 @@
 """One pipeline stage: the layers that a worker owns, run as F, B, W or BW on micro-batches.
 
-Knows tensors and autograd; knows nothing of schedules, peers or failures. The stage holds what a micro-batch needs
-between its operations: after F the inputs and the graph, after B the queued weight gradients.
+Knows tensors and autograd, but not schedules, peers or failures. The stage holds what a micro-batch needs between its
+operations: after F the inputs and the graph, after B the queued weight gradients.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class _InFlight:
 class _Enter(torch.autograd.Function):
     """Where a received tensor enters the graph of this stage; hands its gradient out.
 
-    A leaf that requires a gradient would do, but for in-place layers such as ``nn.ReLU(inplace=True)``, which autograd
-    forbids on leaves and their views. ``anchor`` is a scalar that requires a gradient and makes the result do so.
+    A leaf that requires a gradient would do, except for in-place layers such as ``nn.ReLU(inplace=True)``, which
+    autograd forbids on leaves and their views. ``anchor`` is a scalar that requires a gradient and makes the result do
+    so.
     """
 
     @staticmethod
@@ -57,11 +58,11 @@ class Stage:
 
     Args:
         layers: the stage's layers, in order.
-        first_layer: index of the first one in the whole model.
-        seed: of the run.
-        device: where they are.
-        loss: on the last stage, (output, target) -> scalar mean over the micro-batch; else None.
-        forward_context: entered around every forward (the precision plugin's).
+        first_layer: index of the first of them in the whole model.
+        seed: seed of the run.
+        device: device of the layers.
+        loss: on the last stage, maps (output, target) to the scalar mean over the micro-batch; else None.
+        forward_context: context entered around every forward (from the precision plugin).
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class Stage:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def remember_modes(self) -> None:
-        """Notes which modules are in training mode, for :meth:`as_in_training`."""
+        """Records which modules are in training mode, for :meth:`as_in_training`."""
         self._modes = [(module, module.training) for layer in self._layers for module in layer.modules()]
 
     @contextmanager
     def as_in_training(self) -> Iterator[None]:
-        """Within the block gradients are on and the modules are in the modes that were noted last: a training step can
-        be redone while validation is under way.
+        """Within the block, gradients are on and the modules are in the recorded modes: a training step can be redone
+        during validation.
         """
         now = [(module, module.training) for module, _ in self._modes]
         self._set_modes(self._modes)
@@ -114,8 +115,8 @@ class Stage:
         Args:
             step: optimizer step, for the randomness.
             microbatch: global index of the micro-batch.
-            value: the input of the first layer, or what the stage before sent.
-            decoupled: whether weight gradients will be computed in a W of their own.
+            value: input of the first layer, or the message of the previous stage.
+            decoupled: whether weight gradients will be computed in a separate W.
 
         Returns:
             The output, detached, to be sent on. On the last stage call :meth:`loss` next.
@@ -140,7 +141,7 @@ class Stage:
         return tuple(_detached(item) for item in outputs) if isinstance(output, tuple) else output.detach()
 
     def _check_output(self, output: Any) -> None:
-        """Raises ConfigurationError for what cannot be sent to the next stage."""
+        """Raises ConfigurationError for values that cannot be sent to the next stage."""
         for item in output if isinstance(output, tuple) else (output,):
             if not (isinstance(item, Tensor) or (item is None and isinstance(output, tuple))):
                 raise ConfigurationError(
@@ -150,7 +151,7 @@ class Stage:
                 )
 
     def evaluate(self, step: int, microbatch: int, value: Any) -> Value:
-        """Runs the layers on ``value`` and keeps nothing; arguments as of :meth:`forward`, gradients are off."""
+        """Runs the layers on ``value`` without gradients and keeps nothing; arguments as for :meth:`forward`."""
         inputs = value if isinstance(value, tuple) else (value,)
         with self._forward_context():
             output = self._run_layers(step, microbatch, inputs)
@@ -167,7 +168,7 @@ class Stage:
         return value
 
     def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
-        """Computes the loss of a micro-batch on the last stage and makes its share of the mean the end of the graph.
+        """Computes the loss of a micro-batch on the last stage and ends the graph with its share of the mean.
 
         Returns:
             The micro-batch's loss, detached, a 0-dimensional tensor.
@@ -199,10 +200,10 @@ class Stage:
         """BW: the fused backward.
 
         Args:
-            grads: gradients of the outputs, as the next stage sent them; None on the last stage.
+            grads: gradients of the outputs from the next stage; None on the last stage.
 
         Returns:
-            Gradients of the inputs, for the stage before; None on the first stage.
+            Gradients of the inputs, for the previous stage; None on the first stage.
         """
         held = self._in_flight.pop(microbatch)
         self._differentiate(held, grads)
@@ -214,7 +215,7 @@ class Stage:
         with held.queue.collecting():
             self._differentiate(held, grads)
         result = self._input_grads(held)
-        held.outputs, held.input_grads = (), []  # the graph is used up; only the queue keeps memory
+        held.outputs, held.input_grads = (), []  # the graph is consumed; only the queue holds memory
         return result
 
     def backward_weight(self, microbatch: int) -> None:

@@ -1,4 +1,4 @@
-"""How long the operations of a worker take, by kind: smoothed, and in the newest step alone."""
+"""Durations of a worker's operations by kind: smoothed, and in the newest step alone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SMOOTHING = 0.2  # weight of the newest measurement in the operation times
 
 @dataclass
 class Timings:
-    """Smoothed seconds by kind of operation. REDUCE keeps its minimum: the rest of it is waiting for peers."""
+    """Smoothed seconds by kind of operation. REDUCE keeps its minimum, since the rest is waiting for peers."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _step: dict[str, list[float]] = field(default_factory=dict)
 
     def take_step(self) -> dict[str, float]:
-        """The mean seconds of what was measured since this was last called."""
+        """Mean seconds of the measurements since the previous call."""
         measured, self._step = self._step, {}
         return {name: sum(values) / len(values) for name, values in measured.items()}
 
@@ -40,9 +40,9 @@ class Timings:
             self.seconds[kind.value] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
 
     def measure(self, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None = None) -> _Stopwatch:
-        """A context whose duration is added, unless it raises; work on the device counts.
+        """A context whose duration is recorded unless it raises, device work included.
 
-        ``stretch`` is called with the seconds at its end and may take more of them.
+        ``stretch`` is called with the seconds at its end and may prolong it.
         """
         return _Stopwatch(self, kind, device, stretch)
 

@@ -1,4 +1,4 @@
-"""Any object from one worker to another: its tensors as they are, the rest pickled around them."""
+"""Sends any object from one worker to another: tensors as they are, the rest pickled around them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def send_object(communicator: Communicator, value: Any, destination: int) -> Non
 
 
 def receive_object(communicator: Communicator, source: int) -> Any:
-    """Receives what rank ``source`` sends with :func:`send_object`; tensors arrive on the CPU.
+    """Receives an object that rank ``source`` sends with :func:`send_object`; tensors arrive on the CPU.
 
     Raises:
         CommunicationError: if the generation is aborted.

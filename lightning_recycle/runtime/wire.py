@@ -1,6 +1,6 @@
-"""How a value between stages becomes bytes: a header that describes its tensors, and these, packed behind it or apart.
+"""Values between stages as bytes: a header that describes the tensors, and the tensors, packed behind it or separate.
 
-Every message carries its layout, so nobody has to agree on shapes beforehand.
+Every message carries its layout, so no shapes need to be agreed beforehand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_recycle.errors import ReCycleError
 __all__ = ["HEADER_BYTES", "MAX_TENSORS", "Layout", "Value"]
 
 Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
-"""What flows between stages: a tensor, or a tuple of tensors; in gradients an item may be None."""
+"""A value sent between stages: a tensor or a tuple of tensors; in gradients, an item may be None."""
 
 MAX_TENSORS = 31
 _ALIGNMENT = 64
@@ -37,8 +37,8 @@ class Layout:
     """The structure of a value.
 
     Args:
-        is_tuple: whether it is a tuple, even of one tensor.
-        tensors: (dtype, shape) of each, None for None.
+        is_tuple: whether the value is a tuple, even of one tensor.
+        tensors: (dtype, shape) of each tensor, None for None.
     """
 
     is_tuple: bool
@@ -64,7 +64,7 @@ class Layout:
         """
         if len(self.tensors) > MAX_TENSORS:
             raise ReCycleError(
-                f"A layer passes {len(self.tensors)} tensors to the next stage; at most {MAX_TENSORS} are possible."
+                f"A layer passes {len(self.tensors)} tensors to the next stage; at most {MAX_TENSORS} are allowed."
             )
         numbers = [int(self.is_tuple), int(packed), len(self.tensors)]
         for item in self.tensors:
@@ -109,7 +109,7 @@ class Layout:
         return found
 
     def empty(self) -> list[Tensor | None]:
-        """New tensors, not initialised."""
+        """New, uninitialised tensors."""
         return [None if item is None else torch.empty(item[1], dtype=item[0]) for item in self.tensors]
 
     def value(self, tensors: Sequence[Tensor | None]) -> Any:

@@ -43,10 +43,10 @@ from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_batch, check_optimizers, check_parameters
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
+from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_progress_bar, show_whole_run
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
-from lightning_recycle.session.options import Options, Place, RunSetup
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 

@@ -1,4 +1,4 @@
-"""Simulation: what a training run makes of its failures, under ReCycle and under others. No torch.
+"""Simulation: how training runs cope with failures, under ReCycle and other policies. No torch.
 
 >>> from lightning_recycle.simulation import Cluster, Poisson, Recycle, get_model, simulate
 >>> model = get_model("gpt3_6_7b")

@@ -1,4 +1,4 @@
-"""What each technique is worth: the step time with one after the other switched on, against two baselines.
+"""What each technique gains: the step time as techniques are switched on one by one, against two baselines.
 
 Source: ReCycle (arXiv 2405.14009), section 3, whose running example takes 36, 29 and 27 slots against 27
 without failures.
@@ -21,11 +21,12 @@ class Ablation:
     """Step times in the unit of the costs.
 
     Args:
-        one_f_one_b: without failures, 1F1B.
-        zero_bubble: without failures, decoupled, at most S micro-batches in flight, one optimizer step for all stages.
-        adaptive: with the failures, re-routing only.
-        decoupled: and with a split backward.
-        staggered: and with an optimizer step of each stage's own: all of ReCycle.
+        one_f_one_b: 1F1B without failures.
+        zero_bubble: the decoupled schedule without failures, at most S micro-batches in flight, one optimizer step for
+            all stages.
+        adaptive: re-routing only, with the failures.
+        decoupled: the same with a split backward.
+        staggered: the same with a separate optimizer step per stage: all of ReCycle.
     """
 
     one_f_one_b: float
@@ -47,10 +48,10 @@ def ablation(
 
     Args:
         grid: the grid.
-        failed: dead workers.
-        costs: durations; by default one slot for each of F, B and W, and nothing for the rest.
-        in_flight_limit: most micro-batches a worker of each stage may hold, in all but the 1F1B baseline.
-        effort: of the planner; 0 for its plain rule, which is the paper's.
+        failed: the dead workers.
+        costs: durations; by default one slot each for F, B and W, and none for the rest.
+        in_flight_limit: the most micro-batches a worker of each stage may hold, in all but the 1F1B baseline.
+        effort: effort of the planner; 0 for its plain rule, which is the paper's.
     """
     durations = costs or Costs.uniform(grid.stages)
     gone = frozenset(failed)
@@ -62,7 +63,7 @@ def ablation(
 
     return Ablation(
         one_f_one_b=one_f_one_b_seconds(durations, grid.microbatches),
-        # A baseline is as good as it can be, whatever effort is left to the plans compared with it.
+        # Baselines are planned as well as possible, whatever the effort for the plans compared with them.
         zero_bubble=planned_seconds(Problem(one, durations, frozenset(), Technique(True, False), limit)),
         adaptive=seconds(Technique(False, False)),
         decoupled=seconds(Technique(True, False)),

@@ -1,14 +1,14 @@
-"""The models of the paper, by name.
+"""The paper's models, by name.
 
-Each is calibrated by one number. For the three models that the paper ran on 32 A100 it is the fault-free throughput
-that it reports (arXiv 2405.14009); for the four of Megatron-LM (Narayanan et al., SC'21, arXiv 2104.04473, table 1) it
+Each is calibrated by one number. For the three models that the paper ran on 32 A100, it is the reported fault-free
+throughput (arXiv 2405.14009); for the four of Megatron-LM (Narayanan et al., SC'21, arXiv 2104.04473, table 1) it
 is the sustained operations per second of a GPU there, 135, 138, 140 and 148 teraFLOP/s, turned into samples/s.
 
-What the papers do not say, and what follows from it here:
+Choices made here where the papers say nothing:
 
 - *Micro-batch 1 without recomputation* for the models on 32 A100: with 2, the 6.7B model does not fit into 80 GB.
 - *M = 4 S* micro-batches per pipeline, hence a global batch of 128. With many more, the 6.7B model (4 pipelines) would
-  have no idle time to hide a failure in, and could not lose only 9 % at a failure every 2 h, as reported.
+  have no idle time to hide a failure in, and would lose more than the reported 9 % at a failure every 2 h.
 - *Dimensions of the 3.35B model*: 28 layers of width 3072 (3.33 billion parameters); the paper gives none.
 - *Grids of the large models*: up to 64 stages without tensor parallelism, 64 x 24 for the largest, as in the paper's
   planning experiments; Megatron's own layouts use tensor parallelism 8.
@@ -67,7 +67,7 @@ def available_models() -> tuple[str, ...]:
 
 
 def get_model(name: str, **changes: object) -> TrainingModel:
-    """The model of that name, with some settings changed, e.g. ``get_model("gpt3_6_7b", global_batch=1024)``.
+    """The model of that name, optionally with settings changed, e.g. ``get_model("gpt3_6_7b", global_batch=1024)``.
 
     Raises:
         ConfigurationError: when the name is unknown, or a changed setting is impossible.

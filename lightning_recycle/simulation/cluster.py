@@ -1,4 +1,4 @@
-"""The machines: nodes with GPUs. A node is what fails and comes back as a whole.
+"""The machines: nodes with GPUs. A node fails and comes back as a whole.
 
 Must not know: models, policies, time.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.training_model import TrainingModel
-from lightning_recycle.simulation.validity import whole
 
 __all__ = ["Cluster"]
 
@@ -18,8 +18,8 @@ __all__ = ["Cluster"]
 class Cluster:
     """``nodes`` nodes with ``gpus_per_node`` GPUs each.
 
-    When one GPU of a node fails, the node is taken out until it is repaired, as schedulers do. Use
-    ``gpus_per_node=1`` where single GPUs fail.
+    When one GPU fails, its node is taken out until it is repaired, as schedulers do. Use ``gpus_per_node=1`` where
+    single GPUs fail.
     """
 
     nodes: int
@@ -31,7 +31,7 @@ class Cluster:
 
     @classmethod
     def of(cls, model: TrainingModel, *, gpus_per_node: int | None = None, extra_nodes: int = 0) -> Cluster:
-        """The nodes that the model's fault-free grid needs, and ``extra_nodes`` more.
+        """The nodes that the model's fault-free grid needs, plus ``extra_nodes``.
 
         Raises:
             ConfigurationError: when the grid does not fill whole nodes.
@@ -39,7 +39,7 @@ class Cluster:
         size = model.tensor_parallel if gpus_per_node is None else gpus_per_node
         if model.gpus % whole("Cluster", "gpus_per_node", size, 1):
             raise ConfigurationError(
-                f"Cluster(gpus_per_node={size}): {model.name} needs {model.gpus} GPUs, which are no whole nodes."
+                f"Cluster(gpus_per_node={size}): {model.name} needs {model.gpus} GPUs, not a whole number of nodes."
             )
         return cls(model.gpus // size + whole("Cluster", "extra_nodes", extra_nodes), size)
 
@@ -49,10 +49,10 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def workers_per_node(self, model: TrainingModel) -> int:
-        """Workers (positions of the grid) that one node holds.
+        """Workers (grid positions) per node.
 
         Raises:
-            ConfigurationError: when a worker's GPUs do not fit into a node evenly.
+            ConfigurationError: when nodes do not hold whole workers.
         """
         if self.gpus_per_node % model.tensor_parallel:
             raise ConfigurationError(

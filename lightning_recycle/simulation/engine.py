@@ -1,8 +1,8 @@
 """The engine: plays a training run from event to event.
 
 Concept: between two events training runs in one configuration, step after step, so an interval of any length is one
-piece of arithmetic. Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait
-for the end of a step, and the policy's alarm. A failure that undoes steps turns the intervals behind it from training
+calculation. Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait
+for the end of a step, and the policy's alarm. A failure that undoes steps turns the preceding intervals from training
 into lost; GPU time is counted from the finished timeline, so it cannot disagree with it.
 
 Contract: deterministic for a seed; time is in whole nanoseconds; the parts of the accounting add up exactly.
@@ -45,15 +45,15 @@ def simulate(
     """Train ``model`` on ``cluster`` for ``duration`` while nodes fail.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         cluster: the machines.
-        policy: what is done about failures.
-        failures: where they come from.
+        policy: how failures are handled.
+        failures: the source of failures.
         duration: seconds, or text such as "6h".
-        seed: of the failures.
+        seed: seed of the failures.
 
     Raises:
-        ConfigurationError: when something does not fit together.
+        ConfigurationError: when the arguments do not fit together.
     """
     seconds = as_seconds("simulate(duration)", duration, positive=True)
     workers = cluster.workers_per_node(model)
@@ -80,7 +80,7 @@ def simulate(
 
 @dataclass
 class _Pending:
-    """A reaction that waits for the end of a step, and what it was to."""
+    """A reaction that waits for the end of a step, and the happening it answers."""
 
     reaction: Reaction
     happening: Happening
@@ -134,7 +134,7 @@ class _Run:
         return max(self.now, min(ticks))
 
     def _happen(self) -> None:
-        """Deal with what is due now; ends of pauses and of steps come before what disturbs them."""
+        """Handle what is due now; ends of pauses and of steps come before what disturbs them."""
         if self.pauses and self.pauses[-1][1] <= self.now:
             self.pauses.pop()
             if not self.pauses:
@@ -167,7 +167,7 @@ class _Run:
 
     def _ask(self, happening: Happening) -> None:
         if self.pending is not None:
-            # What waits may rest on a node that has just failed: the policy answers both questions at once.
+            # A waiting reaction may rely on a node that has just failed, so the policy answers both at once.
             before, self.pending = self.pending.happening, None
             up = tuple(sorted((*happening.up, *(node for node in before.up if node in happening.live))))
             happening = replace(happening, up=up, woken=happening.woken or before.woken)
@@ -193,7 +193,7 @@ class _Run:
         resumed = bool(self.pauses) and reaction.lost is Loss.NOTHING
         until = self.pauses[0][1] if resumed else self.now
         if not resumed:
-            # What is loaded is as good as a checkpoint that has just been written.
+            # Loaded state is as good as a checkpoint that has just been written.
             self.pauses, self.checkpointing = [], reaction.lost is Loss.CHECKPOINT
         for pause in reaction.pauses:
             until += as_ticks(pause.seconds)
@@ -212,7 +212,7 @@ class _Run:
             self.checkpoint, self.checkpointing = self.now, False
 
     def _carry_on(self, old: Configuration) -> None:
-        """The step in progress goes on at another speed; the part that is done stays done."""
+        """The step in progress continues at another speed; work already done stays done."""
         if _step(old) == _step(self.configuration):
             return
         begun = self._step_begin(old)
@@ -221,7 +221,7 @@ class _Run:
         self.begun = begun
 
     def _step_begin(self, configuration: Configuration) -> int:
-        """When the step in progress began; in a pause nothing is in progress."""
+        """When the step in progress began; there is none in a pause."""
         if self.pauses or not configuration.running:
             return self.now
         step = _step(configuration)
@@ -252,7 +252,7 @@ class _Run:
         self.spans.append(Span(self.now, until, state, label, configuration, live))
 
     def _undo(self, since: int) -> None:
-        """Training after ``since`` was in vain."""
+        """Training after ``since`` is lost."""
         at = len(self.spans)
         while at and self.spans[at - 1].end > since:
             at -= 1

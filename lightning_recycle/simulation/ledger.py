@@ -1,7 +1,7 @@
-"""From the timeline to GPU time by cause, in whole GPU-nanoseconds. Internal to ``simulation``.
+"""Turns the timeline into GPU time by cause, in whole GPU-nanoseconds. Internal to ``simulation``.
 
-Contract: each span's GPU time is divided without remainder: what is useful and repeated is rounded down, the rest of
-the participants' time is bubble.
+Contract: each span's GPU time is divided without remainder: useful and repeated time is rounded down, the rest of the
+participants' time is bubble.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Span", "account", "samples_of"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ticks ``begin`` to ``end``, in which nothing changes. ``configuration`` runs, or follows the pause."""
+    """Ticks ``begin`` to ``end`` without a change. ``configuration`` is in force, or follows the pause."""
 
     begin: int
     end: int
@@ -30,11 +30,11 @@ class Span:
 
     @property
     def gpus(self) -> int:
-        """That take part."""
+        """Number of GPUs that take part."""
         return min(self.configuration.gpus, self.live_gpus)
 
     def part(self, begin: int, end: int, state: State) -> Span:
-        """The same from ``begin`` to ``end``, in another state."""
+        """The same configuration from ``begin`` to ``end``, in another state."""
         return replace(self, begin=begin, end=end, state=state)
 
 
@@ -56,7 +56,7 @@ def account(spans: Sequence[Span], gpus: int) -> Accounting:
             bubble += taking_part * ticks - work - again
         elif span.state is State.LOST:
             redone += taking_part * ticks
-        else:  # nobody takes part where training is stopped
+        else:  # nothing takes part while training is stopped
             reconfiguring += taking_part * ticks
     return Accounting(useful, bubble, idle, redone, reconfiguring, failed)
 
@@ -76,7 +76,7 @@ def _training(span: Span, ticks: int) -> tuple[int, int]:
 
 
 def samples_of(spans: Sequence[Span]) -> float:
-    """Samples that were trained and not undone."""
+    """Samples that were trained and never undone."""
     return sum(
         span.configuration.samples * (span.end - span.begin) / max(1, as_ticks(span.configuration.step_seconds))
         for span in spans

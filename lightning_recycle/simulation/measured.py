@@ -1,9 +1,9 @@
-"""A model whose stages were measured: their durations are given, not derived from floating-point operations.
+"""A model with measured stages: their durations are given, not derived from floating-point operations.
 
-Concept: what a profile of a real run says, or an emulation was told, takes the place of the calibrated costs. The
-transformer stands for the bytes only: state to copy, activations to hold.
+Concept: measured durations, from the profile of a real run or the settings of an emulation, replace the calibrated
+costs. The transformer only provides the bytes: state to copy, activations to hold.
 
-Contract: as :class:`TrainingModel`. The stages cannot be cut otherwise, because nobody has measured the parts.
+Contract: as :class:`TrainingModel`. The stages cannot be cut differently, because their parts were not measured.
 
 Must not know: how anything was measured.
 """
@@ -22,13 +22,13 @@ __all__ = ["MeasuredModel"]
 
 @dataclass(frozen=True)
 class MeasuredModel(TrainingModel):
-    """A training model with known durations. The arguments of ``TrainingModel`` without a calibration, and:
+    """A training model with known durations. Takes the arguments of ``TrainingModel`` except a calibration, and:
 
     Args:
-        stage_costs: of the fault-free stages, in seconds, e.g. ``load_profile("profile.json").costs()``.
+        stage_costs: costs of the fault-free stages, in seconds, e.g. ``load_profile("profile.json").costs()``.
 
     Raises:
-        ConfigurationError: as ``TrainingModel``, and when the costs are not of its stages or take no time.
+        ConfigurationError: as for ``TrainingModel``, and when the costs are not those of its stages, or all zero.
     """
 
     stage_costs: Costs = field(kw_only=True)
@@ -63,14 +63,14 @@ class MeasuredModel(TrainingModel):
         return self.global_batch * (sum(self.sample_seconds) - again) * self.tensor_parallel
 
     def costs(self, units: Sequence[int] | None = None, pipelines: int | None = None) -> Costs:
-        """The measured durations, whatever the number of ``pipelines``.
+        """The measured durations, for any number of ``pipelines``.
 
         Raises:
-            ConfigurationError: for other ``units`` than those of the fault-free split.
+            ConfigurationError: for ``units`` other than those of the fault-free split.
         """
         if units is not None and tuple(units) != self.even():
             raise ConfigurationError(
-                f"{self.name}: its stages were measured as they are, which says nothing about stages of {tuple(units)} "
+                f"{self.name}: the measured stages say nothing about stages of {tuple(units)} "
                 "units: use a policy that leaves the layers where they are, such as Recycle."
             )
         return self.stage_costs

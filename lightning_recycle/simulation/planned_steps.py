@@ -1,8 +1,8 @@
 """Step times from the planner, each planned once.
 
 Contract: a step's duration is the period of the heuristic's schedule, which with the staggered optimizer can be shorter
-than the makespan; the difference is what the first step after a stop takes longer, because the pipelines are empty.
-Answers are kept for the life of the process: the same failures, costs and memory are never planned again.
+than the makespan; the first step after a stop takes longer by the difference, because the pipelines are empty. Results
+are cached for the life of the process: the same failures, costs and memory are never planned twice.
 
 Must not know: policies.
 """
@@ -24,7 +24,7 @@ from lightning_recycle.planning import (
 __all__ = ["DEFAULT_EFFORT", "PlannedStep", "distribution", "planned_seconds", "planned_step"]
 
 DEFAULT_EFFORT = 100_000
-"""Operations that the planner plays in search of a better schedule: at most 0.2 s for the paper's models on 32 GPUs,
+"""Operations the planner plays in search of a better schedule: at most 0.2 s for the paper's models on 32 GPUs,
 and within 1 % of the step times found with eight times as many."""
 
 
@@ -32,9 +32,9 @@ class PlannedStep(NamedTuple):
     """A step of a plan; all in seconds. Without the staggered optimizer steps do not overlap.
 
     Args:
-        seconds: of a step in steady state.
-        fill: how many more the first one takes that begins with empty pipelines.
-        lead: how long before a step's end the first worker is through with it, and begins the next one.
+        seconds: duration of a step in steady state.
+        fill: extra time of the first step, which begins with empty pipelines.
+        lead: how long before a step's end the first worker finishes it and begins the next one.
     """
 
     seconds: float

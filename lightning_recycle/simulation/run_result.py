@@ -1,9 +1,9 @@
-"""What a simulation found: throughput, where every GPU-second went, and the timeline.
+"""The result of a simulation: throughput, where every GPU-second went, and the timeline.
 
-Contract: GPU time is counted in whole GPU-nanoseconds, so the parts of :class:`Accounting` add up to the cluster's
-GPUs times the duration exactly.
+Contract: GPU time is counted in whole GPU-nanoseconds, so the parts of :class:`Accounting` add up exactly to the
+cluster's GPUs times the duration.
 
-Must not know: how it was simulated.
+Must not know: how the run was simulated.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Cause(str, Enum):
     BUBBLE = "bubble"
     """Taking part in a step without computing: pipeline bubbles, communication, REDUCE, STEP."""
     IDLE = "idle"
-    """Alive and not part of training: spares, left-over nodes, everything while training cannot run."""
+    """Alive but not taking part: spares, left-over nodes, everything while training cannot run."""
     REDONE = "redone"
-    """Steps that were lost, and computation that a policy does twice (redundant or recomputed)."""
+    """Lost steps, and computation that a policy does twice (redundant or recomputed)."""
     RECONFIGURING = "reconfiguring"
     """Pauses: detection, regrouping, transfer, restart, writing checkpoints."""
     FAILED = "failed"
@@ -36,7 +36,7 @@ class Cause(str, Enum):
 
 
 class State(str, Enum):
-    """What happens in an interval."""
+    """The state of training in an interval."""
 
     TRAINING = "training"
     LOST = "lost"
@@ -47,21 +47,21 @@ class State(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From ``begin`` to ``end`` seconds nothing changes. ``throughput`` (samples/s) counts what is not lost later."""
+    """``begin`` to ``end`` seconds without a change. ``throughput`` (samples/s) counts what is not lost later."""
 
     begin: float
     end: float
     state: State
     label: str
     gpus: int
-    """That take part."""
+    """Number of GPUs that take part."""
     live_gpus: int
     throughput: float
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at ``time`` seconds: "failure", "repair" or "alarm", with the nodes concerned."""
+    """An event at ``time`` seconds: "failure", "repair" or "alarm", with the nodes concerned."""
 
     time: float
     kind: str
@@ -89,7 +89,7 @@ class Accounting:
         return float(getattr(self, Cause(cause).value)) / TICKS_PER_SECOND
 
     def fractions(self) -> dict[str, float]:
-        """Part of all GPU time, by cause."""
+        """Fraction of all GPU time, by cause."""
         return {cause.value: getattr(self, cause.value) / self.total if self.total else 0.0 for cause in Cause}
 
 
@@ -98,13 +98,13 @@ class SimulationResult:
     """One simulated run.
 
     Args:
-        model: name.
-        policy: name of its class.
-        duration: seconds.
-        gpus: of the cluster.
-        samples: trained and kept; the step in progress at the end counts for the part that is done.
-        fault_free_throughput: samples/s of the model's own grid under 1F1B without failures.
-        fault_free_gpus: of that grid.
+        model: name of the model.
+        policy: class name of the policy.
+        duration: simulated time in seconds.
+        gpus: GPUs of the cluster.
+        samples: samples trained and kept; an unfinished last step counts for the part that is done.
+        fault_free_throughput: samples/s of the model's grid under 1F1B without failures.
+        fault_free_gpus: GPUs of that grid.
         accounting: where the GPU time went.
         intervals: the timeline.
         events: failures and repairs.
@@ -133,20 +133,19 @@ class SimulationResult:
 
     @property
     def ratio_per_gpu(self) -> float:
-        """The same per GPU of the cluster: idle spares are paid for."""
+        """The same per GPU of the cluster, idle spares included."""
         return self.ratio * self.fault_free_gpus / self.gpus
 
     @property
     def failures(self) -> int:
-        """Nodes that failed, each time it happened."""
+        """Number of node failures; a node may fail more than once."""
         return sum(len(event.nodes) for event in self.events if event.kind == "failure")
 
     def losses(self) -> Mapping[str, float]:
-        """Samples/s lost against fault-free 1F1B on as many GPUs as the cluster has, by cause; they add up.
+        """Samples/s lost by cause, against fault-free 1F1B on as many GPUs as the cluster has; they add up.
 
-        A GPU-second that is idle, redone, reconfiguring or failed loses what a GPU makes in a second without failures;
-        "slower steps" is the rest: the difference between the bubbles here and there, negative where a schedule
-        is faster than 1F1B.
+        A GPU-second that is idle, redone, reconfiguring or failed loses what a GPU achieves in a second without
+        failures; "slower steps" is the rest: the difference in bubbles, negative where a schedule is faster than 1F1B.
         """
         per_gpu_second = self.fault_free_throughput / self.fault_free_gpus
         lost = {

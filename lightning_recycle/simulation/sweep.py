@@ -1,7 +1,7 @@
-"""The same question for several seeds: mean and spread.
+"""The same simulation for several seeds: mean and spread.
 
-One run with a handful of failures says little: two runs of six hours with a failure every 30 minutes can differ by a
-tenth of the throughput.
+A single run with a handful of failures says little: two runs of six hours with a failure every 30 minutes can differ by
+a tenth of the throughput.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Repetitions", "repeat"]
 
 @dataclass(frozen=True)
 class Repetitions:
-    """Results that differ in the seed only."""
+    """Results that differ only in the seed."""
 
     results: tuple[SimulationResult, ...]
 
@@ -65,7 +65,7 @@ def repeat(
     """:func:`simulate` for each seed.
 
     Raises:
-        ConfigurationError: as ``simulate``, or when there is no seed.
+        ConfigurationError: as for ``simulate``, or when there is no seed.
     """
     results = tuple(simulate(model, cluster, policy, failures, duration, seed) for seed in seeds)
     if not results:

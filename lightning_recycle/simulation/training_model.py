@@ -1,8 +1,8 @@
 """A model on a grid of GPUs: durations and memory of its stages, calibrated by one number.
 
-Concept: a :class:`TrainingModel` says how a transformer is laid out when nothing has failed, and what its operations
-cost there. The costs come from floating-point operations; the one number that they cannot tell, which part of the
-GPU's peak is reached, is found so that the fault-free 1F1B schedule has the measured throughput.
+Concept: a :class:`TrainingModel` describes a transformer's fault-free layout and the costs of its operations there.
+The costs come from floating-point operations; the one number these do not give, the fraction of the GPU's peak that is
+reached, is chosen so that the fault-free 1F1B schedule has the measured throughput.
 
 Contract: frozen; seconds, bytes, samples. Layers can be cut into equal *units* (``lcm(layers, stages)`` of them), so
 that the fault-free split is even whatever the number of stages; the output layer's work is spread over all units.
@@ -17,33 +17,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lightning_recycle.arguments import at_least, fraction, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
 from lightning_recycle.simulation.transformer import STATE_BYTES_PER_PARAMETER, Gpu, Transformer, get_gpu
-from lightning_recycle.simulation.validity import at_least, fraction, whole
 
 __all__ = ["TrainingModel"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingModel:
-    """What is trained, on which grid, at which fault-free speed.
+    """The model to train, its grid and its fault-free speed.
 
     Args:
-        name: for reports.
-        transformer: its dimensions.
-        pipelines: D of the fault-free grid.
-        stages: S of the fault-free grid.
+        name: name in reports.
+        transformer: dimensions of the model.
+        pipelines: pipelines of the fault-free grid, D.
+        stages: stages of the fault-free grid, S.
         global_batch: samples per optimizer step.
         microbatch: samples per micro-batch; D * microbatch must divide the global batch.
-        throughput: samples/s without failures under 1F1B, the calibration. None: ``efficiency`` is given instead.
-        efficiency: part of the GPU's peak that is reached; ignored with ``throughput``.
+        throughput: fault-free samples/s under 1F1B, the calibration; None if ``efficiency`` is given instead.
+        efficiency: fraction of the GPU's peak that is reached; ignored with ``throughput``.
         tensor_parallel: GPUs per worker.
         gpu: name of a GPU type, or a Gpu.
         recompute: whether activations are computed again in the backward.
-        network_bandwidth: bytes/s of one worker to another (100 Gb/s by default).
-        network_latency: seconds of an empty message.
-        usable_memory: part of the GPU's memory that is not lost to the framework and fragmentation.
+        network_bandwidth: bytes/s from one worker to another (100 Gb/s by default).
+        network_latency: seconds for an empty message.
+        usable_memory: fraction of the GPU's memory not lost to the framework and fragmentation.
 
     Raises:
         ConfigurationError: when a value is impossible, or the throughput is beyond the GPU's peak.
@@ -111,13 +111,13 @@ class TrainingModel:
 
     @property
     def useful_gpu_seconds(self) -> float:
-        """GPU-seconds of F, B and W of one global batch, without what is recomputed: the least that a step needs."""
+        """GPU-seconds of F, B and W of one global batch without recomputation: the least a step needs."""
         rate = self.device.peak_flops * self.efficiency * self.tensor_parallel
         return self.global_batch * sum(self.transformer.flops()) / rate * self.tensor_parallel
 
     @property
     def recomputed_gpu_seconds(self) -> float:
-        """GPU-seconds of forwards that are run again for the backward, one global batch."""
+        """GPU-seconds of forwards recomputed for the backward, one global batch."""
         return self.global_batch * self.sample_seconds[0] * self.tensor_parallel if self.recompute else 0.0
 
     def state_bytes(self, part: float, per_parameter: float = STATE_BYTES_PER_PARAMETER) -> float:
@@ -125,7 +125,7 @@ class TrainingModel:
         return part * self.transformer.state_bytes(per_parameter) / self.tensor_parallel
 
     def activation_bytes(self, part: float) -> float:
-        """What one micro-batch holds from F to W on one GPU of a worker that has ``part`` of the model."""
+        """Bytes that one micro-batch holds from F to W on one GPU of a worker that has ``part`` of the model."""
         kept = self.transformer.activation_bytes(recompute=self.recompute)
         return part * self.microbatch * kept / self.tensor_parallel
 
@@ -139,13 +139,13 @@ class TrainingModel:
         return self.network_latency + self.state_bytes(part) / self.network_bandwidth if part else 0.0
 
     def even(self, stages: int | None = None) -> tuple[int, ...]:
-        """Units of each stage when they are spread as evenly as they can be, the larger parts first."""
+        """Units of each stage, spread as evenly as possible, the larger parts first."""
         count = self.stages if stages is None else stages
         least, rest = divmod(self.units, count)
         return tuple(least + (stage < rest) for stage in range(count))
 
     def costs(self, units: Sequence[int] | None = None, pipelines: int | None = None) -> Costs:
-        """Durations in seconds for stages with that many units each (by default the fault-free split).
+        """Durations in seconds for stages of that many units (by default the fault-free split).
 
         REDUCE is a ring all-reduce of half-precision gradients among ``pipelines`` replicas, STEP reads and writes the
         optimizer's state once.
@@ -185,7 +185,7 @@ class TrainingModel:
         return one_f_one_b_seconds(self.costs(), self.grid.microbatches)
 
     def calibrated(self, throughput: float) -> TrainingModel:
-        """The same with another fault-free throughput in samples/s."""
+        """The same model with another fault-free throughput in samples/s."""
         return replace(self, throughput=throughput)
 
 
@@ -197,7 +197,7 @@ def one_f_one_b_seconds(costs: Costs, microbatches: int) -> float:
 
 
 def _calibrated(model: TrainingModel, throughput: float) -> float:
-    """The efficiency with which the fault-free 1F1B schedule has that throughput; times fall steadily with it."""
+    """The efficiency at which fault-free 1F1B has that throughput; times fall steadily as it grows."""
     goal = model.global_batch / throughput
     object.__setattr__(model, "efficiency", 1.0)
     if model.fault_free_seconds() > goal:

@@ -1,7 +1,7 @@
 """Costs and memory of GPT-style transformers from their dimensions, and of the GPUs that train them.
 
-Concept: floating-point operations and bytes follow from layers, width, heads and sequence length. What a GPU makes of
-its peak is one number per model, found by calibration (see ``model``), not here.
+Concept: floating-point operations and bytes follow from layers, width, heads and sequence length. The
+fraction of the peak that a GPU reaches is one number per model, calibrated in ``training_model``, not here.
 
 Contract: frozen values; per sample (one sequence), whole model, unless a name says otherwise.
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.validity import at_least, whole
 
 __all__ = ["GPUS", "Gpu", "Transformer", "get_gpu"]
 
@@ -49,7 +49,7 @@ GPUS = {
 
 
 def get_gpu(gpu: str | Gpu) -> Gpu:
-    """The GPU of that name; a Gpu is returned as it is.
+    """The GPU of that name; a Gpu is returned unchanged.
 
     Raises:
         ConfigurationError: when the name is unknown.
@@ -93,12 +93,12 @@ class Transformer:
 
     @property
     def linear_flops(self) -> float:
-        """Of all linear layers and the output layer, one sample: what F costs, and again B, and again W."""
+        """Operations of all linear layers and the output layer for one sample, the same in F, B and W."""
         return float(self.sequence) * (24 * self.layers * self.width**2 + 2 * self.width * self.vocabulary)
 
     @property
     def attention_flops(self) -> float:
-        """Of the attention products in F, one sample; B costs twice as much, W nothing."""
+        """Operations of the attention products in F for one sample; twice as many in B, none in W."""
         return 4.0 * self.layers * self.sequence**2 * self.width
 
     def flops(self, *, recompute: bool = False) -> tuple[float, float, float]:
@@ -108,7 +108,7 @@ class Transformer:
         return forward, backward, self.linear_flops
 
     def activation_bytes(self, *, recompute: bool = False) -> float:
-        """Bytes that one sample holds from F to W, all layers; with ``recompute`` each layer's input only."""
+        """Bytes that one sample holds from F to W, all layers; with ``recompute``, only each layer's input."""
         per_token = 2.0 if recompute else 34.0 + 5.0 * self.heads * self.sequence / self.width
         return self.layers * self.sequence * self.width * per_token
 

@@ -1,6 +1,6 @@
 """Durations as people write them: ``30min``, ``6h``, ``1.5 d``, or a number of seconds.
 
-Inside the simulator time is a whole number of nanoseconds (*ticks*), so that sums are exact.
+Inside the simulator, time is a whole number of nanoseconds (*ticks*), so sums are exact.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 
+from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = ["TICKS_PER_SECOND", "Duration", "as_seconds", "as_ticks"]
@@ -25,19 +26,19 @@ def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
     """``value`` in seconds.
 
     Args:
-        name: of the setting, for the error.
+        name: name of the setting, for the error.
         value: seconds, or text such as ``"30min"``.
         positive: whether 0 is refused.
 
     Raises:
-        ConfigurationError: when it is no duration, negative or not finite.
+        ConfigurationError: when it is not a duration, negative or not finite.
     """
     seconds = math.nan
     if isinstance(value, str):
         match = _PATTERN.fullmatch(value)
         if match and match[2].lower() in _UNITS:
             seconds = float(match[1]) * _UNITS[match[2].lower()]
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif is_number(value):
         seconds = float(value)
     if not math.isfinite(seconds) or seconds < 0 or (positive and seconds == 0):
         least = "above 0" if positive else "of at least 0"

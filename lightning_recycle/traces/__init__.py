@@ -1,9 +1,9 @@
 """Availability traces of public clouds: how many nodes were up, and when.
 
-Concept: a trace is a list of changes of a number of nodes. Two of the files name their nodes, the others only count;
-where nodes are only counted, those that left last are the first to return.
+Concept: a trace is a list of changes of a number of nodes. Two of the files name their nodes, the others only count
+them; where nodes are only counted, those that left last are the first to return.
 
-Contract: pure Python, no other module of the package needed but ``errors``; times are seconds from the first record.
+Contract: pure Python, needs no other module of the package but ``errors``; times are seconds from the first record.
 The data and their licence (MIT, Bamboo project) lie beside this file, see README.md there.
 
 Must not know: simulation, training.
@@ -38,8 +38,8 @@ _FILES = {
 class NodeEvent:
     """At ``time`` (seconds) the node ``node`` (from 0) comes (``up``) or goes.
 
-    A node number stands for a place in the cluster, not for a machine: it is used again when a new machine takes the
-    place of one that has left.
+    A node number stands for a place in the cluster, not for a machine: it is reused when a new machine replaces one
+    that has left.
     """
 
     time: float
@@ -52,8 +52,8 @@ class Trace:
     """One trace.
 
     Args:
-        name: as in :func:`available_traces`, or the file's path.
-        events: arrivals and departures in the order of time, departures first where times are equal.
+        name: name from :func:`available_traces`, or the file's path.
+        events: arrivals and departures in time order, departures first at equal times.
         duration: time of the last record, in seconds.
     """
 
@@ -94,14 +94,14 @@ def available_traces() -> tuple[str, ...]:
 
 
 def load_trace(name: str | PathLike[str]) -> Trace:
-    """The shipped trace called ``name``, or the one in a file of the same formats.
+    """The shipped trace called ``name``, or the trace in a file of the same formats.
 
     Args:
         name: one of :func:`available_traces`, or a path. The file's rows are (milliseconds, "add" or "remove", node's
             name), or (date, time of day, instances up).
 
     Raises:
-        ConfigurationError: when there is no such trace or file, or it cannot be understood.
+        ConfigurationError: when there is no such trace or file, or the file cannot be parsed.
     """
     name = fspath(name)
     try:
@@ -119,7 +119,7 @@ def load_trace(name: str | PathLike[str]) -> Trace:
         return _named(name, rows) if rows[0][1] in ("add", "remove") else _counted(name, rows)
     except (ValueError, IndexError) as error:
         raise ConfigurationError(
-            f"the trace {name} cannot be understood ({error}): each row must be 'milliseconds,add or remove,node', or "
+            f"the trace {name} cannot be parsed ({error}): each row must be 'milliseconds,add or remove,node', or "
             "'date, time, instances up'."
         ) from error
 

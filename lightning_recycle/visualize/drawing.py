@@ -1,7 +1,7 @@
 """Drawing: rectangles, lines and text in pixels, rendered to SVG or PNG.
 
 Concept: a picture is laid out once, as a list of shapes, and written by either of two renderers: SVG and PNG show the
-same. SVG needs the standard library only; PNG needs matplotlib (extra ``viz``).
+same. SVG needs only the standard library; PNG needs matplotlib (extra ``viz``).
 
 Contract: coordinates in pixels from the upper left corner, colours as ``#rrggbb``.
 

@@ -1,10 +1,10 @@
 """Gantt charts of schedules: one row per worker, one box per operation, several schedules on the same time scale.
 
-Concept: the picture should show at a glance what ReCycle does. Colour is the kind of operation, the number in a box is
-the micro-batch; a box with an orange frame and hatching is a dead worker's micro-batch that a peer adopted ("1.3" is
+Concept: the picture shows at a glance what ReCycle does. Colour is the kind of operation, the number in a box is the
+micro-batch; a box with an orange frame and hatching is a dead worker's micro-batch that a peer adopted ("1.3" is
 micro-batch 3 of pipeline 1); a dead worker has a grey row.
 
-Contract: reads schedules, changes nothing. SVG needs nothing but the standard library, PNG needs the extra ``viz``.
+Contract: reads schedules, changes nothing. SVG needs only the standard library, PNG the extra ``viz``.
 
 Must not know: planners, the runtime.
 """
@@ -64,11 +64,12 @@ def gantt_svg(
         schedules: one schedule, or several to stack on one time scale.
         titles: one per schedule; by default the grid and the failed workers.
         unit: the unit of the schedules' costs, for the axis.
-        iterations: consecutive iterations to draw, each shifted by the period and paler than the one before.
-        width: of the picture in pixels.
+        iterations: number of consecutive iterations to draw, each shifted by the period and paler than the previous
+            one.
+        width: width of the picture in pixels.
 
     Raises:
-        ConfigurationError: when there is nothing to draw, or the number of titles is wrong.
+        ConfigurationError: when there is nothing to draw, or the wrong number of titles.
     """
     return to_svg(_layout(schedules, titles, unit, iterations, width))
 
@@ -135,7 +136,7 @@ def _panel(
     scale: float,
     top: float,
 ) -> float:
-    """One schedule from ``top`` down; the end of what was drawn."""
+    """Draw one schedule from ``top`` down; returns its lower end."""
     grid = schedule.grid
     numbers = f"makespan {schedule.makespan:.4g}, period {schedule.period:.4g} {unit}"
     heading = Group("title", [Text(_MARGIN, top + _TITLE / 2, name, size=15.0, bold=True)])
@@ -170,7 +171,7 @@ def _panel(
     bottom = y - _PIPELINE_GAP
     marks = Group("makespan")
     drawing.groups.append(marks)
-    # A little further than the boxes, so that the end of the iteration can be compared between the panels.
+    # A little longer than the boxes, so that ends of iterations can be compared between panels.
     x = left + schedule.makespan * scale
     marks.shapes.append(Line(x, first_row - 5, x, bottom + 5, _END, 1.5, dashed=True))
     step = _tick(end)
@@ -209,7 +210,7 @@ def _box(
             opacity,
             tip,
         )
-        # The hatch stays in a band at the bottom: under the number it would make it unreadable.
+        # The hatch stays in a band at the bottom, where it does not make the number unreadable.
         yield Rect(x + 2, y + _ROW - 6, max(width - 4, 0.5), 4.0, _ADOPTED_HATCH, None, 1.0, _ADOPTED, opacity)
     else:
         yield Rect(x, y, width, _ROW, color, "#ffffff", 0.8, None, opacity, tip)
@@ -226,7 +227,7 @@ def _box(
 
 
 def _legend(drawing: Drawing, panels: Sequence[Schedule], left: float, y: float) -> float:
-    """The legend from ``y`` down, in as many lines as it needs; its end."""
+    """Draw the legend from ``y`` down, in as many lines as it needs; returns its lower end."""
     legend = Group("legend")
     drawing.groups.append(legend)
     used = {op.op.kind for schedule in panels for ops in schedule.workers.values() for op in ops}
@@ -253,7 +254,7 @@ def _legend(drawing: Drawing, panels: Sequence[Schedule], left: float, y: float)
 
 
 def _tick(end: float) -> float:
-    """Distance of the axis' labels: 1, 2 or 5 times a power of ten, at most about 20 labels."""
+    """Distance between the axis' labels: 1, 2 or 5 times a power of ten, at most about 20 labels."""
     if end <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(end / 20))

@@ -1,12 +1,12 @@
 """The timeline of a simulated run: a picture, and a trace for Perfetto.
 
-Concept: one run is three rows on one time axis: how many GPUs are available, what training makes of them, and what
-it is doing (training, training that is lost later, a pause, standing still).
+Concept: one run is three rows on one time axis: available GPUs, throughput, and what training
+is doing (training, training that is lost later, a pause, standing still).
 
 Contract: reads the dictionary of a training result (``result.json`` of ``recycle-simulate``); pure conversion, seconds
 in, microseconds in the trace as the format demands.
 
-Must not know: how it was simulated.
+Must not know: how the run was simulated.
 
 Source: "Trace Event Format" (Google): complete ("X"), counter ("C"), instant ("i") and metadata ("M") events.
 """
@@ -75,7 +75,7 @@ def timeline_trace(result: Result) -> dict[str, Any]:
 
 
 def _outages(result: Result) -> Iterator[tuple[int, float, float | None]]:
-    """(node, begin, end) of each outage; None: it lasts until the end."""
+    """(node, begin, end) of each outage; None if it lasts until the end."""
     since: dict[int, float] = {}
     for event in result["timeline"]["events"]:
         for node in event["nodes"]:
@@ -108,7 +108,7 @@ def _slice(
 
 
 def timeline_drawing(result: Result) -> Drawing:
-    """The run as a picture: availability above, throughput below it, and a strip that says what happens."""
+    """The run as a picture: availability above, throughput below it, and a strip of what happens."""
     hours = result["duration"] / 3600
     scale = (_WIDTH - _LEFT - _RIGHT) / result["duration"]
     title = f"{result['model']['name']}, {policy_text(result)}, {failures_text(result)}"
@@ -139,7 +139,7 @@ def timeline_drawing(result: Result) -> Drawing:
 
 
 def _row(intervals: Any, key: str, label: str, color: str, top: float, scale: float, usual: float) -> Group:
-    """A step line of ``key``; the dashed line is what it is without failures."""
+    """A step line of ``key``; the dashed line is its value without failures."""
     most = max([usual, *(interval[key] for interval in intervals)]) * 1.05
     group = Group(label, [Text(_LEFT, top - 10, label, fill=_MUTED)])
     bottom = top + _ROW

@@ -1,8 +1,8 @@
 """Trace export: schedules and measurements in the Chrome trace format, which https://ui.perfetto.dev opens.
 
-Concept: a *track* is a list of operations with times in seconds, each on a worker; a planned schedule and what the
-executor measured have the same shape, so one file can show both, one below the other. A pipeline is a process of the
-trace, a stage a thread of it.
+Concept: a *track* is a list of operations with times in seconds, each on a worker; planned schedules and the
+executor's measurements have the same shape, so one file can show both, one below the other. A pipeline is a process of
+the trace, a stage one of its threads.
 
 Contract: pure conversion; times in seconds in, microseconds in the file as the format demands.
 
@@ -33,9 +33,9 @@ def timed_ops(schedule: Schedule, *, iterations: int = 1, seconds_per_unit: floa
     """The operations of a schedule in the shape of measurements.
 
     Args:
-        schedule: what to convert.
-        iterations: consecutive iterations, each shifted by the period.
-        seconds_per_unit: length of a slot, when the costs are not in seconds.
+        schedule: the schedule to convert.
+        iterations: number of consecutive iterations, each shifted by the period.
+        seconds_per_unit: length of a slot if the costs are not in seconds.
     """
     return [
         (

@@ -18,7 +18,7 @@ def test_its_options_are_the_coordinators() -> None:
     ("options", "says"),
     [
         ({"threshold": 0.0}, r"PlanMonitor\(threshold=0\.0\).*0\.05"),
-        ({"threshold": 1}, "part of a step"),
+        ({"threshold": 1}, "fraction of a step"),
         ({"threshold": float("nan")}, "threshold=nan"),
         ({"threshold": True}, "threshold=True"),
         ({"window": 2}, r"window=2.*at least 3"),

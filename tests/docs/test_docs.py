@@ -253,6 +253,20 @@ def test_the_metrics_are_those_of_the_code() -> None:
     assert documented == {f"recycle/{name}" for name in counters}
 
 
+def test_the_map_is_the_tree_and_no_two_modules_share_a_name() -> None:
+    modules = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
+    assert len({path.name for path in modules}) == len(modules)
+    (block,) = re.findall(r"## The map\n.*?```\n(.*?)```", text("architecture.md"), re.DOTALL)
+    room, mapped = "", []
+    for line in block.splitlines():
+        if header := re.match(r"(\S+/)( |$)", line):
+            room = header[1]
+        else:
+            named = line.partition(":")[0].strip(" ,")
+            mapped += [(room if line.startswith(" ") else "") + name for name in named.split(", ") if name]
+    assert sorted(mapped) == sorted(path.as_posix() for path in modules)
+
+
 def test_the_exit_codes_are_those_of_the_code() -> None:
     codes = [int(row[0]) for row in table_under("operations.md", "exit code of a worker")]
     assert codes == [0, 1, EXIT_LOST_COORDINATOR, EXIT_STOPPED]

@@ -66,11 +66,11 @@ def test_a_wrong_plan_is_refused_in_one_line(
     ("content", "message"),
     [
         (None, "No such file"),
-        (b"", "no JSON"),
-        (b"{", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
         (b"[]", "object is expected"),
-        (b"[" * 100_000, "no JSON"),
+        (b"[" * 100_000, "not JSON"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -153,7 +153,7 @@ def test_a_profile_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read the profile"):
         p.load_profile(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ConfigurationError, match="no JSON"):
+    with pytest.raises(ConfigurationError, match="not JSON"):
         p.load_profile(tmp_path / "bad.json")
     with pytest.raises(ConfigurationError, match="cannot write the profile"):
         p.save_profile(tmp_path / "bad.json" / "profile.json", PROFILE)

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from lightning_recycle.arguments import fraction, whole
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import fraction, whole
 
 __all__ = ["Correlated"]
 
 
 @dataclass(frozen=True)
 class Correlated:
-    """A Poisson process of events; each takes one node, or with some probability a whole group of neighbours.
+    """A Poisson process of events; each takes one node or, with some probability, a whole group of neighbours.
 
     The default probability is that of the AWS p3 spot trace: half of its preemption events take several nodes.
 
     Args:
         mtbf: mean time between events.
-        group: neighbouring nodes (numbers k * group to (k + 1) * group - 1) that share a fate.
-        probability: that an event takes all of the group's live nodes.
+        group: neighbouring nodes (numbers k * group to (k + 1) * group - 1) that can fail together.
+        probability: probability that an event takes all of the group's live nodes.
         repair: time until the nodes of an event are back; None for never.
     """
 

@@ -1,26 +1,26 @@
-"""A fixed part of the nodes has failed: throughput at 1, 5 or 10 % failures."""
+"""A fixed fraction of the nodes has failed: throughput at 1, 5 or 10 % failures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
 
+from lightning_recycle.arguments import fraction
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import fraction
 
 __all__ = ["FailedFraction"]
 
 
 @dataclass(frozen=True)
 class FailedFraction:
-    """One node after the other fails, evenly spaced, until ``part`` of them are gone; none comes back.
+    """Nodes fail one by one, evenly spaced, until ``part`` of them are gone; none comes back.
 
     Args:
-        part: of the nodes, rounded to whole ones, e.g. 0.01, 0.05, 0.1.
-        within: all have failed by then; 0: all fail at once at the very beginning, so that the throughput of the rest
-            of the run is that of the failed fraction.
+        part: fraction of the nodes, rounded to whole nodes, e.g. 0.01, 0.05, 0.1.
+        within: time by which all have failed; with 0, all fail at the very beginning, so the run's throughput is that
+            of the failed fraction.
     """
 
     part: float = 0.05

@@ -14,9 +14,9 @@ __all__ = ["Poisson"]
 
 @dataclass(frozen=True)
 class Poisson:
-    """A Poisson process: somewhere in the cluster a node fails every ``mtbf`` on average, each live one as likely.
+    """A Poisson process: some node of the cluster fails every ``mtbf`` on average, each live one equally likely.
 
-    The rate is the cluster's, as in the paper's experiments: it does not fall while nodes are down.
+    As in the paper's experiments, the rate is that of the cluster: it does not fall while nodes are down.
 
     Args:
         mtbf: mean time between failures.

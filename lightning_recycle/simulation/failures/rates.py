@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of, lifetimes
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["LLAMA3_PER_GPU_DAY", "RSC1_PER_GPU_DAY", "FailureRate"]
 
@@ -32,7 +32,7 @@ class FailureRate:
     Args:
         rate: failures per GPU and day, or "llama3" or "rsc1".
         repair: time until a failed node is back; None for never.
-        scale: factor on the rate.
+        scale: factor by which the rate is multiplied.
     """
 
     rate: float | str = "llama3"

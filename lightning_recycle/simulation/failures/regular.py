@@ -1,28 +1,28 @@
-"""Failures at fixed intervals, without repair: the protocol of controlled failures."""
+"""Failures at fixed intervals, as in controlled experiments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
 
+from lightning_recycle.arguments import fraction
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import fraction
 
 __all__ = ["Regular"]
 
 
 @dataclass(frozen=True)
 class Regular:
-    """After each ``interval`` one more node is gone, drawn from the live ones.
+    """Every ``interval``, one node fails, drawn from the live ones.
 
     Source: the public traces of Oobleck's evaluation (``6h.csv`` to ``10m.csv``) are of this kind: 30 nodes, one
-    removed after each interval, none comes back, 15 in total.
+    removed after each interval, 15 in total, none of which comes back.
 
     Args:
-        interval: time between two failures; the first fails after one interval.
-        most: part of the nodes that fail at most.
+        interval: time between two failures; the first comes after one interval.
+        most: largest fraction of the nodes that fail.
         repair: time until a failed node is back; None for never.
     """
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least, whole
 from lightning_recycle.traces import load_trace
 
 __all__ = ["Scripted", "TraceReplay"]
@@ -17,15 +17,15 @@ __all__ = ["Scripted", "TraceReplay"]
 
 @dataclass(frozen=True)
 class TraceReplay:
-    """The nodes of the cluster come and go as those of a trace did.
+    """Nodes come and go as in a trace.
 
-    Trace node number i is cluster node i * (cluster nodes) / (trace's peak), rounded down, and all cluster nodes up to
-    the next: so the cluster is full when the trace is at its peak, and one departure may take several nodes.
+    Trace node i stands for the cluster nodes from i * (cluster nodes) / (trace's peak), rounded down, to that of node
+    i + 1: the cluster is full when the trace is at its peak, and one departure may take several nodes.
 
     Args:
-        trace: a name of ``lightning_recycle.traces.available_traces()``, or the path of a file of the same formats.
+        trace: a name from ``lightning_recycle.traces.available_traces()``, or the path of a file in the same formats.
         start: time of the trace at which the simulation begins.
-        speed: how many seconds of the trace pass in one of the simulation.
+        speed: seconds of the trace per simulated second.
     """
 
     trace: str = "aws-p3"

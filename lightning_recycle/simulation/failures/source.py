@@ -1,6 +1,6 @@
-"""What a failure source is: a seeded stream of node failures and repairs.
+"""The interface of failure sources: a seeded stream of node failures and repairs.
 
-Contract: :meth:`FailureSource.changes` returns all changes up to the end of the simulation, in the order of time; the
+Contract: :meth:`FailureSource.changes` returns all changes up to the end of the simulation in time order; the
 same seed gives the same stream. A node that is down does not fail again. All nodes are up at time 0 unless a change
 at time 0 says otherwise.
 
@@ -41,7 +41,7 @@ class Outage:
 
 @runtime_checkable
 class FailureSource(Protocol):
-    """Where failures come from."""
+    """A source of failures."""
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """All changes of the cluster's nodes within ``duration`` seconds."""
@@ -75,14 +75,14 @@ def changes_of(outages: Iterator[Outage] | list[Outage], duration: float) -> tup
 def lifetimes(
     units: int, duration: float, repair: float | None, seed: int, draw: Callable[[Random], float]
 ) -> Iterator[tuple[float, int, float | None]]:
-    """(failure time, unit, repair time) of units that fail on their own, each after a drawn time of operation.
+    """(failure time, unit, repair time) of units that fail independently, each after a random time of operation.
 
     Args:
-        units: their number.
-        duration: when to stop, in seconds.
-        repair: seconds until a unit works again, as new; None for never.
-        seed: of the generator.
-        draw: a time until failure in seconds.
+        units: number of units.
+        duration: time at which to stop, in seconds.
+        repair: seconds until a failed unit is as good as new; None for never.
+        seed: seed of the generator.
+        draw: draws a time until failure, in seconds.
     """
     random = Random(seed)
     queue = [(draw(random), unit) for unit in range(units)]

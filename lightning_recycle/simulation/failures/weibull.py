@@ -6,24 +6,24 @@ import math
 from dataclasses import dataclass
 from random import Random
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, Outage, changes_of, lifetimes
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["Weibull"]
 
 
 @dataclass(frozen=True)
 class Weibull:
-    """Each node fails on its own, after a Weibull time; after a repair it is as new.
+    """Nodes fail independently, each after a Weibull time; a repaired node is as good as new.
 
     Source: Schroeder and Gibson, "A large-scale study of failures in high-performance computing systems" (DSN'06): a
     shape of 0.7 to 0.8 fits times between failures of a node.
 
     Args:
         mean: mean time until a node fails.
-        shape: below 1 the rate falls with age, 1 is the exponential distribution, above 1 it rises.
+        shape: below 1, the failure rate falls with age; at 1, lifetimes are exponential; above 1, the rate rises.
         repair: time until a failed node is back; None for never.
     """
 

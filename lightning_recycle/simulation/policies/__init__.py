@@ -1,4 +1,4 @@
-"""Policies: what to do about failures, one module each."""
+"""Policies: ways to handle failures, one module each."""
 
 from lightning_recycle.simulation.policies.bamboo import Bamboo
 from lightning_recycle.simulation.policies.drop_replica import DropReplica

@@ -1,19 +1,19 @@
 """Bamboo: every worker also runs the forward of its successor's stage, and takes it over when the successor dies.
 
-Source: Thorpe et al., NSDI'23 (arXiv 2204.12013), and the simulator in its public repository (uclasystem/bamboo), from
-which the constants are.
+Source: Thorpe et al., NSDI'23 (arXiv 2204.12013), and the simulator in its public repository (uclasystem/bamboo), the
+origin of the constants.
 
 Assumptions:
 
 - Redundant forwards are always computed: each worker's F is its own and that of the next stage (the last stage has the
-  first one's). They are counted as redone.
-- A worker holds the state of two stages, and the activations of both (the paper swaps them to the host; kept on the GPU
-  here, which is what makes the 3.35B and 6.7B models run out of memory as reported). A model that does not fit does
-  not run.
-- A single loss: the predecessor runs both stages, every step takes ``slowdown`` times as long, and nothing is lost.
-- Reconfiguration at the end of a step when waiting nodes cover the overloaded ones, when twice the overloaded are more
-  than ``threshold`` of the active ones, or when another pipeline can be formed. It takes ``reconfigure``, and leaves as
-  many whole pipelines as there are workers for.
+  first one's). They count as redone.
+- A worker holds the state and the activations of two stages. (The paper swaps activations to the host; here they stay
+  on the GPU, so the 3.35B and 6.7B models run out of memory as reported.) A model that does not fit does not run.
+- After a single loss the predecessor runs both stages; every step takes ``slowdown`` times as long, and nothing is
+  lost.
+- Reconfiguration at the end of a step when waiting nodes cover the overloaded ones, when twice the overloaded ones
+  exceed ``threshold`` of the active ones, or when another pipeline can be formed. It takes ``reconfigure`` and
+  leaves as many whole pipelines as there are workers for.
 - Fatal: the lost worker or its predecessor is overloaded, or both are lost. Then training restarts from the newest
   checkpoint after ``rendezvous``.
 - A node that comes back needs ``node_start`` until it can take part.
@@ -23,19 +23,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightning_recycle.arguments import at_least, fraction
 from lightning_recycle.planning import Costs
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses, whole_pipelines
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least, fraction
 
 __all__ = ["Bamboo"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Pipelines, and the positions (pipeline, stage) whose worker is lost and whose predecessor does both."""
+    """Pipelines, and the positions (pipeline, stage) of lost workers, whose predecessors run both stages."""
 
     teams: Teams = ()
     lost: frozenset[tuple[int, int]] = frozenset()
@@ -46,14 +46,14 @@ class Bamboo:
     """Bamboo.
 
     Args:
-        slowdown: of a step while a worker does two stages.
-        reconfigure: seconds of a planned reconfiguration.
-        rendezvous: seconds after a fatal failure.
+        slowdown: factor on the step time while a worker runs two stages.
+        reconfigure: seconds for a planned reconfiguration.
+        rendezvous: seconds to restart after a fatal failure.
         node_start: seconds until a node that came back can take part.
-        threshold: part of the active workers that may be without redundancy.
-        state_copies: stages whose state a worker holds.
-        activation_copies: stages whose activations a worker holds.
-        checkpoint_every: for fatal failures; checkpoints are written in the background.
+        threshold: fraction of the active workers that may be without redundancy.
+        state_copies: number of stages whose state a worker holds.
+        activation_copies: number of stages whose activations a worker holds.
+        checkpoint_every: interval of checkpoints, for fatal failures; they are written in the background.
     """
 
     slowdown: float = 1.5
@@ -128,7 +128,7 @@ class Bamboo:
             steps = pauses(rendezvous=float(self.rendezvous)) if found.running else ()
             return Reaction(found, steps, Loss.CHECKPOINT)
         slow = self._configuration(context, _Layout(before.teams, lost))
-        # Asked again at once: what is decided then happens at the end of the step.
+        # Asked again at once; that decision takes effect at the end of the step.
         return Reaction(slow, wake=1e-3)
 
     def _should_reconfigure(self, context: Context, layout: _Layout, alive: set[int]) -> bool:
@@ -157,7 +157,7 @@ class Bamboo:
         redundant = model.global_batch * model.sample_seconds[0] * model.tensor_parallel
         gpus = usual.gpus - len(layout.lost) * model.tensor_parallel
         work = usual.useful_gpu_seconds + usual.repeated_gpu_seconds + redundant
-        # With few stages the factor alone would have the overloaded workers do more than they have time for.
+        # With few stages, the factor alone would give the overloaded workers more work than they have time for.
         seconds = max(seconds, work / gpus)
         return replace(
             usual,

@@ -1,14 +1,14 @@
 """Drop the replica: a failure takes its whole pipeline out, and the batch shrinks.
 
-Source: torchft (per-step fault tolerance of replica groups). A SIGKILL was recovered in 5.0 s with its default
-settings and in 1.05 s with a heartbeat timeout of 1 s (design.md, section 13, two CPU replicas).
+Source: torchft (per-step fault tolerance of replica groups). Recovery from a SIGKILL was measured at 5.0 s with its
+default settings and 1.05 s with a heartbeat timeout of 1 s (two CPU replicas).
 
 Assumptions:
 
-- The survivors' step is not committed: it is lost.
-- The samples of the pipeline that is out are not trained: the step has fewer samples, its duration is the same.
+- The survivors' step is not committed, so it is lost.
+- The samples of the missing pipeline are not trained: the step has fewer samples and takes as long.
 - With ``relaunch`` a scheduler starts a new replica group on any S free workers, which joins at the end of a step and
-  copies its state from a peer while the others wait; without it a pipeline is out until its own nodes are back.
+  copies its state from a peer while the others wait; without it, a pipeline is out until its own nodes are back.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class DropReplica:
 
     Args:
         recovery: seconds from a failure until the survivors train again: detection and a new quorum.
-        relaunch: seconds to start a replica group on free workers; None: never on workers of different pipelines.
-        join: seconds that all wait when a replica group joins, besides copying its state.
-        checkpoint_every: for the loss of all replica groups; written in the background.
+        relaunch: seconds to start a replica group on free workers; None to never combine workers of different
+            pipelines.
+        join: seconds all wait when a replica group joins, besides copying its state.
+        checkpoint_every: interval of background checkpoints, for the loss of all replica groups.
     """
 
     recovery: Duration = 5.0

@@ -5,13 +5,12 @@ rebalance stages". The first reaction and all its constants are those of the ReC
 
 Assumptions:
 
-- After a failure the layers are distributed anew so that the slowest stage, (layers of the stage) / (live workers of
-  the stage), is as fast as can be, in whole units of a layer (``TrainingModel.units``), as far as memory allows. Each
-  stage keeps its workers.
+- After a failure the layers are redistributed in whole units of a layer (``TrainingModel.units``) so that the slowest
+  stage, the one with the most layers per live worker, is as fast as memory allows. Each stage keeps its workers.
 - The layers are copied in the background, with parameters and optimizer state, at ``share`` of a worker's network
-  link, and during that time training goes on as ReCycle's; every worker of a stage receives its stage's new layers.
-- Then all change over at the end of a step, which takes ``change`` seconds.
-- A new failure before that stops the move. After one, the move starts again from the present state.
+  link, while training continues as under ReCycle; every worker of a stage receives its stage's new layers.
+- Then all switch at the end of a step, which takes ``change`` seconds.
+- A new failure before that aborts the move, which then starts again from the current state.
 - Failures are normalized first, as in ReCycle.
 """
 
@@ -20,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.planned_steps import PlannedStep, planned_step
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Reaction
@@ -27,19 +27,18 @@ from lightning_recycle.simulation.policies.recycle import Recycle
 from lightning_recycle.simulation.policies.workers import Placement, pauses
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["ElasticLayers"]
 
 
 @dataclass(frozen=True)
 class ElasticLayers(Recycle):
-    """Re-routing, then moving layers. The arguments of ``Recycle``, and:
+    """Re-routing, then moving layers. Takes the arguments of ``Recycle``, and:
 
     Args:
-        share: part of a link's bandwidth that copying in the background may use.
-        change: seconds that all wait for the change-over.
-        gain: least part of the step time that a move has to save to be worth it.
+        share: fraction of a link's bandwidth that background copies may use.
+        change: seconds all wait for the switch.
+        gain: smallest fraction of the step time that a move must save.
     """
 
     share: float = 0.5
@@ -53,7 +52,7 @@ class ElasticLayers(Recycle):
         at_least("ElasticLayers", "gain", self.gain)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`. What is missing from the start needs no move."""
+        """See :class:`Policy`. Nodes missing from the start need no move."""
         first = super().begin(context, live)
         better, _ = self._balanced(context, first.configuration)
         return Reaction(first.configuration if better is None else better)
@@ -97,7 +96,7 @@ def _best_split(
     live = [model.pipelines - count for count in failures]
     units = [0] * model.stages
     open_stages = list(range(model.stages))
-    for _ in range(model.units):  # the next unit where the stage stays fastest, if it has the memory
+    for _ in range(model.units):  # the next unit goes where the stage stays fastest, memory permitting
         open_stages = [s for s in open_stages if _fits(model, units[s] + 1)]
         if not open_stages:
             return model.even(), PlannedStep(float("inf"))
@@ -118,7 +117,7 @@ def _fits(model: TrainingModel, units: int) -> bool:
 
 
 def _moved(model: TrainingModel, units: tuple[int, ...]) -> int:
-    """The most units that a stage receives, when the even split becomes ``units`` and the order of layers stays."""
+    """The most units a stage receives when the even split becomes ``units``, with layers kept in order."""
     even = model.even()
     most, begin_old, begin_new = 0, 0, 0
     for old, new in zip(even, units, strict=True):

@@ -1,4 +1,4 @@
-"""No failures: the upper bound, 1F1B on the whole grid."""
+"""No failures: the upper bound, on the whole grid."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class FaultFree:
         return Reaction(found)
 
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
-        """Nothing ever happens."""
+        """Nothing to do: nodes never fail."""
         return None

@@ -4,16 +4,16 @@ Source: Jang et al., SOSP'23 (arXiv 2309.08125), and its public repository with 
 
 Assumptions:
 
-- Training starts on the fault-free grid, D pipelines of S workers, as the systems it is compared with.
+- Training starts on the fault-free grid, D pipelines of S workers, like the systems it is compared with.
 - A failure loses the step in progress. The pipeline that lost n workers becomes one of the template with n fewer; below
   n0 it borrows workers from the longest pipeline that can spare them; if none can, it merges with the shortest one.
 - All pipelines wait for the reconfiguration: ``reconfigure`` (the public simulator has 3 s for GPT-3 Medium, 6 s for
-  2.7B, 10 s for 6.7B; the largest is the default), and the copies of missing layers with their optimizer state:
-  each worker copies what it lacks over its own link, all in parallel. A worker copies nothing that it had before.
-- At the start and after a restart the fastest of a few instantiations is taken instead of the best of all; their
-  number explodes with the nodes.
-- The global batch stays; it is shared so that the pipelines' times differ least.
-- A worker that comes back joins the shortest pipeline, at the end of a step; with all back the first grid is restored.
+  2.7B, 10 s for 6.7B; the largest is the default), and for the copies of missing layers with their optimizer
+  state: each worker copies only what it lacks, over its own link, all in parallel.
+- At the start and after a restart, the fastest of a few instantiations is used instead of the best of all, whose number
+  explodes with the nodes.
+- The global batch stays the same; it is shared so that the pipelines' times differ least.
+- A worker that comes back joins the shortest pipeline, at the end of a step; with all back, the first grid is restored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.policies.oobleck_templates import cut, least_nodes, stage_ranges, step_seconds
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["Oobleck"]
 
@@ -36,12 +36,12 @@ class Oobleck:
     """Oobleck.
 
     Args:
-        detection: seconds from a failure until it is known.
+        detection: seconds from a failure to its detection.
         reconfigure: seconds to agree on templates and to set up communicators.
-        memory_factor: bytes of a stage's state in bytes of its parameters.
-        parameter_bytes: of one parameter, for ``memory_factor``.
-        checkpoint_every: for the loss of all copies of a layer; written in the background.
-        restart: seconds to restart from a checkpoint, in that case.
+        memory_factor: bytes of a stage's state per byte of its parameters.
+        parameter_bytes: bytes of one parameter, for ``memory_factor``.
+        checkpoint_every: interval of background checkpoints, for the loss of all copies of a layer.
+        restart: seconds to restart from a checkpoint.
     """
 
     detection: Duration = 5.0
@@ -177,7 +177,7 @@ def _held(units: int, teams: Teams) -> dict[int, tuple[int, int]]:
 
 
 def _layer_lost(units: int, teams: Teams, alive: Iterable[int]) -> bool:
-    """Whether some unit has no live copy."""
+    """Whether any unit has no live copy."""
     held = _held(units, teams)
     ranges = sorted(held[worker] for worker in alive if worker in held)
     reached = 0

@@ -1,8 +1,8 @@
-"""Oobleck's pipeline templates: how a model is cut for n nodes, which n there are, and how batches are shared.
+"""Oobleck's pipeline templates: how a model is cut for n nodes, which n are possible, and how batches are shared.
 
 Concept: templates are planned once for every number of nodes from n0 on. Any number of nodes N >= f n0 is a sum of
-such numbers (the Frobenius problem has no gaps when the sizes are consecutive and reach 2 n0 - 1), so no node has to be
-idle. Contract: pure functions, cached.
+such numbers (the Frobenius problem has no gaps when the sizes are consecutive and reach 2 n0 - 1), so no node
+needs to be idle. Contract: pure functions, cached.
 
 Source: Jang et al., SOSP'23 (arXiv 2309.08125), sections 4 and 5, and its public repository (SymbioticLab/Oobleck).
 Internal to ``policies``.
@@ -26,7 +26,7 @@ def iteration_estimate(stages: Sequence[float]) -> float:
     Args:
         stages: F + B of one micro-batch, by stage.
 
-    With k the slowest stage (from 0): T1 is the first micro-batch's way, the sum over all stages; T2 = (2 S + k + 1)
+    With k the slowest stage (from 0): T1 is the first micro-batch's way through all stages; T2 = (2 S + k + 1)
     slots of stage k; T3 the way back, the sum over the stages from k on.
     """
     slowest = max(range(len(stages)), key=lambda stage: (stages[stage], -stage))
@@ -37,7 +37,7 @@ def iteration_estimate(stages: Sequence[float]) -> float:
 def cut(units: int, stages: int) -> tuple[int, ...]:
     """Units of each of ``stages`` stages, by divide and conquer: halve the stages, try every split of the units.
 
-    All units cost the same, so a part of the problem is known by its size alone.
+    All units cost the same, so a subproblem is determined by its size alone.
 
     Raises:
         ValueError: when there are fewer units than stages.
@@ -64,7 +64,7 @@ def stage_ranges(parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def least_nodes(model: TrainingModel, memory_factor: float, parameter_bytes: float) -> int | None:
-    """n0: the fewest workers whose memory holds the model; None when even one unit per stage does not fit.
+    """n0: the fewest workers whose memory holds the model; None if not even one unit per stage fits.
 
     Each stage needs ``memory_factor`` times the bytes of its parameters, and the activations of as many micro-batches
     as a pipeline of that depth has in flight.
@@ -78,14 +78,14 @@ def least_nodes(model: TrainingModel, memory_factor: float, parameter_bytes: flo
 
 
 def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """``total`` micro-batches over pipelines so that their times differ least in the sense of least squares.
+    """``total`` micro-batches over pipelines so that the least-squares difference of their times is smallest.
 
     Args:
-        total: micro-batches of a step.
+        total: micro-batches in a step.
         speeds: micro-batches per second of each pipeline in steady state.
 
-    Without rounding the solution is proportional to speed (all times equal). Rounded to whole micro-batches by giving
-    the next one where it ends first; each pipeline gets at least one.
+    Without rounding the solution is proportional to speed (all times equal). It is rounded to whole
+    micro-batches by giving the next one to the pipeline that finishes it first; each gets at least one.
     """
     shares = [max(1, math.floor(total * speed / sum(speeds))) for speed in speeds]
     while sum(shares) > total:
@@ -99,7 +99,7 @@ def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16384)
 def step_seconds(model: TrainingModel, sizes: tuple[int, ...]) -> float:
-    """One step of pipelines with that many workers each: the slowest pipeline's 1F1B with its share of the batch."""
+    """Seconds of one step on pipelines of these sizes: 1F1B of the slowest with its share of the batch."""
     costs = [model.costs(cut(model.units, size), pipelines=len(sizes)) for size in sizes]
     slowest = [max(map(sum, zip(c.forward, c.backward_input, c.backward_weight, strict=True))) for c in costs]
     speeds = [1 / seconds for seconds in slowest]

@@ -1,13 +1,13 @@
-"""What a policy is: a pure answer to "these nodes have failed, what now?".
+"""The interface of policies: a pure answer to "these nodes have failed, what now?".
 
 Concept: the engine plays time; a policy says how training runs between two events (:class:`Configuration`) and what
-happens at an event (:class:`Reaction`): which pauses, what is lost, how it goes on. Everything that a policy remembers
-is in the configuration's ``layout``, so policies are frozen and answers depend on their arguments only.
+happens at an event (:class:`Reaction`): which pauses, what is lost, how it goes on. All that a policy remembers is in
+the configuration's ``layout``, so policies are frozen and answers depend only on their arguments.
 
 Contract: ``begin`` and ``react`` are pure. ``react`` may be called again before its last answer has taken effect; it is
-then given the configuration that is in force, or, in a pause, the one that is to follow.
+then given the configuration in force or, in a pause, the one to follow.
 
-Must not know: how time is played, how GPU-seconds are counted.
+Must not know: how time advances, how GPU-seconds are counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Configuration", "Context", "Happening", "Loss", "Pause", "Policy", "
 
 
 class Loss(Enum):
-    """What an event undoes; samples that are undone are trained again and counted once."""
+    """What an event undoes; undone samples are trained again and counted once."""
 
     NOTHING = "nothing"
     STEP = "step"
@@ -34,7 +34,7 @@ class Loss(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What is trained, and on which machines."""
+    """The model and the machines it is trained on."""
 
     model: TrainingModel
     cluster: Cluster
@@ -45,19 +45,19 @@ class Configuration:
     """How training runs until the next event.
 
     Args:
-        label: in a few words, for the timeline.
+        label: a few words for the timeline.
         step_seconds: duration of one step in steady state.
-        samples: per step.
-        gpus: that take part; the other live ones are idle. 0: training stands still.
+        samples: samples per step.
+        gpus: GPUs that take part; other live ones are idle. 0 if training stands still.
         useful_gpu_seconds: F, B and W of the samples of one step, each counted once.
-        repeated_gpu_seconds: computation of one step that is done twice: redundant, or recomputed.
-        checkpoint_every: seconds between two checkpoints, taken at the next end of a step; None for none.
-        checkpoint_seconds: how long training stands still for one.
-        layout: the policy's own.
-        fill_seconds: how much longer the first step after a stop takes, because steps overlap otherwise (staggered
-            optimizer). For the policy, which adds it to its pauses.
-        lead_seconds: how long before the end of a step somebody begins the next one. Who wants to stop all at the end
-            of a step later than that has to wait for the end of the next one.
+        repeated_gpu_seconds: computation of one step done twice: redundant or recomputed.
+        checkpoint_every: seconds between checkpoints, taken at the next end of a step; None for none.
+        checkpoint_seconds: how long training stands still for a checkpoint.
+        layout: the policy's own data.
+        fill_seconds: extra time of the first step after a stop, because later steps overlap (staggered optimizer).
+            The policy adds it to its pauses.
+        lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
+            only be stopped at the end of the next step.
     """
 
     label: str
@@ -74,17 +74,17 @@ class Configuration:
 
     @property
     def running(self) -> bool:
-        """Whether steps are made at all."""
+        """Whether any steps are trained."""
         return self.gpus > 0
 
     @property
     def throughput(self) -> float:
-        """Samples/s while nothing happens, without checkpoints."""
+        """Samples/s between events, not counting checkpoints."""
         return self.samples / self.step_seconds if self.running else 0.0
 
 
 def stopped(label: str, layout: object = None) -> Configuration:
-    """A configuration that makes no steps."""
+    """A configuration that trains no steps."""
     return Configuration(label, 1.0, 0, 0, 0.0, layout=layout)
 
 
@@ -98,14 +98,14 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """What a policy reacts to. While an answer waits for the end of a step, a new happening includes what it was to.
+    """What a policy reacts to. It includes earlier events whose reaction still waits for the end of a step.
 
     Args:
-        time: in seconds.
-        live: all nodes that work now.
+        time: time in seconds.
+        live: all nodes that now work.
         down: nodes that have failed just now.
         up: nodes that have come back just now.
-        woken: whether it is the alarm that the policy's last reaction has set.
+        woken: whether the alarm set by the policy's last reaction went off.
     """
 
     time: float
@@ -117,15 +117,14 @@ class Happening:
 
 @dataclass(frozen=True)
 class Reaction:
-    """What a policy decides.
+    """A policy's decision.
 
     Args:
-        configuration: how it goes on after the pauses.
-        pauses: one after the other. A pause interrupts the step in progress, which is then undone unless
-            ``at_boundary``.
+        configuration: the configuration after the pauses.
+        pauses: pauses in order. A pause interrupts the step in progress, which is then undone unless ``at_boundary``.
         lost: what is undone.
-        at_boundary: wait for the end of the newest step that somebody has begun; nothing is lost then.
-        wake: seconds from now after which the policy wants to be asked again; a new reaction clears the alarm.
+        at_boundary: whether to wait for the end of the newest step any worker has begun; nothing is lost then.
+        wake: seconds until the policy wants to be asked again; a new reaction clears this alarm.
     """
 
     configuration: Configuration
@@ -137,7 +136,7 @@ class Reaction:
 
 @runtime_checkable
 class Policy(Protocol):
-    """What to do about failures."""
+    """A way to handle failures."""
 
     @property
     def ignores_failures(self) -> bool:

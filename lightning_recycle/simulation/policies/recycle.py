@@ -1,17 +1,17 @@
 """ReCycle: peers of a dead worker run its micro-batches, in the bubbles of the schedule.
 
-Source: Gandhi et al., SOSP'24 (arXiv 2405.14009), and this package, whose planner gives the step times.
+Source: Gandhi et al., SOSP'24 (arXiv 2405.14009), and this package, whose planner provides the step times.
 
 Assumptions:
 
 - A failure loses the step in progress; every worker begins it again under the new plan.
-- Whatever stops training empties the pipelines: with the staggered optimizer, under which steps overlap, the first step
-  afterwards takes the makespan of its plan and not the period ("fill").
+- Whatever stops training empties the pipelines: with the staggered optimizer, where steps overlap, the first step
+  afterwards takes the makespan of its plan instead of the period ("fill").
 - Failure normalization: the failures are moved to the stages where they cost least; a worker that changes its stage
   copies parameters and optimizer state from a peer there, over its own network link, different senders in parallel.
-- Plans are there when they are needed (the plan library), so planning takes no time.
-- A node that comes back waits for the end of the newest step that somebody has begun (workers that are through with a
-  step begin the next one), then copies its state while the others wait.
+- Plans are ready when needed (the plan library), so planning takes no time.
+- A node that comes back waits for the end of the newest step any worker has begun (workers done with a step begin the
+  next one), then copies its state while the others wait.
 - When all replicas of a stage fail at once, training restarts from the newest checkpoint. Checkpoints are written
   in the background.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep, distribution, planned_step
@@ -28,7 +29,6 @@ from lightning_recycle.simulation.policies.policy import Configuration, Context,
 from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, pauses, place
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least, whole
 
 __all__ = ["Recycle"]
 
@@ -40,17 +40,17 @@ class Recycle:
     Args:
         decoupled: split the backward into B and W.
         staggered: each stage steps its optimizer on its own.
-        adaptive: peers take over single micro-batches. Without it (and then without the other two) a dead worker costs
-            its whole pipeline, whose batch the other pipelines share; survivors fill each other's gaps.
+        adaptive: peers take over single micro-batches. Without it (and hence the other two), a dead worker costs its
+            whole pipeline, whose batch the other pipelines share; survivors fill one another's gaps.
         normalization: move failures to the stages where they cost least.
-        fault_free: schedule without failures: "planned" with the techniques that are on, as this package does, or
-            "1f1b", as the paper does.
-        detection: seconds from a failure until it is known; the heartbeat timeout.
+        fault_free: schedule without failures: "planned" with the enabled techniques, as in this package, or "1f1b", as
+            in the paper.
+        detection: seconds from a failure to its detection; the heartbeat timeout.
         regroup: seconds for new communicators and the new plan; an assumption, NCCL takes seconds at this size.
-        rejoin: seconds that all wait for a node that comes back, beyond the copy of its state; None: as ``regroup``.
-        checkpoint_every: for the loss of a whole stage.
+        rejoin: seconds all wait for a returning node, besides copying its state; None: as ``regroup``.
+        checkpoint_every: interval of checkpoints, for the loss of a whole stage.
         restart: seconds to restart from a checkpoint, after the loss of a whole stage.
-        effort: of the planner, in operations.
+        effort: effort of the planner, in operations.
     """
 
     decoupled: bool = True
@@ -87,7 +87,7 @@ class Recycle:
 
     @property
     def technique(self) -> Technique:
-        """What the planner may use."""
+        """The techniques the planner may use."""
         return Technique(self.decoupled, self.staggered)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:

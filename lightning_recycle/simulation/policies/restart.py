@@ -1,24 +1,24 @@
-"""Restart: every failure ends the job, which starts again from the newest checkpoint on the nodes that are left.
+"""Restart: every failure ends the job, which starts again from the newest checkpoint on the remaining nodes.
 
-Source: common practice; NVIDIA's resiliency extension shortens the start of the processes, the load and the lost work
+Source: common practice; NVIDIA's resiliency extension shortens the start of the processes; the load and the lost work
 remain.
 
 Assumptions:
 
-- Checkpoints are written while training waits, at ``storage`` bytes/s and GPU. (The default is 1 GB/s for 32 GPUs,
+- Checkpoints are written while training waits, at ``storage`` bytes/s per GPU. (The default is 1 GB/s for 32 GPUs,
   which gives 107 s for the 6.7B model and 5.7 s for GPT-3 Medium; Oobleck's public simulator has 120 s and 11 s.)
 - After a restart the grid has as many whole pipelines as there are workers for; they share the global batch.
-- When nodes are back and make another pipeline, the job writes a checkpoint and restarts with it.
+- When returned nodes complete another pipeline, the job writes a checkpoint and restarts with that pipeline.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
 from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses, whole_pipelines
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least
 
 __all__ = ["Restart"]
 
@@ -29,10 +29,10 @@ class Restart:
 
     Args:
         checkpoint_every: time between two checkpoints.
-        storage: bytes/s of writing and reading, per GPU of the fault-free grid.
-        detection: seconds from a failure until it is known.
-        restart: seconds to start the job again, besides reading the checkpoint.
-        elastic: go on with fewer pipelines; otherwise wait until the whole grid is there.
+        storage: bytes/s for writing and reading, per GPU of the fault-free grid.
+        detection: seconds from a failure to its detection.
+        restart: seconds to restart the job, besides reading the checkpoint.
+        elastic: whether to continue with fewer pipelines instead of waiting for the whole grid.
     """
 
     checkpoint_every: Duration = "30min"

@@ -1,14 +1,14 @@
-"""Hot spares: extra nodes wait, take the place of failed ones and copy their state from a peer.
+"""Hot spares: extra nodes wait, replace failed ones and copy their state from a peer.
 
 Source: common practice (e.g. Llama 3's and MegaScale's backup machines); the detection and regrouping times are those
-of the ReCycle policy, so that the two differ in nothing but the idea.
+of the ReCycle policy, so the two differ only in the idea.
 
 Assumptions:
 
 - A spare is warm: process started, libraries loaded. It copies parameters and optimizer state from a peer.
 - A failure loses the step in progress.
-- Without a spare left, broken pipelines give their live workers to fill each other's gaps; the rest waits, and the
-  remaining pipelines share the global batch.
+- When no spare is left, live workers of broken pipelines fill one another's gaps; the rest waits, and the complete
+  pipelines share the global batch.
 - Repaired nodes become spares, or fill the gap of a broken pipeline at the end of the step.
 """
 
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
 from lightning_recycle.simulation.policies.workers import assemble_teams, live_workers, pauses, whole_pipelines
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import whole
 
 __all__ = ["Spares"]
 
@@ -31,10 +31,10 @@ class Spares:
 
     Args:
         spares: nodes beyond the fault-free grid; the cluster must have them (``Cluster.of(model, extra_nodes=n)``).
-        detection: seconds from a failure until it is known.
+        detection: seconds from a failure to its detection.
         regroup: seconds for new communicators.
-        checkpoint_every: for the loss of all replicas of a stage.
-        restart: seconds to restart from a checkpoint, in that case.
+        checkpoint_every: interval of checkpoints, for the loss of all replicas of a stage.
+        restart: seconds to restart from a checkpoint.
     """
 
     spares: int = 1

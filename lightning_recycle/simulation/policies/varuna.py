@@ -6,11 +6,11 @@ Source: Athlur et al., EuroSys'22 (arXiv 2111.04007) and its public repository (
 Assumptions:
 
 - For each depth P that divides the cut points (the layers), D = floor(G / P) pipelines with the largest micro-batch
-  that fits, at most ``largest_microbatch`` (durations are proportional to it here, so a larger one only makes bubbles);
+  that fits, at most ``largest_microbatch`` (durations here are proportional to it, so a larger one only adds bubbles);
   the depth with the shortest simulated step wins.
-- Activations are recomputed: B includes F, which is counted as redone.
-- The global batch stays.
-- The job is relaunched for failures and for nodes that come back alike; the public scripts need 60 to 120 s for it.
+- Activations are recomputed: B includes F, which counts as redone.
+- The global batch stays the same.
+- The job is relaunched both for failures and for returning nodes; the public scripts take 60 to 120 s.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import live_workers, pauses
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
-from lightning_recycle.simulation.validity import at_least, whole
 
 __all__ = ["Varuna"]
 
@@ -32,11 +32,11 @@ class Varuna:
     """Varuna.
 
     Args:
-        relaunch: seconds to start the job again, besides reading the checkpoint.
-        detection: seconds from a failure until it is known.
-        checkpoint_every: time between two checkpoints.
-        storage: bytes/s of writing and reading, per GPU of the fault-free grid.
-        largest_microbatch: samples; None for the model's own, at which it was calibrated.
+        relaunch: seconds to restart the job, besides reading the checkpoint.
+        detection: seconds from a failure to its detection.
+        checkpoint_every: time between checkpoints.
+        storage: bytes/s for writing and reading, per GPU of the fault-free grid.
+        largest_microbatch: most samples in a micro-batch; None for the size at which the model was calibrated.
     """
 
     relaunch: Duration = 90.0
@@ -109,9 +109,9 @@ def morph(model: TrainingModel, workers: int, largest: int) -> tuple[int, int, i
     """(D, P, micro-batch, seconds of a step) of the fastest depth on that many workers; None when none fits.
 
     Args:
-        model: with ``recompute``.
-        workers: live ones.
-        largest: samples of a micro-batch at most.
+        model: the model, with ``recompute``.
+        workers: number of live workers.
+        largest: most samples in a micro-batch.
     """
     best: tuple[int, int, int, float] | None = None
     layers = model.transformer.layers
@@ -132,7 +132,7 @@ def _largest_fitting(model: TrainingModel, depth: int, largest: int) -> int:
     """Samples of the largest micro-batch of which ``depth`` can be in flight; 0 when not even one sample fits."""
     free = model.memory_bytes - model.state_bytes(1 / depth)
     shape = model.transformer
-    # Inputs of the layers for each micro-batch in flight, and one layer that is being computed again.
+    # Inputs of the layers for each micro-batch in flight, and one layer being recomputed.
     held = depth * shape.activation_bytes(recompute=True) / depth + shape.activation_bytes() / shape.layers
     held /= model.tensor_parallel
     size = largest

@@ -1,7 +1,7 @@
-"""Who is where: physical workers, their positions in a grid, and whole pipelines made of them.
+"""Placements: physical workers, their positions in a grid, and whole pipelines made of them.
 
-Concept: physical worker ``node * workers_per_node + i``. A policy's layout says which worker has which position; the
-functions here move them with as little copying as there can be.
+Concept: physical workers are numbered ``node * workers_per_node + i``. A policy's layout says which worker has which
+position; the functions here move them with as little copying as possible.
 
 Contract: pure. Internal to ``policies``.
 """
@@ -29,7 +29,7 @@ def live_workers(context: Context, nodes: Iterable[int]) -> tuple[int, ...]:
 
 
 def pauses(**seconds: float) -> tuple[Pause, ...]:
-    """Pauses by name, those of no length left out."""
+    """Pauses by name, without those of zero length."""
     return tuple(Pause(label.replace("_", " "), value) for label, value in seconds.items() if value > 0)
 
 
@@ -41,9 +41,8 @@ class Placement:
     """Position of each physical worker that has one, as sorted pairs.
 
     Args:
-        positions: (worker, position).
-        copies: most states that one worker has to send when this placement is taken up; copies of different senders
-            run in parallel.
+        positions: pairs (worker, position).
+        copies: the most states any worker must send to reach this placement; different senders copy in parallel.
     """
 
     positions: tuple[tuple[int, Worker], ...]
@@ -56,14 +55,14 @@ class Placement:
 
 
 def fresh(grid: Grid, workers: Collection[int], distribution: tuple[int, ...]) -> Placement:
-    """A placement from nothing: everybody loads its state from a checkpoint."""
+    """A fresh placement: every worker loads its state from a checkpoint."""
     gone = normalized_failures(grid, distribution)
     positions = [position for position in grid.workers() if position not in gone]
     return Placement(tuple(zip(sorted(workers), positions, strict=False)))
 
 
 def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[int, Worker], list[Worker]]:
-    """Who is left in its position, and the vacant positions; idle workers have filled those in the barest stages."""
+    """Workers that keep their positions, and the vacant positions; idle workers first fill the barest stages."""
     live = set(workers)
     held = {worker: position for worker, position in before.positions if worker in live}
     idle = sorted(live.difference(held))
@@ -82,12 +81,12 @@ def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[
 def place(
     grid: Grid, before: Placement, workers: Collection[int], distribution: tuple[int, ...] | None = None
 ) -> Placement | None:
-    """Where ``workers`` go; None when a stage has lost all its replicas.
+    """The new placement of ``workers``; None when a stage has lost all its replicas.
 
     Args:
         grid: the grid.
-        before: where they were.
-        workers: the live ones; those without a position fill vacant ones.
+        before: the previous placement.
+        workers: the live workers; those without a position fill vacant ones.
         distribution: failures of each stage after normalization; None leaves the failures where they are.
     """
     held, vacant = keep(grid, before, workers)
@@ -112,15 +111,15 @@ def place(
 def assemble_teams(
     before: Teams, workers: Collection[int], stages: int, most: int, *, repair: bool = True
 ) -> tuple[Teams, int]:
-    """Whole pipelines from live workers, and how many workers have to be given a state.
+    """Whole pipelines of live workers, and how many workers must be given a state.
 
     Args:
-        before: the pipelines so far.
-        workers: the live ones.
-        stages: workers of a pipeline.
-        most: pipelines wanted.
-        repair: fill the gaps of broken pipelines; first with idle workers, then with those of the most broken one.
-            Otherwise a broken pipeline is dissolved, and only idle workers that make a whole one form a new one.
+        before: the previous pipelines.
+        workers: the live workers.
+        stages: workers per pipeline.
+        most: number of pipelines wanted.
+        repair: whether to fill gaps of broken pipelines, first with idle workers, then with those of the most broken
+            one. Otherwise broken pipelines are dissolved, and only enough idle workers form a new one.
     """
     live = set(workers)
     whole = [team for team in before if live.issuperset(team)]
@@ -161,12 +160,12 @@ def whole_pipelines(
     """1F1B on whole pipelines.
 
     Args:
-        context: the model.
-        teams: the pipelines.
-        label: of the configuration.
-        keep_batch: the pipelines share the whole global batch; otherwise each keeps its own part.
-        checkpoint_every: as in Configuration.
-        checkpoint_seconds: as in Configuration.
+        context: the model and the cluster.
+        teams: the workers of each pipeline.
+        label: label of the configuration.
+        keep_batch: whether the pipelines share the whole global batch; otherwise each keeps its own part.
+        checkpoint_every: see Configuration.
+        checkpoint_seconds: see Configuration.
     """
     model, count = context.model, len(teams)
     if not count:

@@ -1,4 +1,4 @@
-"""The page that ``recycle-report`` makes of simulation results: one HTML file that needs nothing else."""
+"""The page that ``recycle-report`` makes from simulation results: one self-contained HTML file."""
 
 from lightning_recycle.visualize.report.names import duration_text, failures_text, policy_text
 from lightning_recycle.visualize.report.page import render_report

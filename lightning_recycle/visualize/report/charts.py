@@ -1,8 +1,8 @@
 """Charts as inline SVG: lines, grouped bars, stacked rows, and steps below steps.
 
 Concept: a chart is as wide as a phone (its picture scales, its text stays readable) and has no colours of its own:
-shapes carry classes, the page's style sheet gives them colours for light and dark. What belongs to one series has the
-class ``s-<key>``, by which the legend switches it on and off; ``data-tip`` is what the page shows under the pointer.
+shapes carry classes, which the page's style sheet colours for light and dark. All parts of a series have the class
+``s-<key>``, by which the legend switches them on and off; the page shows ``data-tip`` under the pointer.
 
 Must not know: simulations, pages.
 """
@@ -46,15 +46,15 @@ class Series:
     """Points that belong together.
 
     Args:
-        name: in the legend.
-        key: of the series, the same in all charts of a section.
-        color: class that gives the colour.
-        points: in the order of x.
-        marker: its shape; None for none.
+        name: name in the legend.
+        key: key of the series, the same in all charts of a section.
+        color: class that sets the colour.
+        points: points in the order of x.
+        marker: shape of the markers; None for none.
         dashed, hollow: how it differs from a series of the same colour.
         line: whether points are connected.
         level: a horizontal line at this y instead of points.
-        shift: pixels to the right, so that series at the same x can be told apart.
+        shift: pixels to the right, to tell series at the same x apart.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: of a series, at a category, with a value, a tip and a text above it."""
+    """One bar of a series in a category, with a value, a tip and a text above it."""
 
     series: Series
     place: int

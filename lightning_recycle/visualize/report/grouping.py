@@ -1,7 +1,7 @@
-"""Which results belong together, and how each policy looks: the same name, colour and marker everywhere.
+"""Groups of results, and the look of each policy: the same name, colour and marker everywhere.
 
-Concept: within a group of results two runs of one policy differ in some settings or they do not. Those in which they
-do make *variants*, each a series of its own, named by what is different.
+Concept: where runs of one policy within a group of results differ in some settings, those settings define *variants*,
+each a separate series named by what differs.
 
 Must not know: charts, tables.
 """
@@ -32,15 +32,15 @@ _MARKERS = {
     "FaultFree": "diamond",
 }
 _ALWAYS = {"Spares": "spares", "FaultFree": "schedule"}
-"""Settings without which a policy's name says too little."""
+"""Settings always shown with a policy's name."""
 
 
 class Variants:
     """The policies of a group of results.
 
     Args:
-        records: training runs.
-        ignore: settings that make no variant, because they are shown in another way.
+        records: the training runs.
+        ignore: settings that define no variant, because they are shown in another way.
     """
 
     def __init__(self, records: Iterable[Record], ignore: Iterable[str] = ()) -> None:
@@ -109,7 +109,7 @@ def short_model(name: str) -> str:
 
 
 def protocol_text(records: Sequence[Record]) -> str:
-    """How long, how often, and whether nodes come back."""
+    """Duration, number of runs, and whether nodes come back."""
     first = records[0]
     runs = sorted({len(record["runs"]) for record in records if record["policy"]["name"] != "FaultFree"} or {1})
     repair = first["failures"]["settings"].get("repair", ...)

@@ -36,9 +36,9 @@ def element(tag: str, /, *children: str, **attributes: str | float | bool | None
     """One element.
 
     Args:
-        tag: its name.
-        children: text, or elements.
-        attributes: ``class_`` is class, ``data_value`` is data-value; None and False are left out, True has no value.
+        tag: name of the element.
+        children: text or elements.
+        attributes: ``class_`` becomes class, ``data_value`` data-value; None and False are left out, True has no value.
     """
     text = ""
     for key, value in attributes.items():
@@ -56,17 +56,17 @@ def element(tag: str, /, *children: str, **attributes: str | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a cell shows; ``value`` is the exact number behind it, ``emphasis`` a class."""
+    """Content of a cell; ``value`` is the exact number behind it, ``emphasis`` a class."""
 
     text: str
     value: float | None = None
     emphasis: str | None = None
     key: str | None = None
-    """Names the number, for readers of the page that are programs."""
+    """Name of the number, for programs that read the page."""
 
 
 def num(value: float | None, digits: int = 3, *, key: str | None = None, emphasis: str | None = None) -> Cell:
-    """A number with so many digits behind the point; a dash for None."""
+    """A number with that many decimal places; a dash for None."""
     return Cell("\N{EN DASH}") if value is None else Cell(number(value, digits), value, emphasis, key)
 
 
@@ -76,13 +76,13 @@ def percent(fraction: float, digits: int = 1, *, key: str | None = None) -> Cell
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell | str]], *, left: int = 1, caption: str = "") -> Markup:
-    """A table that scrolls sideways where it does not fit.
+    """A table that scrolls sideways if it does not fit.
 
     Args:
-        columns: their headings.
-        rows: cells; text in a cell without a number is aligned as its column.
-        left: how many columns are aligned to the left.
-        caption: above it; a long table is folded up under it.
+        columns: column headings.
+        rows: cells; cells without a number are aligned like their column.
+        left: number of left-aligned columns.
+        caption: caption above the table; a long table is collapsed under it.
     """
     head = [
         element("th", name, scope="col", class_=None if place < left else "num") for place, name in enumerate(columns)

@@ -1,4 +1,4 @@
-"""How things are called: policies, failures, models, durations and numbers, on pages and in tables.
+"""Names of policies, failures, models, durations and numbers on pages and in tables.
 
 Contract: pure functions from the dictionaries of ``result.json`` to short text.
 """
@@ -31,7 +31,7 @@ POLICIES = {
     "Restart": "Restart",
     "FaultFree": "Fault-free",
 }
-"""By the name of the class; in the order in which they are shown."""
+"""By class name, in display order."""
 
 MODELS = {
     "gpt3_medium": "GPT-3 Medium",
@@ -75,16 +75,16 @@ _RATES = {"Llama 3's rate": 419 / (54 * 16384), "RSC-1's rate": 6.5 / 8000}
 
 
 def duration_text(seconds: float) -> str:
-    """The largest unit in which it is a short number: ``30 min``, ``1.5 d``."""
+    """A duration in the largest unit that gives a short number: ``30 min``, ``1.5 d``."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        # Two days and more in days, but 24 h, which is how people give the mean time between failures.
+        # Two days and more in days, but 24 h in hours, as mean times between failures are usually given.
         if seconds >= length * (2 if unit == "d" else 1):
             return f"{seconds / length:.3g} {unit}"
     return f"{seconds:.3g} s"
 
 
 def number(value: float, digits: int = 3) -> str:
-    """``value`` with so many digits behind the point, thousands separated; a real minus sign."""
+    """``value`` with that many decimal places, thousands separated; a real minus sign."""
     text = f"{value:,.{digits}f}"
     return text.replace("-", "\N{MINUS SIGN}") if float(text.replace(",", "")) else text.lstrip("-")
 
@@ -109,11 +109,11 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def policy_text(result: Mapping[str, Any], settings: Iterable[str] | None = None) -> str:
-    """A policy with those of its settings that matter.
+    """A policy with its relevant settings.
 
     Args:
-        result: of training.
-        settings: names of settings; by default those that differ from the policy's own.
+        result: result of a training run.
+        settings: names of settings to show; by default those that differ from the policy's defaults.
     """
     policy = result["policy"]
     shown = policy["changed"] if settings is None else [name for name in settings if name in policy["settings"]]
@@ -124,7 +124,7 @@ def policy_text(result: Mapping[str, Any], settings: Iterable[str] | None = None
 
 
 def failures_text(result: Mapping[str, Any]) -> str:
-    """Where a result's failures come from."""
+    """The source of a result's failures."""
     source, settings = result["failures"]["name"], result["failures"]["settings"]
     back = f", back after {duration_text(settings['repair'])}" if settings.get("repair") else ""
     if source == "Poisson":

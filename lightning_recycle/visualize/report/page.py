@@ -1,10 +1,10 @@
-"""The page: one HTML file with everything in it, for light and dark, for a desk and a phone.
+"""The page: one self-contained HTML file, for light and dark, for desktop and phone.
 
-Concept: sections are functions from results to HTML; this module puts them one below the other, with a table of
-contents, and writes the style sheet and the script (``page.css``, ``page.js``) into the page. A section without results
+Concept: sections are functions from results to HTML; this module puts them one below the other with a table of
+contents, and embeds the style sheet and the script (``page.css``, ``page.js``). A section without results
 says how to make them.
 
-Contract: the page loads nothing; the same results give the same page but for the date in its foot.
+Contract: the page loads nothing; the same results give the same page except for the date in its footer.
 
 Must not know: what a section shows.
 """
@@ -25,8 +25,8 @@ def render_report(results: Results, title: str = "ReCycle simulation report") ->
     """The page of ``results`` as HTML.
 
     Args:
-        results: of a folder.
-        title: of the page.
+        results: the results of a folder.
+        title: title of the page.
     """
     sections = [make(results) for make in SECTIONS]
     contents = [
@@ -83,7 +83,7 @@ def _section(section: Section) -> Markup:
     heading = element("h2", element("a", section.title, href=f"#{section.key}"))
     if section.body is None:
         missing = element(
-            "p", "No results for this section in the folder. To make some: ", element("code", section.command),
+            "p", "The folder has no results for this section. To make some: ", element("code", section.command),
             class_="missing",
         )  # fmt: skip
         return element("section", heading, missing, id=section.key)

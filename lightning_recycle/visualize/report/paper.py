@@ -1,4 +1,4 @@
-"""What the paper reports, to be shown beside what was simulated.
+"""The paper's figures, shown beside the simulated ones.
 
 Source: Gandhi et al., "ReCycle", SOSP'24 (arXiv 2405.14009): the table of throughput by failure interval on 32 A100,
 and the running example of section 3.

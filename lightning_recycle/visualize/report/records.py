@@ -1,9 +1,10 @@
 """Results of ``recycle-simulate`` as the page reads them.
 
-Concept: a folder of a sweep holds any number of ``result.json``, each of one task: training runs (throughput, GPU time
-by cause, timeline), the planner's latency, or a step with the techniques one by one. A page is a function of these.
+Concept: the folder of a sweep holds any number of ``result.json``, each of one task: training runs (throughput, GPU
+time by cause, timeline), the planner's latency, or a step with the techniques one by one. A page is a function of
+these.
 
-Contract: the dictionaries are checked for the parts that are read here, then passed on as they are.
+Contract: the dictionaries are checked for the parts that are read here, then passed on unchanged.
 
 Must not know: how they are shown.
 """
@@ -38,7 +39,7 @@ _SECTIONS = {"Poisson": "intervals", "TraceReplay": "traces", "FailedFraction": 
 SECTION_NAMES = (
     "intervals", "traces", "fractions", "ablation", "planner", "spares", "restart", "layers", "others",
 )  # fmt: skip
-"""What ``section`` of a result can be."""
+"""Possible values of a result's ``section``."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Results:
 
     Args:
         source: the folder.
-        training, planner, techniques: by task, in the order of the files.
+        training, planner, techniques: results by task, in the order of the files.
     """
 
     source: str
@@ -56,18 +57,18 @@ class Results:
     techniques: list[Record] = field(default_factory=list)
 
     def section(self, name: str, failures: str | None = None) -> list[Record]:
-        """Training runs of a section: as they say, or by the kind of their failures.
+        """Training runs of a section: those that name it, or those with its kind of failures.
 
         Args:
-            name: of the section.
-            failures: the only source of failures that it can show.
+            name: name of the section.
+            failures: the only source of failures that the section can show.
         """
         found = [record for record in self.training if _section(record) == name]
         return [record for record in found if failures in (None, record["failures"]["name"])]
 
     @property
     def count(self) -> int:
-        """Of all results."""
+        """Number of all results."""
         return len(self.training) + len(self.planner) + len(self.techniques)
 
 
@@ -79,7 +80,7 @@ def load_results(folder: str | Path) -> Results:
     """All ``result.json`` below ``folder``, in the order of their paths.
 
     Raises:
-        ConfigurationError: when there are none, or one cannot be understood.
+        ConfigurationError: when there are none, or one cannot be parsed.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -97,7 +98,7 @@ def load_results(folder: str | Path) -> Results:
 
 
 def _in_order(file: Path) -> list[tuple[int, int, str]]:
-    """Folders that are numbers are in their order: 2 before 10."""
+    """Numbered folders are sorted as numbers: 2 before 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in file.parts]
 
 
@@ -107,7 +108,7 @@ def _load(file: Path) -> Record:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}.") from error
     if not isinstance(record, dict) or record.get("schema") != _SCHEMA or record.get("task") not in _PARTS:
-        raise ConfigurationError(f"{file} is no result of this version's recycle-simulate (schema {_SCHEMA}).")
+        raise ConfigurationError(f"{file} is not a result of this version's recycle-simulate (schema {_SCHEMA}).")
     missing = [part for part in (*_PARTS[record["task"]], "section", "command") if part not in record]
     if missing:
         raise ConfigurationError(f"{file} is incomplete ({', '.join(missing)} missing): run recycle-simulate again.")

@@ -1,6 +1,6 @@
 """From values to pixels: scales, round ticks, and the frame of a chart.
 
-Must not know: what is drawn in it.
+Must not know: what is drawn in a frame.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def linear(label: str, most: float, *, least: float = 0.0, count: int = 5, exact
     """From ``least`` to ``most`` or a little beyond, with about ``count`` round ticks.
 
     Args:
-        label: of the axis, with the unit.
-        most, least: of the values.
-        count: of ticks.
-        exact: end at ``most``, which then need not be a tick.
+        label: label of the axis, with the unit.
+        most, least: range of the values.
+        count: approximate number of ticks.
+        exact: whether to end at ``most``, which then need not be a tick.
     """
     span = (most - least) or 1.0
     raw = span / count

@@ -27,7 +27,7 @@ def causes_section(results: Results) -> Section:
     return Section(
         "causes",
         "GPU time by cause",
-        "Every GPU is at every moment in exactly one of six states; the parts add up to all of the time.",
+        "At any moment every GPU is in exactly one of six states; the parts add up to the whole time.",
         _body(found) if found else None,
         "recycle-simulate experiment=intervals",
     )

@@ -1,4 +1,4 @@
-"""Questions about crossovers: spares that equal ReCycle, the rate at which restart loses, layers that move."""
+"""Questions about crossovers: spares that equal ReCycle, the rate at which restart falls behind, layers that move."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_recycle.visualize.report.sections.section import Section, charts,
 __all__ = ["layers_section", "restart_section", "spares_section"]
 
 _EQUAL = 0.001
-"""Throughputs that differ by less, relative to fault-free, are equal."""
+"""Throughputs relative to fault-free that differ by less count as equal."""
 _AXIS = "throughput / fault-free 1F1B"
 
 
@@ -70,7 +70,7 @@ def _spares(records: list[Record]) -> Markup:
             table(columns, rows, left=2, caption="Spares that equal ReCycle"),
             note(
                 f"Protocol: {protocol_text(records)}. Equal: within {100 * _EQUAL:g} points of throughput. Per GPU: "
-                "spares are paid for as well."
+                "spares count too."
             ),
         )
     )
@@ -101,8 +101,8 @@ def restart_section(results: Results) -> Section:
     kinds = {record["policy"]["name"] for record in found}
     return Section(
         "restart",
-        "From which failure rate on does restart lose?",
-        "Restart has the best of the checkpoint intervals that were tried, for each failure rate.",
+        "At which failure rate does restart fall behind?",
+        "For each failure rate, restart has the best of the checkpoint intervals tried.",
         _restart(found) if {"Restart", "Recycle"} <= kinds else None,
         "recycle-simulate experiment=restart",
     )
@@ -197,5 +197,5 @@ def _layers(records: list[Record]) -> Markup:
 
 
 def _failed(record: Record) -> int:
-    """GPUs; the same in all of a run."""
+    """Number of GPUs, constant within a run."""
     return round(float(record["fractions"]["failed"]) * int(record["cluster"]["gpus"]))

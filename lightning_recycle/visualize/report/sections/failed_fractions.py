@@ -1,4 +1,4 @@
-"""Throughput with a part of the GPUs gone, by size of the model."""
+"""Throughput with part of the GPUs gone, by model size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def fractions_section(results: Results) -> Section:
     found = results.section("fractions", "FailedFraction")
     return Section(
         "fractions",
-        "Throughput with a part of the GPUs failed",
-        "Steady state with 1, 5 or 10 % of the GPUs gone for good, by size of the model.",
+        "Throughput with part of the GPUs failed",
+        "Steady state with 1, 5 or 10 % of the GPUs gone for good, by model size.",
         _body(found) if found else None,
         "recycle-simulate experiment=fractions",
     )
@@ -30,7 +30,7 @@ def _part(record: Record) -> float:
 
 
 def _body(records: list[Record]) -> Markup:
-    # A policy that knows no failures is the same for every fraction: shown beside each.
+    # A policy without failures is the same for every fraction and is shown beside each.
     unaffected = [record for record in records if record["policy"]["name"] == "FaultFree"]
     failing = [record for record in records if record["policy"]["name"] != "FaultFree"]
     variants, models = Variants(records), models_of(records)
@@ -63,7 +63,7 @@ def _body(records: list[Record]) -> Markup:
     columns = ["model", "policy", "GPUs", *(f"{100 * part:g} % failed" for part in parts)]
     above = (
         "Above 1: a schedule with decoupled back-propagation and staggered optimizer is faster than the 1F1B schedule "
-        "to which everything is compared; the difference grows with the number of stages."
+        "that everything is compared with; the difference grows with the number of stages."
     )
     found = [legend(variants.all, bars=True), charts(*pictures)]
     if most > 1.02:

@@ -34,7 +34,7 @@ def intervals_section(results: Results) -> Section:
     return Section(
         "intervals",
         "Throughput by failure interval",
-        "Somewhere in the cluster a node fails every so often on average; more failures to the right.",
+        "A node of the cluster fails at this interval on average; more failures to the right.",
         join(_group(group) for group in groups.values()) if groups else None,
         "recycle-simulate experiment=intervals",
     )
@@ -83,7 +83,7 @@ def _interval(record: Record) -> float:
 
 
 def _paper(record: Record, variants: Variants, records: list[Record]) -> float | None:
-    """The paper's figure, for the variant that is like the paper's system: 1F1B until something fails."""
+    """The paper's figure, for the variant that matches the paper's system: 1F1B until something fails."""
     value = paper_throughput(record)
     if record["policy"]["name"] == "Recycle" and record["policy"]["settings"]["fault_free"] != "1f1b":
         others = {other["policy"]["settings"].get("fault_free") for other in records}

@@ -12,7 +12,7 @@ __all__ = ["others_section", "runs_section"]
 
 
 def others_section(results: Results) -> Section:
-    """Runs with failure sources that have no section of their own."""
+    """Runs whose failure sources have no section of their own."""
     found = results.section("others")
     return Section(
         "others",

@@ -18,7 +18,7 @@ def planner_section(results: Results) -> Section:
     return Section(
         "planner",
         "Planner latency by cluster size",
-        "Seconds of one core for one plan: where to put the failures, and the schedule of every worker.",
+        "Seconds of one core for one plan: the distribution of failures and the schedule of every worker.",
         _body(results.planner) if results.planner else None,
         "recycle-simulate experiment=planner",
     )

@@ -1,4 +1,4 @@
-"""What a section of the page is."""
+"""The interface of the page's sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_recycle.visualize.report.records import Record
 __all__ = ["REFERENCE", "Section", "charts", "note", "summary", "with_points"]
 
 REFERENCE = Series("1F1B, no failures", "reference", "c-reference", marker=None, dashed=True, level=1.0)
-"""The line of what would be without failures."""
+"""The line of the value without failures."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Section:
     """One section.
 
     Args:
-        key: its anchor.
-        title: heading.
-        lead: what it shows, in a sentence or two.
+        key: anchor of the section.
+        title: its heading.
+        lead: a sentence or two on what it shows.
         body: charts and tables; None when the results have nothing for it.
-        command: that makes the results for it.
+        command: command that makes the results for it.
     """
 
     key: str
@@ -44,7 +44,7 @@ def note(*text: str) -> Markup:
 
 
 def summary(record: Record, name: str) -> str:
-    """A training run for its tip."""
+    """The tip of a training run."""
     return f"{name}: {record['throughput']:.2f} samples/s, {record['ratio']:.3f} of fault-free" + (
         f", from run to run {record['deviation']:.3f}" if len(record["runs"]) > 1 else ""
     )

@@ -1,4 +1,4 @@
-"""What each of the three techniques is worth: in slots of a step, and in simulated runs."""
+"""What each of the three techniques gains, in slots of a step and in simulated runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay of availability traces: how many GPUs there were, and what each policy made of them."""
+"""Replay of availability traces: available GPUs, and the throughput of each policy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _body(records: list[Record]) -> Markup:
 
 
 def _available(record: Record) -> float:
-    """Mean part of the GPUs that was there."""
+    """Mean fraction of the GPUs available."""
     return 1.0 - float(record["fractions"]["failed"])
 
 

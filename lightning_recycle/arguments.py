@@ -1,0 +1,53 @@
+"""Checks of arguments: what counts as an integer or a number, and the error for what does not.
+
+Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake.
+
+In the functions that raise, ``owner`` is the class that was given the value; "" for a setting or a function.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn, TypeGuard
+
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = ["at_least", "fraction", "is_integer", "is_number", "whole"]
+
+
+def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Whether ``value`` is an integer, of at least ``least`` if given; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def is_number(value: object, least: float | None = None, *, above: bool = False) -> TypeGuard[float]:
+    """Whether ``value`` is a finite number, of at least (or above) ``least`` if given; a bool is none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        return False
+    return least is None or value > least or (value == least and not above)
+
+
+def whole(owner: str, name: str, value: object, least: int = 0) -> int:
+    """``value``, an integer of at least ``least``."""
+    if not is_integer(value, least):
+        _refuse(owner, name, value, f"an integer of at least {least}")
+    return value
+
+
+def at_least(owner: str, name: str, value: object, least: float = 0.0, *, above: bool = False) -> float:
+    """``value``, a finite number of at least (or above) ``least``."""
+    if not is_number(value, least, above=above):
+        _refuse(owner, name, value, f"a finite number {'above' if above else 'of at least'} {least:g}")
+    return float(value)
+
+
+def fraction(owner: str, name: str, value: object) -> float:
+    """``value``, a number from 0 to 1."""
+    if not is_number(value, 0) or value > 1:
+        _refuse(owner, name, value, "a number from 0 to 1")
+    return float(value)
+
+
+def _refuse(owner: str, name: str, value: object, wanted: str) -> NoReturn:
+    given = f"{name}={value!r}"
+    raise ConfigurationError(f"{f'{owner}({given})' if owner else given}: give {wanted}.")
