@@ -43,7 +43,7 @@ def test_a_micro_batch_of_several_samples_costs_what_was_measured() -> None:
 def test_measured_stages_cannot_be_cut_otherwise() -> None:
     model = measured(Costs.uniform(2))
     assert simulate(model, Cluster.of(model), Restart(), Scripted(), 210.0).samples == pytest.approx(180)
-    with pytest.raises(ConfigurationError, match="measured as they are"):
+    with pytest.raises(ConfigurationError, match="measured stages say nothing"):
         simulate(model, Cluster.of(model), ElasticLayers(effort=0), Scripted([Outage(50.0, (1,))]), 200.0)
 
 
