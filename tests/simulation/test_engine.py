@@ -217,7 +217,7 @@ def test_losses_explain_the_whole_difference_to_fault_free() -> None:
 def test_a_cluster_must_hold_the_grid() -> None:
     with pytest.raises(ConfigurationError, match="32 GPUs, the cluster has 31"):
         sim.simulate(MODEL, sim.Cluster(31), sim.FaultFree(), sim.Poisson(), "1h")
-    with pytest.raises(ConfigurationError, match="no whole nodes"):
+    with pytest.raises(ConfigurationError, match="not a whole number of nodes"):
         sim.Cluster.of(MODEL, gpus_per_node=5)
 
 

@@ -34,7 +34,7 @@ def test_measured_stages_cannot_be_cut_otherwise() -> None:
     assert sim.simulate(model, sim.Cluster.of(model), sim.Restart(), sim.Scripted(), 210.0).samples == pytest.approx(
         180
     )
-    with pytest.raises(ConfigurationError, match="measured as they are"):
+    with pytest.raises(ConfigurationError, match="measured stages say nothing"):
         sim.simulate(
             model, sim.Cluster.of(model), sim.ElasticLayers(effort=0), sim.Scripted([sim.Outage(50.0, (1,))]), 200.0
         )

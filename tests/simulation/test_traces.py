@@ -64,7 +64,7 @@ def test_files_of_the_same_formats_are_read(tmp_path) -> None:
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path, text) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"wrong\.csv cannot be understood"):
+    with pytest.raises(ConfigurationError, match=r"wrong\.csv cannot be parsed"):
         load_trace(path)
 
 
