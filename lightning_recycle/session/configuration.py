@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.partition import Partition
 from lightning_recycle.planning.grid import Grid
@@ -43,9 +44,10 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
-            if getattr(self, name) is not None:
-                self._check_integer(name, 1, ", or None")
-        self._check_integer("max_restarts", 0)
+            if getattr(self, name) is not None and not is_integer(getattr(self, name), 1):
+                self._refuse(name, "give an integer of at least 1, or None")
+        if not is_integer(self.max_restarts, 0):
+            self._refuse("max_restarts", "give an integer of at least 0")
         for name, choices in (("shadow", ("device", "host")), ("on_stage_lost", ("raise", "restart"))):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
@@ -68,11 +70,6 @@ class Options:
             if batch_size is not None:
                 microbatches = max(m for m in range(1, microbatches + 1) if batch_size % m == 0)
         return Grid(num_workers // stages, stages, microbatches)
-
-    def _check_integer(self, name: str, least: int, otherwise: str = "") -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self._refuse(name, f"give an integer of at least {least}{otherwise}")
 
     def _refuse(self, name: str, remedy: str) -> None:
         raise ConfigurationError(f"ReCycleStrategy({name}={getattr(self, name)!r}): {remedy}.")
