@@ -1,4 +1,4 @@
-# Everything happens in a virtual environment of this checkout; no target needs another one to be called first.
+# Everything runs in this checkout's virtual environment; no target requires another one to be run first.
 PYTHON ?= python3
 VENV ?= .venv
 ROUNDS ?= 20
@@ -27,18 +27,18 @@ demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a fail
 test: $(STAMP) ## run all tests (ARGS are passed on to pytest)
 	$(BIN)/python -m pytest -q $(ARGS)
 
-test-exhaustive: $(STAMP) ## every case of the matrices of which `make test` runs a seeded sample
+test-exhaustive: $(STAMP) ## run every case of the matrices that `make test` samples
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
 
-test-repeat: $(STAMP) ## the tests with real processes and failures, ROUNDS times in a row, up to the first failure
+test-repeat: $(STAMP) ## run the tests with real processes and failures ROUNDS times, up to the first failure
 	for round in $$(seq $(ROUNDS)); do \
 	  echo "Round $$round of $(ROUNDS)"; $(BIN)/python -m pytest -q $(FAILURE_TESTS) $(ARGS) || exit 1; \
 	done
 
-chaos: $(STAMP) ## 200 random scenarios of failures, checked to the last bit and process (ARGS="--only SEED")
+chaos: $(STAMP) ## run 200 random failure scenarios, checked to the last bit and process (ARGS="--only SEED")
 	PYTHONPATH=tests $(BIN)/python -m chaos --scenarios 200 --seed 1 $(ARGS)
 
-bench: $(STAMP) ## all benchmarks, an hour; wants an idle machine (TORCHFT=its python: torchft beside ours)
+bench: $(STAMP) ## run all benchmarks, an hour; needs an idle machine (TORCHFT=its python: compare with torchft)
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
@@ -50,7 +50,7 @@ bench: $(STAMP) ## all benchmarks, an hour; wants an idle machine (TORCHFT=its p
 docs: $(STAMP) ## build the documentation into build/site; a broken link or reference fails
 	$(BIN)/mkdocs build --strict
 
-check: $(STAMP) ## lint, formatting, types, direction of imports
+check: $(STAMP) ## check lint, formatting, types, direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""Documented modules that have moved: in this release the old path still leads to the module, with a warning."""
+"""Documented modules that have moved: in this release the old path still works, with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that ends with the one that it works for."""
+"""Ends a process with the one that it works for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def die_with_parent() -> None:
 
 def end_with(pid: int, status: int) -> None:
     """Ends this process, with exit ``status``, soon after process ``pid``, which need not be its parent: with a fork
-    server that is the server, which may outlive the process that wanted this one.
+    server the parent is the server, which may outlive the process that asked for this one.
     """
 
     def watch() -> None:

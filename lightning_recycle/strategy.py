@@ -1,6 +1,6 @@
 """``Trainer(strategy="recycle")``: what Lightning asks of a strategy.
 
-In a worker its :class:`~lightning_recycle.session.session.Session` answers; in the launching process there is none, and
+In a worker its :class:`~lightning_recycle.session.session.Session` answers; the launching process has none, and there
 the strategy is the user's options and a :class:`~lightning_recycle.launch.launcher.SupervisorLauncher`.
 """
 
@@ -45,32 +45,32 @@ class ReCycleStrategy(ParallelStrategy):
 
     Args:
         pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1.
-        num_microbatches: M. By default 2 * S (or the largest divisor of the batch size below, where that is known).
-        planner: name of the planner, or an object with ``plan(problem)``.
-        plan_library: a directory (or :class:`~lightning_recycle.planning.library.PlanLibrary`) where plans are looked
-            for before they are made, and stored. Use it with a ``profile``: plans are found by their costs.
-        partition: which layers a stage gets: equal numbers of them ("count"), of parameters ("parameters"), of seconds
-            ("profile", with ``layer_seconds``), or the number of layers of each stage, such as ``[3, 5, 4]``.
-        layer_seconds: of each layer, see :func:`~lightning_recycle.model.partition.measure_layer_seconds`.
+        num_microbatches: M. By default 2 * S, or the largest divisor of the batch size up to that, if it is known.
+        planner: the name of a planner, or an object with ``plan(problem)``.
+        plan_library: a directory (or :class:`~lightning_recycle.planning.library.PlanLibrary`) in which plans are
+            looked up before they are made, and stored. Use it with a ``profile``: plans are found by their costs.
+        partition: which layers a stage gets: equal numbers of layers ("count"), of parameters ("parameters"), of
+            seconds ("profile", with ``layer_seconds``), or the number of layers of each stage, such as ``[3, 5, 4]``.
+        layer_seconds: the seconds of each layer, see :func:`~lightning_recycle.model.partition.measure_layer_seconds`.
         profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
             ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
         decoupled: split the backward, so that weight gradients fill idle slots.
         staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
-            while others end this one. Costs a copy of the stage's parameters and of its gradients. With clipping by
-            norm every stage waits for all others all the same.
-        shadow: where the parameters of the version before are kept, "device" or "host"; there are none with
-            ``staggered=False``.
+            while others finish this one. Costs a copy of the stage's parameters and of its gradients. With clipping by
+            norm every stage still waits for all others.
+        shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False``
+            none are kept.
         restart_workers: whether a lost worker is replaced by a new process, which gets its state from a peer.
-        max_restarts: the most replacements in the whole run.
+        max_restarts: the maximum number of replacements in the whole run.
         normalize: whether a healthy worker moves to another stage if failures are distributed badly and there is no
             replacement.
         on_stage_lost: "raise" StageLostError when all replicas of a stage are lost, or "restart" from the newest
             checkpoint with as many pipelines as the surviving devices allow.
-        in_flight_limit: the most micro-batches that a worker may hold between F and W; by default 2 * S - 1 without a
+        in_flight_limit: how many micro-batches a worker may hold between F and W; by default 2 * S - 1 without a
             failure and no limit with one.
         save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
-            one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` makes one file of such a folder.
-        seed: of all randomness; by default the one given to ``seed_everything``, else 0.
+            one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
+        seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -117,7 +117,7 @@ class ReCycleStrategy(ParallelStrategy):
         self._session: Session | None = None
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid:
-        """Returns the grid for ``num_workers`` devices; ``batch_size`` (per pipeline) helps to choose M if it is known.
+        """Returns the grid for ``num_workers`` devices; ``batch_size`` (per pipeline), if known, helps to choose M.
 
         Raises:
             ConfigurationError: if the devices cannot be divided into pipelines.
@@ -138,9 +138,9 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def session(self) -> Session:
-        """This worker's; the launching process has none."""
+        """This worker's session; the launching process has none."""
         if self._session is None:
-            raise AttributeError("What a worker knows is asked for in the launching process, which is no worker.")
+            raise AttributeError("Only a worker has this attribute, and the launching process is no worker.")
         return self._session
 
     def enter(self, session: Session | None) -> None:
@@ -163,7 +163,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def executor(self) -> Executor | None:
-        """Runs this worker's part of each step; there is none before ``setup``."""
+        """Runs this worker's part of each step; None before ``setup``."""
         return getattr(self._session, "executor", None)
 
     @property
@@ -187,12 +187,12 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def live_workers(self) -> tuple[int, ...]:
-        """Ranks of the live workers of the current generation."""
+        """The ranks of the live workers of the current generation."""
         return () if self._session is None else self._session.collectives.live_workers
 
     @property
     def leader(self) -> int:
-        """Rank of the worker that speaks for the run."""
+        """The rank of the worker that speaks for the run."""
         return self.session.collectives.leader
 
     @property
@@ -202,12 +202,12 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def generation(self) -> int:
-        """Number of the current generation; -1 before the first."""
+        """The number of the current generation; -1 before the first."""
         return -1 if self._session is None else self._session.client.generation
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Numbers of the run so far (failures, seconds of recovery, ...), the same on all workers at a step's end."""
+        """Totals of the run so far (failures, seconds of recovery, ...), the same on all workers at a step's end."""
         return {} if self._session is None else self._session.client.counters
 
     @property
@@ -239,7 +239,7 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     @override
     def is_global_zero(self) -> bool:
-        """Whether this process speaks for the run: the leader, which changes when it dies; the supervisor before."""
+        """Whether this process speaks for the run: the supervisor, then the leader, which changes when it dies."""
         return self._session is None or self._session.collectives.leads
 
     # ------------------------------------------------------------------ a run
@@ -280,8 +280,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        # What exists by now lives as long as the process: a full garbage collection in the middle of a step need not
-        # walk through it.
+        # What exists by now lives as long as the process: a full garbage collection during a step can skip it.
         gc.collect()
         gc.freeze()
 
@@ -327,7 +326,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of the whole model, on every worker; of the stage where checkpoints are sharded."""
+        """The state dict of the whole model, on every worker; that of the stage with sharded checkpoints."""
         return super().lightning_module_state_dict() if self._session is None else self._session.checkpoints.state()
 
     @override

@@ -1,11 +1,11 @@
 """A worker's side of the control plane.
 
-Three threads share one connection: the main thread asks and waits, a receiver takes what the coordinator says (and is
-the watcher: it interrupts the data plane the moment a new generation is announced), a heartbeat thread says that the
-process lives and what it does. When the coordinator is gone the worker ends: nobody else may tell it what to do.
+Three threads share one connection: the main thread asks and waits; a receiver takes what the coordinator says and
+interrupts the data plane the moment a new generation is announced; a heartbeat thread reports that the process lives
+and what it does. When the coordinator is gone the worker ends: nobody else may tell it what to do.
 
-A worker that joins a running training is alone at first: its control collectives are answered with its own part. When
-it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a member with the next step boundary.
+A worker that joins a running training is alone at first: its control collectives are answered with its own part. Once
+it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a member at the next step boundary.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ log = logging.getLogger(__name__)
 EXIT_STOPPED = 75  # told to leave; BSD's EX_TEMPFAIL
 EXIT_LOST_COORDINATOR = 69  # BSD's EX_UNAVAILABLE
 
-_LOOKUP_SECONDS = 0.1  # between two looks at whether the connecting was cancelled
+_LOOKUP_SECONDS = 0.1  # between two checks whether connecting was cancelled
 _LOSS_TIMEOUT = 300.0  # seconds; it is sent before the gradients that lead to a step
 
 _T = TypeVar("_T")
 
 
 class ControlClient:
-    """The connection of a worker to the coordinator.
+    """A worker's connection to the coordinator.
 
     Args:
-        rank: of the worker; None if the coordinator is to say (see :meth:`await_assignment`).
+        rank: the worker's rank; None if the coordinator assigns it (see :meth:`await_assignment`).
         address: (host, port) of the coordinator.
-        authkey: the run's.
-        heartbeat_interval: seconds between two signs of life.
+        authkey: the key of the run.
+        heartbeat_interval: seconds between two heartbeats.
         joining: whether the training may have begun.
-        survives: whether the process goes on when the results of the run are delivered.
+        survives: whether the process goes on once the results of the run are delivered.
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
-    thread when a generation is announced, with the number of the one that is over; ``regroup`` from the main thread
-    while it waits in :meth:`arrive`.
+    thread when a generation is announced, with the number of the one that ends; ``regroup`` from the main thread while
+    it waits in :meth:`arrive`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ControlClient:
 
     @property
     def joining(self) -> bool:
-        """Whether the training may have begun without this worker, which has not entered it."""
+        """Whether the training may have begun without this worker, and it has not entered yet."""
         return self.member.joining
 
     @property
@@ -121,12 +121,12 @@ class ControlClient:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a generation newer than the one this worker has entered is announced."""
+        """Whether a newer generation than the one this worker has entered is announced."""
         return self.member.interrupted
 
     @property
     def local_host(self) -> str:
-        """The address of this machine on the way to the coordinator."""
+        """The address of this machine as the coordinator reaches it."""
         return self._connection.local_host
 
     # ------------------------------------------------------------------ main thread
@@ -143,10 +143,10 @@ class ControlClient:
             return self.member.enter()
 
     def begin_step(self, step: int) -> Schedule | None:
-        """Says that this worker begins ``step`` now, or waits at its beginning if the roster is about to change there.
+        """Announces that this worker begins ``step``, or waits at its beginning if the roster is about to change there.
 
         Returns:
-            The schedule that all switch to with this step; None if they keep the one that they have.
+            The schedule that all switch to with this step; None if they keep theirs.
 
         Raises:
             Interrupted: when a generation was announced.
@@ -166,7 +166,7 @@ class ControlClient:
             )
 
     def wait_to_enter(self) -> None:
-        """Says that this worker is set up and waits until it is let in; then :meth:`enter_generation` is due."""
+        """Reports that this worker is set up and waits until it is let in; :meth:`enter_generation` comes next."""
         self.send(messages.Ready(self.rank))
         self._wait(lambda: self.interrupted or None, "a step boundary to enter at")
         self.member.joining = False
@@ -177,12 +177,12 @@ class ControlClient:
         self._wake_heartbeat.set()
 
     def confirm(self) -> None:
-        """Returns if this worker is still a member; one that is not ends instead. Before anything that a worker
-        outside the generation must not do.
+        """Returns if this worker is still a member, and ends the process otherwise. To be called before anything that
+        only a member of the generation may do.
         """
         number = self.member.confirmed + 1
         self.send(messages.Confirm(self.rank, number))
-        self._wait(lambda: self.member.confirmed >= number or None, "the word that it is a member")
+        self._wait(lambda: self.member.confirmed >= number or None, "confirmation that it is a member")
 
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it."""
@@ -201,7 +201,7 @@ class ControlClient:
 
         Args:
             status: what this worker holds.
-            payload: what it would bring to the commit of its step, if it is REDUCED.
+            payload: its contribution to the commit of its step, if it is REDUCED.
 
         Raises:
             Interrupted: when a newer generation was announced meanwhile.
@@ -221,7 +221,7 @@ class ControlClient:
         return replace(answer, payloads=_unpacked(answer.payloads))
 
     def await_loss(self, step: int) -> messages.StepLoss:
-        """Waits for the mean loss of ``step``, and what came with the losses.
+        """Waits for the mean loss of ``step`` and what was sent with the losses.
 
         Raises:
             Interrupted: when a generation was announced before it came.
@@ -236,7 +236,7 @@ class ControlClient:
         self.send(message)
 
     def lookup(self, key: str, cancelled: threading.Event) -> bytes:
-        """Waits for what a worker of the generation published; for a thread that connects.
+        """Waits for what a worker of the generation published; called by a thread that connects.
 
         Raises:
             Interrupted: when ``cancelled`` is set, or a newer generation was announced before it came.
@@ -251,14 +251,14 @@ class ControlClient:
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
         """Takes part in the next control collective; returns the payloads of the live workers by rank.
 
-        Failures of others do not show: a regroup that is announced while waiting is carried out here.
+        Hides failures of others: a regroup that is announced meanwhile is carried out here.
         """
         if self.joining:
             return {self.rank: payload}
         message = self.member.arrive(name, _packed(payload))
         self.send(message)
         while True:
-            # Before the executor exists there is nothing to regroup: the announcement waits until it does.
+            # Before the executor exists there is nothing to regroup: the announcement waits for it.
             ready = self.regroup is not None
             try:
                 return self._await_answer(message, interruptible=ready)
@@ -267,11 +267,11 @@ class ControlClient:
                 self.regroup()
 
     def arrive_in_generation(self, name: str, payload: Any) -> Mapping[int, Any]:
-        """As :meth:`arrive`, but all payloads are of the present generation, and a regroup is left to the caller.
+        """As :meth:`arrive`, but all payloads are of the current generation, and a regroup is left to the caller.
 
         Raises:
-            Interrupted: when a generation was announced before the answer came: nobody has got one. Do what led to
-                ``payload`` again, and arrive again.
+            Interrupted: when a generation was announced before the answer came: nobody has one. Recompute ``payload``
+                and arrive again.
         """
         message = self.member.arrive_in_generation(name, _packed(payload))
         self.send(message)
@@ -283,18 +283,18 @@ class ControlClient:
         return _unpacked(answer.payloads)
 
     def leave(self) -> None:
-        """From now on the end of the connection is no failure."""
+        """From now on a closed connection is no failure."""
         self._leaving = True
 
     # ------------------------------------------------------------------ what the main thread does, for the heartbeat
 
     def doing(self, step: int, operation: str, kind: str = "") -> None:
-        """Says what the main thread does from now on; without a ``kind`` nobody knows how long that takes."""
+        """Records what the main thread does from now on; without a ``kind`` nobody knows how long that takes."""
         self.activity = messages.Activity(step, operation, "", time.monotonic(), kind)
 
     @contextmanager
     def busy(self, operation: str, kind: str = "") -> Iterator[None]:
-        """Says that the main thread does something else within the block. What it did before begins anew after it."""
+        """Records that the main thread does something else within the block; then times afresh what it did before."""
         before = self.activity
         self.doing(before.step, operation, kind)
         try:
@@ -304,8 +304,8 @@ class ControlClient:
 
     @contextmanager
     def waiting(self, what: str, coordinated: bool = False) -> Iterator[None]:
-        """Says that the main thread waits for ``what`` within the block. What it did before begins anew after it: the
-        time for which it waited does not count. ``coordinated``: it comes from the coordinator.
+        """Records that the main thread waits for ``what`` within the block; then times afresh what it did before, as
+        waiting does not count. ``coordinated``: what it waits for comes from the coordinator.
         """
         before = self.activity
         self.activity = replace(before, waiting_for=what, since=time.monotonic(), kind="", coordinated=coordinated)
@@ -315,7 +315,7 @@ class ControlClient:
             self.activity = replace(before, since=time.monotonic())
 
     def progressed(self) -> None:
-        """Says that what the main thread does, or waits for, has come a part further."""
+        """Records progress in what the main thread does or waits for."""
         self.activity = replace(self.activity, since=time.monotonic())
 
     def _wait(
@@ -344,7 +344,7 @@ class ControlClient:
             if isinstance(message, messages.Stop):
                 if message.reason in (StopReason.FINISHED, StopReason.LEFT):
                     self._leaving = True  # the results are delivered, or others go on: nothing is left to do here
-                spare = self.rank < 0  # it has nothing to go on with
+                spare = self.rank < 0  # it has nothing to continue with
                 if self._survives and not spare and message.reason is StopReason.FINISHED:
                     self._connection.close()
                     return
@@ -374,7 +374,7 @@ class ControlClient:
 
     def _exit(self, why: str, code: int) -> NoReturn:
         """Ends the process at once: its main thread may be blocked anywhere, and has nothing left to save."""
-        if not self._leaving:  # it may be outside whose end nobody else notices: the supervisor's death, an eviction
+        if not self._leaving:  # perhaps nobody else notices this end: the supervisor died, or evicted this worker
             log.log(
                 logging.WARNING if code == EXIT_LOST_COORDINATOR else logging.INFO,
                 "Worker %d %s and ends. Either the run is over, or this worker was declared dead.",
@@ -387,7 +387,7 @@ class ControlClient:
 
 
 def _packed(payload: Any) -> bytes | None:
-    """What the coordinator passes on without looking at it: it need not have the classes that are in it."""
+    """Pickles what the coordinator passes on unread: it need not have the classes in it."""
     return None if payload is None else pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -398,9 +398,9 @@ def _unpacked(payloads: Mapping[int, Any]) -> dict[int, Any]:
 def _is_debugged(main_thread: int | None) -> bool:
     """Whether another process traces this one (gdb, strace), or its main thread is in Python's debugger.
 
-    The stack comes from ``faulthandler``: ``sys._current_frames()`` can stop a process for ever (seen in Python 3.11.7;
-    CPython's issue 106883). The collector may run inside it, and a finalizer let go of the GIL, while it holds the lock
-    that another thread needs to start a thread.
+    The stack comes from ``faulthandler``: ``sys._current_frames()`` can block a process forever (seen in Python 3.11.7;
+    CPython issue 106883). The garbage collector may run inside it, and a finalizer release the GIL, while it holds the
+    lock that another thread needs to start a thread.
     """
     try:
         with open("/proc/self/status") as status:

@@ -1,7 +1,7 @@
 """Messages over a ``multiprocessing.connection``, pickled plainly.
 
 ``Connection.send`` would pickle with torch's reducers once ``torch.multiprocessing`` is imported, which pass tensors as
-file descriptors of the sender: those die with it.
+file descriptors of the sender and so die with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MessageConnection:
         """The server's side of the handshake of ``multiprocessing.connection.Client``.
 
         Raises:
-            AuthenticationError, EOFError, OSError: if the other side does not know the key, or does not speak it.
+            AuthenticationError, EOFError, OSError: if the other side does not know the key or the protocol.
         """
         deliver_challenge(self._connection, key)
         answer_challenge(self._connection, key)
@@ -68,7 +68,7 @@ class MessageConnection:
         self.send_encoded(self.encode(message))
 
     def send_encoded(self, data: bytes) -> None:
-        """Sends what :meth:`encode` made, for a message to many; raises as :meth:`send`."""
+        """Sends what :meth:`encode` made, for a message to many; raises like :meth:`send`."""
         with self._send_lock:
             self._connection.send_bytes(data)
 

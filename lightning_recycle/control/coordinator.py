@@ -39,23 +39,23 @@ __all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
 log = logging.getLogger(__name__)
 
 _FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, messages.Publish)
-_TICK = 0.1  # seconds between looks at the clock; everything else is event-driven
+_TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
 
 
 class Coordinator:
     """Serves the control plane of one run.
 
     Args:
-        grid: the positions of the run.
+        grid: the grid of the run.
         planner: makes the schedules.
-        options: time bounds, and how the training grows back.
+        options: time bounds, and how lost workers are replaced.
         host: the interface to listen on.
-        port: to listen on; 0 for a free one.
-        authkey: what workers must know; by default a random one.
-        on_profile: called, in the coordinator's thread, with the profile of the model once all stages have measured.
+        port: the port to listen on; 0 for a free one.
+        authkey: the key that workers must know; random by default.
+        on_profile: called in the coordinator's thread with the model's profile once all stages have measured.
         start_worker: starts a replacement for a rank, given its incarnation and the rank whose device it runs on; None
             if there are no replacements.
-        setup: what a worker started by hand gets with its position.
+        setup: passed with its position to a worker that was started by hand.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -94,7 +94,7 @@ class Coordinator:
         self._vacancies = Vacancies(self.options, start_worker, self._wake, grid.stages)
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
-        self._unreachable: list[int] = []  # took no message
+        self._unreachable: list[int] = []  # could not be sent a message
         self._to_evict: list[protocol.Evict] = []
         self._done = threading.Event()
         self._closing = False
@@ -117,8 +117,8 @@ class Coordinator:
         return self._plans.schedules
 
     def start(self, processes: Mapping[int, WorkerProcess]) -> None:
-        """Begins to serve; ``processes`` are watched for their exit, by rank. Positions without one are taken by
-        workers that are started by hand.
+        """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
+        without a process.
         """
         self._processes = dict(processes)
         if processes:
@@ -127,12 +127,12 @@ class Coordinator:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> protocol.Outcome | None:
-        """Waits for the end of the run; None if ``timeout`` seconds pass before."""
+        """Waits for the end of the run; None if ``timeout`` seconds pass first."""
         self._done.wait(timeout)
         return self._state.outcome
 
     def close(self) -> None:
-        """Ends the service and closes every connection."""
+        """Stops serving and closes every connection."""
         self._closing = True
         self._wake()
         if self._thread.is_alive():
@@ -152,7 +152,7 @@ class Coordinator:
     # ------------------------------------------------------------------ the loop
 
     def _wake(self) -> None:
-        """Makes the loop look at what other threads have for it."""
+        """Wakes the loop to look at what other threads have for it."""
         with self._wake_lock:
             if self._wake_writer >= 0:
                 os.write(self._wake_writer, b"x")
@@ -168,7 +168,7 @@ class Coordinator:
                     if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one
                         key.data()
                 now = time.monotonic()
-                if now - last_tick > 10 * _TICK:  # this process itself was stopped: nobody's silence counts
+                if now - last_tick > 10 * _TICK:  # this process itself was suspended: nobody's silence counts
                     self._watch.forgive(now)
                 last_tick = now
                 self._on_tick(now)
@@ -229,7 +229,7 @@ class Coordinator:
             connection.close()
             return
         if self._state.outcome is not None:
-            with contextlib.suppress(OSError):  # it went away by itself
+            with contextlib.suppress(OSError):  # it is gone already
                 connection.send(messages.Stop(StopReason.of(self._state.outcome)))
         if hello.rank is None:
             self._vacancies.spares.append((connection, hello.node))
@@ -257,7 +257,7 @@ class Coordinator:
             self._handle(protocol.Joined(rank))
 
     def _on_spare(self, connection: MessageConnection) -> None:
-        """A worker without a position has nothing to say but that it lives, or is gone."""
+        """A worker without a position only shows that it lives, or that it is gone."""
         try:
             connection.receive()
         except (EOFError, OSError):
@@ -266,7 +266,7 @@ class Coordinator:
             connection.close()
 
     def _place_spares(self) -> None:
-        """Gives positions to workers that were started by hand: of the first roster, or of lost workers."""
+        """Gives workers that were started by hand a position: of the first roster, or of a lost worker."""
         joining = self._state.generation >= 0
         if joining:
             free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
@@ -289,7 +289,7 @@ class Coordinator:
         return rank in self._connections or rank in self._processes or self._vacancies.is_starting(rank)
 
     def _fill_vacancies(self, now: float) -> None:
-        """Finds somebody for every position that is empty: a spare, a replacement, or a worker of another stage."""
+        """Finds a worker for every empty position: a spare, a replacement, or a worker of another stage."""
         if self._state.outcome is not None or self._state.generation < 0:
             return
         self._place_spares()
@@ -335,7 +335,7 @@ class Coordinator:
         return None if process is None else process.describe_exit(timeout=0.02)
 
     def _gone(self, rank: int, cause: str) -> None:
-        """A worker, or a candidate for a position, is gone; makes sure of it: it must not come back and write."""
+        """A worker or a candidate for a position is gone. Makes sure of it: it must not return and write."""
         process = self._processes.pop(rank, None)
         if process is not None:
             if process.sentinel in self._selector.get_map():
@@ -358,14 +358,14 @@ class Coordinator:
         self._handle(protocol.CandidateLost(rank))
 
     def _evict(self, rank: int, cause: str) -> None:
-        """Declares a worker dead that did not end by itself."""
+        """Declares dead a worker that did not end by itself."""
         self._history.add("suspected", self._state, rank, {"cause": cause})
         if rank in self._state.live:
             self._history.add("evicted", self._state, rank, {"cause": cause})
         self._gone(rank, cause)
 
     def _dismiss(self, rank: int) -> None:
-        """Lets a worker go that leaves at a step boundary."""
+        """Dismisses a worker that leaves at a step boundary."""
         connection = self._connections.pop(rank, None)
         if connection is not None:
             self._selector.unregister(connection)
@@ -414,7 +414,7 @@ class Coordinator:
             case messages.Ready():
                 self._vacancies.succeeded(rank)
                 self._watch.ready(rank)
-            case messages.Leave() if rank not in self._state.live:  # it was to join; now it has been told to end
+            case messages.Leave() if rank not in self._state.live:  # it was about to join and has been told to end
                 self._dismiss(rank)
                 self._candidate_gone(rank)
                 return
@@ -451,7 +451,7 @@ class Coordinator:
     def _evict_unreachable(self) -> None:
         while self._unreachable:
             rank = self._unreachable.pop()
-            self._gone(rank, self._describe_exit(rank) or "it took no message")
+            self._gone(rank, self._describe_exit(rank) or "it could not be sent a message")
 
     def _apply(self, event: protocol.MembershipEvent) -> None:
         self._state, commands = membership.transition(self._state, event)
@@ -484,7 +484,7 @@ class Coordinator:
             newest = self._state.applied.get(self._state.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
         data = MessageConnection.encode(message)
-        # Stage 0 first: a step begins there, and with many workers on few cores the last to hear is late.
+        # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
         for rank in sorted(command.ranks, key=lambda rank: (self.grid.worker(rank).stage, rank)):
             connection = self._connections.get(rank)
             if connection is None:
@@ -513,8 +513,8 @@ class Coordinator:
     def _finish(self, outcome: protocol.Outcome) -> None:
         if self._state.outcome is None:
             self._state = replace(self._state, outcome=outcome)
-        # Also when all went well: a worker may be waiting for a generation that nobody needs any more.
+        # Also after a success: a worker may be waiting for a generation that nobody needs any more.
         for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
-            with contextlib.suppress(OSError):  # the run is ending; who is gone needs no message
+            with contextlib.suppress(OSError):  # the run is ending; a worker that is gone needs no message
                 connection.send(messages.Stop(StopReason.of(outcome)))
         self._done.set()

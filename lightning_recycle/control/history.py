@@ -32,24 +32,24 @@ class Event:
     """One entry of ``strategy.history``.
 
     Args:
-        kind: what happened. "resumed": all workers agreed on where to go on (first generation included).
-            "regrouped": all are connected. "step": a step was committed; ``seconds`` since the one before.
-            "suspected": a worker is silent, makes no progress, or is not within reach of another one. "evicted": it was
-            ended for that. "failure": a worker is out; ``seconds`` from its death, as far as known, to the
+        kind: what happened. "resumed": all workers agreed on where to go on (also in the first generation).
+            "regrouped": all are connected. "step": a step was committed; ``seconds`` since the previous one.
+            "suspected": a worker is silent, makes no progress, or cannot be reached by another one. "evicted": it was
+            ended for that reason. "failure": a worker is out; ``seconds`` from its death, as far as known, to the
             declaration. "redone": a step runs again. "recovered": the first commit after a failure. "disturbance":
             connections broke though nobody died.
             "paused": all wait at a step boundary. "rejoined": a replacement has its
-            state; ``seconds`` that the others waited for it. "left": a worker was told to end and left at a step
+            state; ``seconds``: how long the others waited for it. "left": a worker was told to end and left at a step
             boundary. "moved": a worker left its stage for another one. "restarting": a replacement is being started.
-            "replanned": from ``step`` on all run another plan, because the operations take other times than the one
-            before assumed. "saved": a checkpoint is complete.
+            "replanned": from ``step`` on all run another plan, because the operations no longer take the times
+            that the old one assumed. "saved": a checkpoint is complete.
             "stage_lost": nobody holds a stage any more.
             Where a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
-        generation: at that time.
+        generation: the generation at that time.
         step: the optimizer step concerned.
         worker: (pipeline, stage), where one is concerned.
-        details: further facts by name.
+        details: further facts, by name.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class History:
     """Collects the events of one run on ``grid``."""
 
     def __init__(self, grid: Grid) -> None:
-        self.events: list[Event] = []  # all, but of "step" only the newest
+        self.events: list[Event] = []  # all of them, except that only the newest "step" are kept
         self._steps_kept = 0
         self.counters: dict[str, float] = {
             "failures": 0.0,
@@ -78,7 +78,7 @@ class History:
         self._failure_time: float | None = None
         self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
         self.step_seconds: float | None = None
-        """Of the newest step, since the one before."""
+        """From the previous step to the newest one."""
         self._last_step_time: float | None = None
         self._paused_time: float | None = None
 
@@ -101,7 +101,7 @@ class History:
         step: int | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Adds an event as it is."""
+        """Adds an event unchanged."""
         worker = None
         if rank is not None:
             position = self._grid.worker(rank)

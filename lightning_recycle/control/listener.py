@@ -1,4 +1,4 @@
-"""Accepts connections and lets in whoever knows the key. Knows nothing of what is said on them."""
+"""Accepts connections and admits those that know the key. Knows nothing of what they carry."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Listener:
 
     Args:
         address: where to listen.
-        authkey: what the other side must know.
-        timeout: bound of each read and write of a connection, in seconds.
+        authkey: the key that the other side must know.
+        timeout: seconds that one read or write of a connection may take.
         backlog: connections that may wait to be accepted.
-        wake: called, in a thread of the listener's, when :attr:`accepted` has got a connection.
+        wake: called in one of the listener's threads when :attr:`accepted` has a new connection.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Listener:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        with contextlib.suppress(OSError):  # not connected, says the system, and ends the accept all the same
+        with contextlib.suppress(OSError):  # the system says "not connected", yet ends the accept
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if self._thread.is_alive():
@@ -75,7 +75,7 @@ class Listener:
             threading.Thread(target=self._welcome, args=(sock,), name="recycle-welcome", daemon=True).start()
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Lets in whoever knows the key; in a thread of its own, for a stranger may say nothing."""
+        """Admits a peer that knows the key; in a thread of its own, since a stranger may say nothing."""
         connection = MessageConnection(Connection(sock.detach()))
         connection.set_timeout(self._timeout)
         try:

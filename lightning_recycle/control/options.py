@@ -1,4 +1,4 @@
-"""What the coordinator can be told, and what it must know of a process."""
+"""The coordinator's options, and what it must know of a worker process."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class WorkerProcess(Protocol):
     def kill(self) -> None: ...
 
     def release(self) -> None:
-        """Nobody asks about it any more: what it holds in this process may go when it has ended."""
+        """Nobody asks about it any more: its resources in this process may be freed once it has ended."""
 
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """Bounds of the control plane, in seconds, and how the training grows back.
+    """Time bounds of the control plane, in seconds, and how lost workers are replaced.
 
     Args:
-        heartbeat_timeout: silence after which a worker is declared dead; also the least time that any operation may
-            take before the worker counts as stuck.
-        start_timeout: for all workers to join, and for a replacement to be ready.
-        report_timeout: for all survivors to stop and report; longer than any single operation.
-        grace: between a broken connection and the regrouping of workers that are all alive.
-        patience: for operations whose usual duration is not known.
+        heartbeat_timeout: silence after which a worker is declared dead; no operation counts as
+            stuck before it, either.
+        start_timeout: time for all workers to join, and for a replacement to be ready.
+        report_timeout: time for all survivors to stop and report; longer than any single operation.
+        grace: time between a broken connection and a regroup of workers that are all alive.
+        patience: time for operations whose usual duration is not known.
         restart_workers: whether replacements of lost workers are started.
-        max_restarts: of the whole run.
-        normalize: whether a healthy worker moves to another stage where that is worth it.
-        drift: when to change the plan because operations take other times than it assumes; None for never.
+        max_restarts: bound for the whole run.
+        normalize: whether a healthy worker moves to another stage when that pays.
+        drift: when to change the plan because operations do not take the times it assumes; None for never.
     """
 
     heartbeat_timeout: float = 5.0

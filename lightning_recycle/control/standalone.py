@@ -3,10 +3,9 @@
     RECYCLE_KEY=... recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --microbatches 4
 
 Every worker runs the training script with ``RECYCLE_COORDINATOR=10.0.0.1:29400`` and the same ``RECYCLE_KEY``. The
-first D * S of them form the grid, further ones wait as spares; one that is started later takes the place of one that is
-lost. A training script may run several entry points one after the other: each is a run of its own, and the coordinator
-serves runs until it is told to end (SIGINT or SIGTERM), or as many as ``--runs`` says. Needs neither torch nor
-Lightning.
+first D * S of them form the grid, further ones wait as spares; one that is started later replaces a lost one. A script
+may run several entry points one after the other: each is a run of its own, and the coordinator serves runs until it is
+told to end (SIGINT or SIGTERM), or as many as ``--runs`` says. Needs neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def address_from(text: str, name: str) -> tuple[str, int]:
     """(host, port) of ``host:port``.
 
     Raises:
-        ConfigurationError: if it is something else; ``name`` is what the user gave it as.
+        ConfigurationError: if it is something else; ``name`` is the setting that the user gave it in.
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
@@ -48,7 +47,7 @@ def address_from(text: str, name: str) -> tuple[str, int]:
 
 
 def key_from_environment() -> bytes:
-    """What the workers of a run know and others do not.
+    """The secret that the workers of a run share.
 
     Raises:
         ConfigurationError: if ``RECYCLE_KEY`` is not set.
@@ -63,7 +62,7 @@ def key_from_environment() -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 0 if every run finished."""
+    """Runs the command; returns its exit status: 0 if every run finished."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
@@ -134,9 +133,9 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="from the first worker to the last; the run then begins without those that are missing",
+        help="from the first worker to the last; the run then begins without the missing ones",
     )
-    parser.add_argument("--runs", type=int, default=None, help="end after so many; by default never")
+    parser.add_argument("--runs", type=int, default=None, help="end after this many runs; by default never")
     parser.add_argument("--no-decoupled", dest="decoupled", action="store_false", help="fused backward")
     parser.add_argument("--no-staggered", dest="staggered", action="store_false", help="all stages step together")
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")

@@ -19,18 +19,18 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a replacement's fail
 
 
 class Vacancies:
-    """Starts replacements, in threads of their own, and keeps the spares.
+    """Starts replacements, each in a thread of its own, and keeps the spares.
 
     Args:
-        options: how many.
+        options: how many replacements may be started.
         start_worker: starts the process for a rank, given its incarnation and the rank whose device it runs on.
-        wake: called when :meth:`take_started` has something.
-        stages: of the grid.
+        wake: called when :meth:`take_started` has something to return.
+        stages: the number of stages of the grid.
 
     Attributes:
-        spares: connections of workers that wait for a position, with the machine that each is on.
-        may_move: whether a worker of another stage may take a position: once for each failure, because what is measured
-            then differs a little.
+        spares: connections of the workers that wait for a position, with the machine of each.
+        may_move: whether a worker of another stage may take a position: once per failure, because measurements differ a
+            little afterwards.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Vacancies:
         return rank, connection
 
     def _strangeness(self, rank: int, node: str) -> tuple[bool, bool]:
-        """How little a worker of ``node`` fits the position: best into a pipeline with others of its node, so that the
-        loss of the node hits different stages, else into an empty one.
+        """How badly a worker of ``node`` fits the position: best is a pipeline with others of its node, so that loss of
+        the node hits different stages, next an empty one.
         """
         first = rank // self._stages * self._stages
         pipeline = [self._nodes.get(r) for r in range(first, first + self._stages)]
@@ -96,7 +96,7 @@ class Vacancies:
         return now >= self._not_before.get(rank, now)
 
     def start(self, rank: int, on: int | None = None) -> None:
-        """Starts a process for ``rank``, on the device of rank ``on``, by default its own."""
+        """Starts a process for ``rank``, on the device of rank ``on`` (by default its own)."""
         assert self._start_worker is not None
         self._restarts += 1
         self._starting.add(rank)
@@ -116,7 +116,7 @@ class Vacancies:
         threading.Thread(target=run, name="recycle-start-worker", daemon=True).start()
 
     def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:
-        """What was started since: (rank, process), None for one that could not be."""
+        """The processes started since the last call, as (rank, process); None for one that could not be started."""
         while not self._started.empty():
             rank, process = self._started.get()
             self._starting.discard(rank)
@@ -127,14 +127,14 @@ class Vacancies:
         self._failures.pop(rank, None)
 
     def failed(self, rank: int, now: float) -> None:
-        """The replacement ended before it was let in: the next one waits longer."""
+        """The replacement ended before it was let in: the next try waits longer."""
         failures = self._failures[rank] = self._failures.get(rank, 0) + 1
         self._not_before[rank] = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (failures - 1))
         if self._restarts >= self._options.max_restarts:
             log.warning("No more replacements: max_restarts=%d are used up.", self._options.max_restarts)
 
     def close(self) -> None:
-        """Ends what was started and never taken."""
+        """Ends the processes that were started and never taken."""
         deadline = time.monotonic() + 5.0
         while self._starting and time.monotonic() < deadline:
             for _, process in self.take_started():

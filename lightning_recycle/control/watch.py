@@ -1,4 +1,4 @@
-"""Who is silent, late or stuck: the coordinator's clocks over what it heard of the workers."""
+"""Who is silent, late or stuck: the coordinator's clocks for what it heard from the workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_DEAF_SECONDS = 5.0
 
 
 class Watch:
-    """Remembers when workers were heard and what they did. All times are of one monotonic clock, in seconds."""
+    """Remembers when workers were heard and what they did. All times are in seconds of one monotonic clock."""
 
     def __init__(self, grid: Grid, options: CoordinatorOptions) -> None:
         self._grid = grid
@@ -27,8 +27,8 @@ class Watch:
         self._heard: dict[int, float] = {}
         self._beats: dict[int, tuple[Heartbeat, float]] = {}
         self._acted: dict[int, float] = {}
-        self._have_applied: set[int] = set()  # ever; a process's first step may take long whatever others took
-        self._have_reported: set[int] = set()  # ever; before its first report a worker sets up, which may take long
+        self._have_applied: set[int] = set()  # ever; a process's first step may take long, however long others took
+        self._have_reported: set[int] = set()  # ever; setting up, before the first report, may take long
         self._deadline: float | None = None
         self._regroup_began = 0.0
         self._candidates: dict[int, float] = {}
@@ -43,7 +43,7 @@ class Watch:
         self._beats[rank] = (heartbeat, now)
 
     def acted(self, rank: int, now: float) -> None:
-        """The worker's main thread said something: whatever an earlier heartbeat told of it is over."""
+        """The worker's main thread sent a message: whatever an earlier heartbeat reported is over."""
         self._acted[rank] = now
 
     def applied(self, rank: int) -> None:
@@ -53,7 +53,7 @@ class Watch:
         self._have_reported.add(rank)
 
     def expect(self, rank: int, now: float) -> None:
-        """A replacement for ``rank`` sets up from now on."""
+        """From now on a replacement for ``rank`` sets up."""
         self._candidates.setdefault(rank, now + self._options.start_timeout)
 
     def ready(self, rank: int) -> None:
@@ -71,14 +71,14 @@ class Watch:
         self._have_reported.discard(rank)
 
     def forgive(self, now: float) -> None:
-        """Nobody could be heard until now."""
+        """This process could hear nobody until now."""
         self._heard = dict.fromkeys(self._heard, now)
         self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
 
-    # ------------------------------------------------------------------ what there is a bound for
+    # ------------------------------------------------------------------ what is bounded in time
 
     def begin_start(self, now: float) -> None:
-        """The first worker is expected, or there."""
+        """The first worker is expected, or has come."""
         if self._deadline is None:
             self._deadline = now + self._options.start_timeout
 
@@ -89,7 +89,7 @@ class Watch:
     def end_regroup(self) -> None:
         self._deadline = None
 
-    # ------------------------------------------------------------------ judgements: why, by rank
+    # ------------------------------------------------------------------ judgements: reasons, by rank
 
     def silent(self, now: float, connected: Iterable[int]) -> dict[int, str]:
         found = {}
@@ -102,12 +102,12 @@ class Watch:
         return found
 
     def late_candidates(self, now: float) -> dict[int, str]:
-        """Which replacements are not ready although there was time."""
+        """The replacements that are not ready in time."""
         cause = f"it was not ready within {self._options.start_timeout:g} s"
         return {rank: cause for rank, deadline in self._candidates.items() if now > deadline}
 
     def late(self, now: float, state: MembershipState) -> dict[int, str]:
-        """Who has not joined, or not stopped for a regroup, although there was time."""
+        """The workers that have not joined, or not stopped for a regroup, in time."""
         if self._deadline is None or now <= self._deadline:
             return {}
         self._deadline = None
@@ -120,7 +120,7 @@ class Watch:
         return dict.fromkeys(sorted(self._have_reported & state.live - state.reports.keys()), cause)
 
     def judge(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> Verdict:
-        """Who makes no progress; ``seconds``: usual ones, by stage and kind of operation."""
+        """Judges who makes no progress; ``seconds``: the usual times, by stage and kind of operation."""
         if state.generation < 0:
             return Verdict({})
         observations: dict[int, Observation] = {}
@@ -130,7 +130,7 @@ class Watch:
             beat, received = self._beats[rank]
             activity = beat.activity
             done = state.regrouping and rank in state.reports
-            # What it did in an earlier generation says nothing about this one, but for how long it has been there.
+            # What it did in an earlier generation says nothing about this one: only time since it last acted counts.
             observations[rank] = Observation(
                 activity.operation,
                 activity.kind,
@@ -152,7 +152,7 @@ class Watch:
         return verdict if current else Verdict(verdict.stuck)
 
     def _deaf(self, now: float, state: MembershipState) -> dict[int, str]:
-        """Who goes on waiting as if no generation had been announced: every wait ends with that, in milliseconds."""
+        """The workers that still wait although a generation was announced, which ends any wait within milliseconds."""
         limit = max(self._options.heartbeat_timeout, _LEAST_DEAF_SECONDS)
         found = {}
         for rank in self._have_reported & state.live - state.reports.keys():
@@ -166,8 +166,8 @@ class Watch:
         return found
 
     def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
-        """The usual seconds of an operation; one that is new to the plan (a backward that was fused before, or is
-        fused now) takes at most twice as long as the longest.
+        """The usual seconds of an operation; one that is new to the plan (a backward that was or now is fused) takes at
+        most twice as long as the longest.
         """
         known = seconds.get(self._grid.worker(rank).stage, {})
         if rank not in self._have_applied or not known:

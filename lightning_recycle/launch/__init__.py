@@ -1,1 +1,1 @@
-"""The launching process: it starts the workers, waits, and takes what they deliver."""
+"""The launching process: it starts the workers, waits, and takes their results."""

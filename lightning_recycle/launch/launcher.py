@@ -1,8 +1,8 @@
 """The launching process: a supervisor, not a rank.
 
-It starts the workers, hosts the coordinator, waits, and takes the results. When a worker dies nothing happens here but
-a line in the log, or the start of a replacement; when the run cannot go on, or an exception of the user's ends it, the
-remaining workers are stopped and the reason is raised. After the loss of a whole stage it can start again from the
+It starts the workers, hosts the coordinator, waits, and takes the results. When a worker dies it only writes a line to
+the log, or starts a replacement; when the run cannot go on, or an exception in the user's code ends it, it stops the
+remaining workers and raises the reason. After the loss of a whole stage it can start again from the
 newest checkpoint.
 
 A process with ``RECYCLE_COORDINATOR`` in its environment is no supervisor: it becomes a worker of the run that listens
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 INCARNATIONS_PER_START = 1_000_000
-"""More than the processes of one position in one attempt: how a worker knows which attempt it belongs to."""
+"""More than one position can have in one attempt, so a worker's incarnation tells which attempt it belongs to."""
 
 _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
 _VAL_LOADERS = 2  # position of val_dataloaders among the arguments of Trainer._fit_impl
@@ -70,11 +70,11 @@ class SupervisorLauncher(_Launcher):
     """Runs a Trainer function in worker processes and brings its results home.
 
     Args:
-        options: the user's.
+        options: the user's options.
 
     Attributes:
         history: what happened in the newest run.
-        schedules: of the newest run, one for each generation.
+        schedules: the schedules of the newest run, one per generation.
     """
 
     def __init__(self, options: Options) -> None:
@@ -95,8 +95,8 @@ class SupervisorLauncher(_Launcher):
 
         Raises:
             StageLostError: when all replicas of a stage died.
-            ConfigurationError: for what can be seen to be wrong before anything starts.
-            Exception: the user's own, raised in a worker, with that worker's traceback.
+            ConfigurationError: for errors that show before anything starts.
+            Exception: the user's own exception from a worker, with that worker's traceback.
         """
         assert trainer is not None
         self._interrupted = True
@@ -129,7 +129,7 @@ class SupervisorLauncher(_Launcher):
                 raise error
             log.warning("%s Going on from %s with %d pipelines.", error, checkpoint, smaller.pipelines)
             args = (*args[:_CKPT_PATH], checkpoint, *args[_CKPT_PATH + 1 :])
-            setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # the file is this run's own
+            setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # this run wrote the file itself
 
     def _run(self, call: Call, setup: RunSetup, timeout: float, attempt: int) -> tuple[Outcome | None, int]:
         """Runs the workers of a grid once; returns how it ended, and how many workers were alive then."""
@@ -145,7 +145,7 @@ class SupervisorLauncher(_Launcher):
             library=_library(options.plan_library, options.planner),
         )
         planner.prepare()
-        fitting = trainer.state.fn == TrainerFn.FITTING  # else there are no steps to enter between
+        fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise there are no step boundaries to enter at
         coordinator_options = CoordinatorOptions(
             heartbeat_timeout=timeout,
             restart_workers=options.restart_workers and fitting,
@@ -158,7 +158,7 @@ class SupervisorLauncher(_Launcher):
         with Crew(worker_main, (call, global_state())) as crew:
 
             def start(rank: int, incarnation: int, device: int, joining: bool = True) -> LocalWorker:
-                incarnation += attempt * INCARNATIONS_PER_START  # whatever happened to a position once has happened
+                incarnation += attempt * INCARNATIONS_PER_START  # what happened to a position once has happened
                 address = coordinator.address
                 if listen and address[0] == "0.0.0.0":
                     address = (_HOST, address[1])
@@ -193,7 +193,7 @@ class SupervisorLauncher(_Launcher):
         return outcome, len(coordinator.roster)
 
     def _own_setup(self, setup: RunSetup, wanted: Grid) -> RunSetup:
-        """What a worker outside runs with when the coordinator knows the grid only."""
+        """The setup of an outside worker when the coordinator knows only the grid."""
         grid = setup.grid
         if (grid.pipelines, grid.stages) != (wanted.pipelines, wanted.stages) or (
             self._options.num_microbatches not in (None, wanted.microbatches)
@@ -206,10 +206,10 @@ class SupervisorLauncher(_Launcher):
         return replace(setup, grid=wanted, outsiders=True)
 
     def may_save(self, checkpoint: Mapping[str, Any], path: Any) -> bool:
-        """Whether this process can write ``checkpoint``: it has the weights of a run that has ended well.
+        """Whether this process can write ``checkpoint``: it has the weights of a run that ended well.
 
         Raises:
-            UnsupportedFeatureError: if the checkpoint needs more than these.
+            UnsupportedFeatureError: if the checkpoint needs more than the weights.
         """
         if self._interrupted:
             log.warning("%s is not written: the run failed, and its newest weights were those of the workers.", path)
@@ -224,14 +224,14 @@ class SupervisorLauncher(_Launcher):
 
     @override
     def kill(self, signum: Any) -> None:
-        """Lightning's SIGTERM handler calls this; the workers are told by the coordinator, not by signals."""
+        """Called by Lightning's SIGTERM handler. Does nothing: the coordinator tells the workers, not signals."""
 
     # ------------------------------------------------------------------ before
 
     def _prepare(
         self, trainer: pl.Trainer, args: tuple[Any, ...], weights_only: bool | None
     ) -> tuple[RunSetup, HeartbeatCallback]:
-        """Checks everything that can be checked without a worker, and settles what all workers must agree on."""
+        """Checks everything that needs no worker, and settles what all workers must agree on."""
         options = self._options
         module = trainer.lightning_module
         assert trainer.state.fn is not None
@@ -259,7 +259,7 @@ class SupervisorLauncher(_Launcher):
             if isinstance(callback, FaultInjectionCallback):
                 callback.check(grid)
         for logger in trainer.loggers:
-            _ = logger.version  # chosen here, or every new leader would choose a new one
+            _ = logger.version  # chosen here; otherwise every new leader would choose a new one
         if None in (options.pipeline_parallel_size, options.num_microbatches):
             log.info(
                 "Grid: %d pipelines x %d stages, %d micro-batches per pipeline.",
@@ -274,7 +274,7 @@ class SupervisorLauncher(_Launcher):
         return setup, heartbeat
 
     def _find_profile(self, trainer: pl.Trainer, grid: Grid) -> tuple[Path | None, Profile | None]:
-        """Where the profile is to be, and what is there already."""
+        """The path of the profile, and the profile that is already there."""
         wanted = self._options.profile
         if wanted is None:
             return None, None
@@ -294,7 +294,7 @@ class SupervisorLauncher(_Launcher):
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Within the block SIGTERM ends this process like an exception, so that workers and files are taken care of."""
+    """Within the block SIGTERM ends this process like an exception, so that workers and files are cleaned up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -321,27 +321,27 @@ def _smaller_grid(grid: Grid, workers: int) -> Grid | None:
 
 
 def _drift_options(trainer: pl.Trainer) -> DriftOptions | None:
-    """Whether and when the plan is to change because operations take other times than it assumes."""
+    """Whether and when to change the plan because operations do not take the times it assumes."""
     monitors = (c.options for c in trainer.callbacks if isinstance(c, PlanMonitor))  # type: ignore[attr-defined]
     return next(monitors, None)
 
 
 def _newest_checkpoint(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
-    """The newest checkpoint of this run that is still there and whole."""
+    """The newest checkpoint of this run that still exists undamaged."""
     saved = [str(event.details["path"]) for event in history if event.kind == "saved"]
     checksums = isinstance(checkpoint_io, TorchCheckpointIO)
     return next((path for path in reversed(saved) if _is_whole(path, checksums)), None)
 
 
 def _is_whole(path: str, checksums: bool) -> bool:
-    """Whether a checkpoint is what was written. With ``checksums`` a file is a zip archive, as torch writes them."""
+    """Whether a checkpoint is undamaged. With ``checksums`` a file is a zip archive, as torch writes them."""
     if not checksums or not os.path.isfile(path):
         return os.path.exists(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
     except (OSError, zipfile.BadZipFile):
-        log.warning("The checkpoint %s is damaged; the one before it is taken.", path)
+        log.warning("The checkpoint %s is damaged; the previous one is used.", path)
         return False
 
 

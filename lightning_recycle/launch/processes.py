@@ -30,7 +30,7 @@ _EXIT_SECONDS = 10.0  # for a killed process to be gone
 
 
 def process_context() -> BaseContext:
-    """Fork server with the slow imports done once; where there is none, spawn."""
+    """A fork server that has done the slow imports; spawn on systems without one."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -86,28 +86,28 @@ class LocalWorker:
         return self._released and self._process.exitcode is not None
 
     def close(self) -> None:
-        """Gives its descriptors back; it must have ended, and be asked nothing any more."""
-        with contextlib.suppress(ValueError):  # not even killing ended it: it cannot be let go
+        """Frees its descriptors; it must have ended, and may not be used any more."""
+        with contextlib.suppress(ValueError):  # not even killing ended it, so it cannot be closed
             self._process.close()
 
 
 class _Pickler(pickle.Pickler):
-    """Also takes the schedules of torch's profiler, which are closures: ``PyTorchProfiler`` holds one."""
+    """Also pickles the schedule of torch's profiler, a closure that ``PyTorchProfiler`` holds."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, FunctionType) or obj.__qualname__ != "schedule.<locals>.schedule_fn":
             return NotImplemented
         if obj is PyTorchProfiler._default_schedule():
-            return PyTorchProfiler._default_schedule, ()  # it is recognised by its identity
+            return PyTorchProfiler._default_schedule, ()  # recognised by its identity
         return partial(torch.profiler.schedule, **inspect.getclosurevars(obj).nonlocals), ()
 
 
 class Crew:
-    """The worker processes that one run starts here, however many. Use as a context manager: none survives it.
+    """All worker processes that one run starts here. Use it as a context manager: none survives it.
 
     Args:
         target: what a worker runs; takes one argument.
-        payload: what every worker needs; written to a file of this user's once, instead of through a pipe per worker.
+        payload: what every worker needs; written once to a private file instead of to one pipe per worker.
 
     Raises:
         ConfigurationError: if the payload cannot be pickled.
@@ -152,7 +152,7 @@ class Crew:
         raise WorkerStartError("The run is over.")
 
     def end(self, patience: float) -> None:
-        """Ends all workers, after ``patience`` seconds if they do not end by themselves."""
+        """Waits ``patience`` seconds for all workers to end, then kills the rest."""
         with self._lock:
             self._closed = True
             workers = list(self._workers)

@@ -38,7 +38,7 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
     assert extras is not None
     module.materialize()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it was given in
+        if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
             tensor.data = tensor.data.to(state[name].dtype)
     module.load_state_dict(state)
     trainer.state = extras.trainer_state
@@ -46,17 +46,17 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
     for name, metrics in extras.metrics.items():
         getattr(trainer, name).update(metrics)
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):  # it takes no results from another directory than its own
+        if isinstance(callback, ModelCheckpoint):  # it takes results only from its own directory
             found = extras.callbacks.get(callback.state_key, {})
             callback.dirpath = found.get("dirpath", callback.dirpath)
-            callback.current_score = found.get("current_score")  # in its state, but not taken from there
+            callback.current_score = found.get("current_score")  # part of its state, but not restored from it
     call._call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
     load_progress(trainer.fit_loop, extras.fit_loop)
     return extras.returned
 
 
 def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseException:
-    """The exception that tells ``outcome``."""
+    """The exception that reports ``outcome``."""
     if isinstance(outcome, outcomes.StageLost):
         causes = "; ".join(f"worker {grid.worker(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
@@ -66,7 +66,7 @@ def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseExceptio
             )
         return StageLostError(
             f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"
-            " nowhere any more. Start again from the newest checkpoint, or let"
+            " nowhere else. Start again from the newest checkpoint, or let"
             " ReCycleStrategy(on_stage_lost='restart') do so, and use more pipelines (more devices, or a smaller"
             " pipeline_parallel_size) to survive more failures."
         )
@@ -92,7 +92,7 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
     if crash.exception is not None:
         try:
             error = pickle.loads(crash.exception)
-        except Exception as reason:  # an exception class whose pickle does not load: its text is all that is left
+        except Exception as reason:  # a class whose pickle does not load: only its text is left
             log.debug("The worker's exception could not be loaded: %s", reason)
     if error is None:
         error = ReCycleError(crash.summary)

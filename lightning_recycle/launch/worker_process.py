@@ -35,18 +35,18 @@ from lightning_recycle.session.session import Session
 __all__ = ["Call", "Extras", "WorkerStart", "global_state", "run_outside", "worker_main"]
 
 
-_COORDINATOR_SECONDS = 60.0  # that a worker outside waits for somebody to listen
-_BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, for nobody's good
+_COORDINATOR_SECONDS = 60.0  # that an outside worker waits for the coordinator to listen
+_BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")  # attributes of a Trainer
-_run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, a worker outside, ended a run
+_run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, ended a run
 
 
 Call: TypeAlias = tuple[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""What every worker runs: a Trainer, a bound method of it, and that one's arguments."""
+"""What every worker runs: a Trainer, a bound method of it, and the arguments of that method."""
 
 
 class _Strategy(Protocol):
-    """What this module needs of the strategy."""
+    """What this module needs from the strategy."""
 
     options: Options
 
@@ -68,7 +68,7 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class Extras:
-    """What the leader tells besides the weights; ``metrics`` by attribute of the Trainer."""
+    """What the leader delivers besides the weights; ``metrics`` by attribute of the Trainer."""
 
     trainer_state: TrainerState
     should_stop: bool
@@ -79,23 +79,23 @@ class Extras:
 
 
 def global_state() -> tuple[Any, torch.dtype]:
-    """What of torch's global settings the workers must share."""
+    """The global settings of torch that the workers must share."""
     return _GlobalStateSnapshot.capture(), torch.get_default_dtype()
 
 
 def worker_main(start: WorkerStart) -> None:
     """Runs in a process that the supervisor started."""
     die_with_parent()
-    # What the fork server imported is never garbage; a collection that walked through it would hold up every thread,
-    # the heartbeat too, and copy its pages (measured: 0.7 s with four workers on a busy machine).
+    # What the fork server imported is never garbage; a collection over it would hold up every thread, even the
+    # heartbeat, and copy its pages (measured: 0.7 s with four workers on a busy machine).
     gc.freeze()
     end_with(start.supervisor_pid, EXIT_STOPPED)  # also before it is connected, and when the fork server dies
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")  # Lightning 2.6 on newer torch
-    # Data is addressed: any epoch can go on in its middle.
+    # Data is addressed: any epoch can resume in the middle.
     warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
     if "fork" in multiprocessing.get_all_start_methods():
-        # A fork server's child would start one of its own for DataLoader processes, which outlives a killed worker.
+        # A fork server's child would start its own for DataLoader processes, which outlives a killed worker.
         multiprocessing.set_start_method("fork", force=True)
     client = ControlClient(
         start.place.rank, start.address, start.authkey, start.setup.heartbeat_interval, joining=start.joining
@@ -118,14 +118,14 @@ def run_outside(
 ) -> Any:
     """Runs as a worker in this process, which was started by hand or by a cluster manager.
 
-    Waits as a spare until there is a position for it. Afterwards the module in this process is whole.
+    Waits as a spare until there is a position for it. Afterwards the module in this process is whole again.
 
     Args:
-        address: of the coordinator.
-        authkey: the run's.
-        host: the address that this worker exchanges data at; by default that on the way to the coordinator.
-        own_setup: what this process would run with, for a grid; used where the coordinator knows no more than that.
-        function_call: what it runs.
+        address: the coordinator's address.
+        authkey: the key of the run.
+        host: the address at which this worker exchanges data; by default the one that the coordinator reaches.
+        own_setup: grid -> this process's setup; used if the coordinator knows only the grid.
+        function_call: the function to run.
 
     Raises:
         ConfigurationError: if nobody listens at ``address``, or the key is not the run's.
@@ -139,7 +139,7 @@ def run_outside(
             try:
                 client = ControlClient(None, address, authkey, heartbeat_interval=0.5, survives=True)
                 break
-            except ConnectionRefusedError:  # it starts, or is between two runs
+            except ConnectionRefusedError:  # it is starting, or between two runs
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
@@ -164,7 +164,7 @@ def run_outside(
 def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Call, keep_model: bool = False) -> Any:
     trainer, function, args, kwargs = function_call
     _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
-    # Every PipelineModule has a validation_step, whether validation is wanted or not.
+    # Every PipelineModule has a validation_step, whether or not validation is wanted.
     warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
     strategy = cast(_Strategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)
@@ -186,7 +186,7 @@ def _crashes_reported(client: ControlClient) -> Any:
     try:
         yield
     except BaseException as error:
-        # A worker that has not entered yet cannot end the run: it is the first to meet whatever it met.
+        # A worker that has not entered yet cannot end the run: no member has met this error.
         fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
         text = "".join(traceback.format_exception(error))
         summary = f"{type(error).__name__}: {error}"

@@ -45,9 +45,9 @@ class LayeredModule(pl.LightningModule):
         )
 
     def tied_parameters(self) -> Iterable[Sequence[str]]:
-        """Returns groups of names of parameters that are one, e.g. ``[("layers.0.weight", "layers.9.logits.weight")]``.
+        """Returns groups of names that are one parameter, e.g. ``[("layers.0.weight", "layers.9.logits.weight")]``.
 
-        Needed for layers given as :class:`LayerSpec`; that concrete modules share a parameter is seen by itself. Called
+        Needed for layers given as :class:`LayerSpec`; parameters that concrete modules share are detected. Called
         once, after :meth:`configure_pipeline`. The members of a group must have the same shape.
         """
         return ()
@@ -56,7 +56,7 @@ class LayeredModule(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Builds the layers that exist as specs only; under the pipeline strategy those of this stage."""
+        """Builds the layers that exist only as specs; under the pipeline strategy only those of this stage."""
         self._build_layers()
         if self._fabric is None and self._trainer is not None and getattr(self.trainer.strategy, "owns_layers", False):
             return  # the strategy's setup keeps the layers of this stage and materialises those
@@ -86,12 +86,12 @@ class LayeredModule(pl.LightningModule):
                     f"{type(self).__name__}.configure_pipeline() returned {entry!r} as layer {index}; every layer must"
                     " be an nn.Module or a LayerSpec."
                 )
-        self._modules["layers"] = layers  # add_module() would look the name up first, and so come back here
+        self._modules["layers"] = layers  # add_module() would look the name up first, and so recurse
         try:
             groups = merge_groups([*shared_parameters(list(layers)), *map(self._checked_group, self.tied_parameters())])
             tie(layers, groups)
         except BaseException:
-            del self._modules["layers"]  # the next access meets the same error, not layers half made
+            del self._modules["layers"]  # the next access meets the same error, not half-built layers
             raise
         self._tied = groups
         return layers
@@ -99,12 +99,12 @@ class LayeredModule(pl.LightningModule):
     def materialize(self, indices: Iterable[int] | None = None, seed: int | None = None) -> None:
         """Builds layers given as :class:`LayerSpec`, and ties their parameters.
 
-        A parameter tied to one of a layer that is not here starts as there: that layer is built too, for a moment, if
+        A parameter tied to one of a layer that is not here starts with that layer's values: it is built briefly too, if
         it is a LayerSpec.
 
         Args:
             indices: which layers; by default all that belong to this process.
-            seed: of the initialisation; by default the one given to ``seed_everything``, else 0.
+            seed: the seed of the initialisation; by default the one given to ``seed_everything``, else 0.
         """
         layers = self._build_layers()
         seed = global_seed() if seed is None else seed
@@ -123,7 +123,7 @@ class LayeredModule(pl.LightningModule):
                 raise
 
     def rebuild(self, state: Mapping[str, Any]) -> None:
-        """Makes a module of which only a stage is left whole again, with ``state``."""
+        """Makes a module that holds only one stage whole again, with ``state``."""
         training = self.training
         self._modules.pop("layers", None)
         self.materialize()
@@ -172,8 +172,8 @@ class LayeredModule(pl.LightningModule):
         """The names of each parameter that several layers share, in the order of the layers, whoever owns these.
 
         The answer is the same in every process. On one device and within a stage the members of a group are one object.
-        Across stages every stage owns a copy, and the run time must keep the copies equal; what that takes is written
-        in :mod:`lightning_recycle.model.tying`.
+        Across stages every stage owns a copy, and the runtime must keep the copies equal;
+        :mod:`lightning_recycle.model.tying` says how.
         """
         self._build_layers()
         return self._tied
@@ -192,7 +192,7 @@ class LayeredModule(pl.LightningModule):
                 )
         return tuple(group)
 
-    # Everything below makes ``layers`` exist on first access, whichever of nn.Module's doors it comes through.
+    # Everything below makes ``layers`` exist on first access, whichever method of nn.Module asks for it.
 
     def __getattr__(self, name: str) -> Any:
         if name == "layers" and "layers" not in self.__dict__.get("_modules", {}):

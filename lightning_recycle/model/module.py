@@ -35,22 +35,22 @@ class PipelineModule(LayeredModule):
     stage).
 
     **What passes between layers.** A layer that returns a tuple passes its items as positional arguments to the next
-    layer. Where a stage ends these may be tensors of any dtype (gradients flow through floating-point and complex ones)
-    and of shapes that differ from micro-batch to micro-batch, and, inside a tuple, None.
+    layer. Between stages these may be tensors of any dtype (gradients flow through floating-point and complex ones) and
+    of shapes that vary between micro-batches, and, inside a tuple, None.
 
     **Tied weights.** A parameter that several layers use, such as an input embedding and the output projection, is tied
-    by being the same object in concrete modules, or by name with :meth:`tied_parameters`. It counts once for the
-    optimizer, and all its names are in the state dict. Its initial values are those of its first concrete layer; if
-    all are given as :class:`LayerSpec`, those of the first.
+    by being the same object in concrete modules, or by name with :meth:`tied_parameters`. The optimizer sees it once,
+    and all its names are in the state dict. Its initial values are those of its first concrete layer; if all are given
+    as :class:`LayerSpec`, those of the first.
 
-    **Buffers** belong to their layer. What depends on the data of a micro-batch only is as on one device. Running
-    statistics, as BatchNorm's, are not: a forward in training mode normalises with the statistics of its *micro-batch*
-    (of batch_size / M samples), and updates the running ones of the worker that runs it. Peers therefore hold different
-    ones. LayerNorm, GroupNorm and RMSNorm have no such state and are exact on every grid.
+    **Buffers** belong to their layer. What depends only on the data of a micro-batch is as on one device. Running
+    statistics, such as BatchNorm's, are not: a forward in training mode normalises with the statistics of its
+    *micro-batch* (of batch_size / M samples), and updates the running statistics of the worker that runs it, so peers
+    hold different ones. LayerNorm, GroupNorm and RMSNorm have no such state and are exact on every grid.
     """
 
     recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
-    """While a hook runs whose logging is put down instead of done: (name, value, further arguments)."""
+    """While a hook runs whose logging is recorded instead of done: (name, value, further arguments)."""
     _may_log = True
 
     # ------------------------------------------------------------------ what the user implements
@@ -73,7 +73,7 @@ class PipelineModule(LayeredModule):
     # What they log and update metrics with is gathered from all micro-batches and is the same on every worker.
 
     def on_training_output(self, output: Any, target: Any) -> None:
-        """Called with the output of the last layer in training: log values, or update metrics. Does nothing."""
+        """Called with the last layer's output in training: log values, or update metrics. By default does nothing."""
 
     def on_validation_output(self, output: Any, target: Any) -> None:
         """Called with the output of the last layer in validation; logs the loss as ``val_loss``."""
@@ -109,8 +109,8 @@ class PipelineModule(LayeredModule):
         """Makes a pipeline of the children of ``model``, each of which is a layer.
 
         Args:
-            model: is used, not copied. As in ``nn.Sequential``, a layer gets what the one before returned as its only
-                argument, a tuple too.
+            model: used, not copied. As in ``nn.Sequential``, a layer gets what the previous one returned as its only
+                argument, even a tuple.
             loss: (output, target) -> mean over the micro-batch, a scalar; or an ``nn.Module`` without parameters.
             optimizer: parameters -> optimizer, such as ``functools.partial(torch.optim.AdamW, lr=1e-3)``; it may also
                 return (optimizer, scheduler). Or a pair of (parameters -> optimizer, optimizer -> scheduler).
@@ -173,12 +173,12 @@ class PipelineModule(LayeredModule):
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """As in Lightning; in a hook that sees outputs it is put down, and done on all workers with the whole step."""
+        """As in Lightning; in a hook that sees outputs it is recorded, and replayed everywhere with the whole step."""
         if self.recorded_logs is None:
             if not self._may_log:
                 raise UnsupportedFeatureError(
                     f"self.log({args[0] if args else kwargs.get('name')!r}, ...) was called while micro-batches are"
-                    " computed, in loss(), split_batch() or a layer: this worker has seen a part of the batch only."
+                    " computed, in loss(), split_batch() or a layer: this worker has seen only a part of the batch."
                     " Log it in on_training_output(), on_validation_output() or on_test_output()."
                 )
             super().log(*args, **kwargs)
@@ -199,7 +199,7 @@ class PipelineModule(LayeredModule):
 
     @override
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """The hook is for data; what Lightning's loops hold is an address."""
+        """Leaves addresses alone, which is what Lightning's loops hold: the hook is for data."""
         return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
 
 
@@ -207,7 +207,7 @@ class SequentialPipeline(PipelineModule):
     """The children of an ``nn.Sequential`` as layers, with a loss and an optimizer.
 
     What :meth:`PipelineModule.from_sequential` makes; its arguments are described there. Names in the state dict are
-    those of the model behind ``layers.``. A 1-tuple reaches the next layer as its item.
+    those of the model, prefixed with ``layers.``. A 1-tuple reaches the next layer as its item.
 
     To load from a checkpoint, pass the same arguments:
     ``SequentialPipeline.load_from_checkpoint(path, model=..., loss=..., optimizer=...)``.
@@ -230,8 +230,8 @@ class SequentialPipeline(PipelineModule):
             )
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             raise ConfigurationError(
-                f"The loss {type(loss).__name__} has parameters; only layers can have some. Make it the last layer,"
-                " with a loss function behind it."
+                f"The loss {type(loss).__name__} has parameters; only layers can have any. Make it the last layer,"
+                " followed by a loss function."
             )
         check_factory(optimizer)
         self.criterion = loss
@@ -256,7 +256,7 @@ class SequentialPipeline(PipelineModule):
 
 
 def _pack(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A forward pre-hook: several arguments are what the layer before returned as a tuple."""
+    """A forward pre-hook: several arguments are one tuple that the previous layer returned."""
     return arguments if len(arguments) == 1 else (arguments,)
 
 

@@ -3,13 +3,12 @@
 The schedule is data. :meth:`Executor.run_step` walks through this worker's program; receives are posted at the start of
 the step and sends leave as soon as their value exists, so communication follows from the program and needs no
 operations of its own. A stage steps its optimizer when its own gradient is reduced and goes on to the next step; a copy
-of the parameters of the version before (the shadow) stays until the next STEP. Where the stages must know something of
-each other before they step (the norm of the whole gradient), or staggering is off, a commit through the coordinator
-comes first.
+of the previous version's parameters (the shadow) stays until the next STEP. If stages must know something of each other
+before they step (the norm of the whole gradient), or staggering is off, a commit through the coordinator comes first.
 
 When a generation is announced, whatever the executor is doing ends with :class:`Interrupted` or
-:class:`CommunicationError`. It then reports what it holds, connects anew, brings itself to the committed version, and
-runs its step again, or serves others that do, if its own part is done. Nothing of that shows outside :meth:`run_step`.
+:class:`CommunicationError`. It then reports what it holds, reconnects, brings itself to the committed version, and
+runs its step again or, if its own part is done, serves others that do. None of that shows outside :meth:`run_step`.
 """
 
 from __future__ import annotations
@@ -64,19 +63,19 @@ from lightning_recycle.runtime.transfer import receive_object, send_object
 __all__ = ["CommitPayload", "Executor", "Host", "RecordOutput", "StepResult"]
 
 RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
-"""(output, target, number of samples) of a micro-batch -> what is to reach all workers."""
+"""(output, target, number of samples) of a micro-batch -> what must reach all workers."""
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_RECOVER = "RECOVER"  # kind of what a worker does itself during a recovery
-_ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's word on it
+_RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
+_ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
 
 
 @dataclass(frozen=True)
 class CommitPayload:
-    """What a stage tells the others before they step: the squared norm of its gradient (NaN if nobody wants it)."""
+    """What a stage tells the others before they step: the squared norm of its gradient (NaN if nobody needs it)."""
 
     squared_norm: float
 
@@ -87,7 +86,7 @@ class StepResult:
 
     Args:
         loss: the mean over all micro-batches.
-        gradient_norm: of all gradients, if wanted, else NaN.
+        gradient_norm: the norm of all gradients, if needed, else NaN.
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
     """
 
@@ -97,30 +96,28 @@ class StepResult:
 
 
 class Host(Protocol):
-    """What the executor asks of the process that it runs in."""
+    """What the executor needs from the process that it runs in."""
 
     def split(self, data: Any) -> tuple[Any, Any]:
         """A collated micro-batch -> (input, target), on the device."""
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes | None:
-        """Called on the last stage with the output of each micro-batch in training; what it returns reaches all
-        workers with the step.
-        """
+        """Called on the last stage with each micro-batch's output in training; all workers get what it returns."""
 
     def on_generation(self) -> None:
         """The workers of a generation are connected."""
 
     def on_recovery(self, step: int) -> None:
-        """In the middle of a regroup: ``step`` is to be run."""
+        """Called in the middle of a regroup: ``step`` is about to run."""
 
     def describe_step(self, step: int) -> messages.Facts:
-        """Called when ``step`` was applied: what must be the same in other workers."""
+        """Called when ``step`` was applied; returns what must be equal in other workers."""
 
     def take_snapshot(self) -> Any:
-        """All that a worker that joins this stage must have, at a step boundary."""
+        """Returns all that a worker that joins this stage must have, at a step boundary."""
 
     def restore_snapshot(self, snapshot: Any) -> None:
-        """Takes that over."""
+        """Takes over what a peer's :meth:`take_snapshot` returned."""
 
 
 @dataclass
@@ -133,28 +130,28 @@ class _Step:
 
 
 class Executor:
-    """Runs one worker.
+    """Runs one worker's part of every step.
 
     Args:
-        worker: its position.
-        grid: of the run.
-        client: connection to the coordinator.
-        communicator: connection to the other workers.
-        stage: the layers.
-        parameters: theirs.
-        gradients: theirs.
+        worker: the worker's position.
+        grid: the grid of the run.
+        client: the connection to the coordinator.
+        communicator: the connection to the other workers.
+        stage: the layers of this stage.
+        parameters: the parameters of this stage.
+        gradients: the gradients of this stage.
         host: answers what is not the executor's business.
-        needs_norm: whether the norm of all gradients is wanted with each step.
+        needs_norm: whether each step needs the norm of all gradients.
         staggered: whether a stage may step before the others hold their gradients.
-        shadow_on_host: whether the parameters of the version before are kept in the host's memory.
-        profiler: if the stage is to be profiled.
+        shadow_on_host: whether the previous version's parameters are kept in host memory.
+        profiler: measures the stage, if it is to be profiled.
         ties: weights that several stages hold; with them all stages commit a step together.
 
     Attributes:
-        version: steps that are applied to the parameters.
+        version: the number of steps applied to the parameters.
         before_operation: called with (step, operation) before each operation.
-        after_operation: called with (step, operation) after each.
-        stretch_operation: called with the seconds that an F, B, W or BW has computed; the time that it takes itself
+        after_operation: called with (step, operation) after each operation.
+        stretch_operation: called with the seconds that an F, B, W or BW has computed; the time that the call takes
             counts as computing. For fault injection.
     """
 
@@ -223,7 +220,7 @@ class Executor:
         self._stage.remember_modes()
 
         def run() -> None:
-            if self.version == number:  # else a recovery has applied it
+            if self.version == number:  # otherwise a recovery has applied it
                 schedule = self._client.begin_step(number)
                 if schedule is not None:
                     self._follow(schedule)
@@ -239,7 +236,7 @@ class Executor:
         self._idle_peer = any(all(op.microbatch is None for op in schedule.program(peer)) for peer in peers)
 
     def _run_program(self, step: int) -> None:
-        """Runs the program for ``step``; only for the benefit of other stages if this one is done with it."""
+        """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
         part = part_of(step, self.version, self._reduced, self._idle_peer)
         program = self._program
         if not part.reduces:
@@ -345,7 +342,7 @@ class Executor:
         started = time.perf_counter()
         if self._shadow is not None:
             self._shadow.update()
-        # From here on the step counts as applied: a regroup inside it (a user's collective) must not apply it again.
+        # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
         self.version += 1
         self._reduced = False
         self._payload = None
@@ -363,7 +360,7 @@ class Executor:
     def evaluate(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
     ) -> dict[int, bytes]:
-        """Runs the batch ``handle`` forward through the pipelines; if a worker fails meanwhile, once more.
+        """Runs the batch ``handle`` forward through the pipelines, once more if a worker fails meanwhile.
 
         Args:
             handle: the batch.
@@ -386,7 +383,7 @@ class Executor:
     def _run_forwards(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
     ) -> dict[int, bytes]:
-        """Runs this worker's forwards of the present schedule; micro-batches without a sample are left out."""
+        """Runs this worker's forwards of the current schedule; micro-batches without samples are skipped."""
         loader = handle.loader
         sizes = {
             task.index: loader.num_samples(handle, task.op.microbatch)
@@ -439,7 +436,7 @@ class Executor:
         """Returns ``attempt()``; when a failure ends it, this worker takes part in the recovery and attempts it again.
 
         Args:
-            attempt: what may end with :class:`Interrupted` or :class:`CommunicationError`.
+            attempt: a function that may end with :class:`Interrupted` or :class:`CommunicationError`.
             recover: whether a recovery is due at once.
         """
         while True:
@@ -497,7 +494,7 @@ class Executor:
         self._client.send(messages.Connected(self._client.rank, resume.generation))
 
     def _carry_out(self, action: Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]) -> None:
-        """Does one of the actions of a recovery; ``commits`` as of :meth:`_apply`."""
+        """Does one of the actions of a recovery; ``commits``: the payloads for :meth:`_apply`."""
         match action:
             case Give():
                 with self._client.busy("taking a snapshot"):
@@ -534,7 +531,7 @@ class Executor:
             self._communicator.all_reduce(torch.zeros(1))
 
     def _serve(self, step: int) -> None:
-        """Runs a step that this worker has applied, with the parameters of then."""
+        """Runs a step that this worker has applied, with the parameters of that step."""
         assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
         try:
             with self._stage.as_in_training(), self._shadow.in_place():
@@ -543,7 +540,7 @@ class Executor:
             self._gradients.attach(self.version - 1)
 
     def _await_verdict(self, error: CommunicationError) -> None:
-        """Tells the coordinator that communication broke and waits until it says what holds now."""
+        """Tells the coordinator that communication broke and waits for its verdict."""
         if not self._client.interrupted:
             log.debug("Worker %s: %s", self.worker, error)
             unreachable = error.ranks if isinstance(error, UnreachableError) else ()

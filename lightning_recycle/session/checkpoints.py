@@ -1,6 +1,6 @@
-"""The state of the whole model out of that of its stages, and back: checkpoints, and the results of a run.
+"""The state of the whole model from that of its stages, and back: checkpoints, and the results of a run.
 
-A checkpoint has no trace of the grid.
+A checkpoint holds no trace of the grid.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["Checkpoints"]
 
 @dataclass
 class Checkpoints:
-    """A worker's part in writing and reading the state of the whole model.
+    """A worker's part in saving and loading the state of the whole model.
 
     Args:
-        module: this worker's, with the layers of its stage.
-        collectives: to exchange the parts.
+        module: this worker's module, with the layers of its stage.
+        collectives: used to exchange the parts.
         executor: knows the step.
-        copies: for the name of each tied parameter that another stage owns: the owner's name.
-        sharded: write folders, to which each stage writes its own part.
-        weights_only: as given to the entry point of the Trainer that is running.
+        copies: maps the name of each tied parameter that another stage owns to the owner's name.
+        sharded: whether to write folders, to which each stage writes its own part.
+        weights_only: the argument of the Trainer's entry point that is running.
         reach: called with "checkpoint" and the step right before one is written.
 
     Attributes:
-        restored_steps: of the checkpoint that was loaded; randomness is numbered by the step.
+        restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
     """
 
     module: PipelineModule
@@ -61,7 +61,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ state
 
     def state(self) -> dict[str, Any]:
-        """What goes into a checkpoint: the state dict of the whole model, or of the stage."""
+        """The state dict for a checkpoint: of the whole model, or of the stage."""
         return self.module.state_dict() if self.sharded else self.whole_state()
 
     def whole_state(self) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class Checkpoints:
         return merged
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of the whole model, parameters numbered in the order of the layers; where checkpoints are
-        sharded, of the stage, with the same numbers.
+        """The whole model's optimizer state, parameters numbered in the order of the layers; with sharded checkpoints
+        the stage's, with the same numbers.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
@@ -91,7 +91,7 @@ class Checkpoints:
         return self.collectives.worker.stage
 
     def _all_parameter_names(self, optimizer: Optimizer) -> list[list[list[str]]]:
-        """As :meth:`_parameter_names`, by stage."""
+        """Like :meth:`_parameter_names`, by stage."""
         return self.collectives.gather_stages("names of parameters", lambda: self._parameter_names(optimizer))
 
     def _parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
@@ -103,7 +103,7 @@ class Checkpoints:
 
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         if weights_only is None:
-            weights_only = self.weights_only  # Lightning 2.6 forgets it where checkpoints are restored after setup
+            weights_only = self.weights_only  # Lightning 2.6 forgets it when checkpoints are restored after setup
         if is_sharded(path):
             checkpoint = self._load_sharded(path)
         else:
@@ -139,7 +139,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ saving
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """The leader writes, or a worker of each stage; if one dies before it is done, a peer does."""
+        """The leader writes, or one worker of each stage; if a writer dies before it is done, a peer takes over."""
         if self.sharded:
             self._save_sharded(checkpoint, path)
             return
@@ -170,9 +170,7 @@ class Checkpoints:
             self._announce(path)
 
     def deliver_result(self, extras: Callable[[], Any]) -> None:
-        """Brings this worker's part of the result to the coordinator: (state dict of the stage, ``extras()`` of
-        the leader).
-        """
+        """Delivers this worker's part of the result: (the stage's state dict, the leader's ``extras()``)."""
         grid = self.collectives.grid
         while True:
             part = None

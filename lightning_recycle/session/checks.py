@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before a step is run, and the errors that say so.
+"""Checks for mistakes that show before a step is run, and their errors.
 
 ``check_trainer``, ``check_module`` and ``check_loaders`` need no worker: the launching process calls them before
 anything starts. What is supported, with the reasons for the rest, is listed in docs/trainer_flags.md.
@@ -46,7 +46,7 @@ _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what 
     "OnExceptionCheckpoint": _LAUNCHING_PROCESS_HAS_NO_WEIGHTS,
 }
 
-_REPLACED_STEPS = {  # method of the module -> what to override in its place
+_REPLACED_STEPS = {  # method of the module -> what to override instead
     "training_step": "loss(), split_batch() and on_training_output()",
     "validation_step": "on_validation_output()",
     "test_step": "on_test_output()",
@@ -92,7 +92,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def _check_accumulation(trainer: pl.Trainer) -> None:
-    """With accumulation the loops count steps of several batches; numbers of batches must be whole steps."""
+    """With accumulation the loops count steps of several batches; numbers of batches must make whole steps."""
     batches = trainer.accumulate_grad_batches
     if batches == 1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
@@ -106,7 +106,7 @@ def _check_accumulation(trainer: pl.Trainer) -> None:
 
 
 def check_module(module: PipelineModule) -> None:
-    """Raises UnsupportedFeatureError for what the module does that the strategy would silently not do."""
+    """Raises UnsupportedFeatureError for what the module defines and the strategy would silently ignore."""
     if not module.automatic_optimization:
         raise UnsupportedFeatureError(
             "strategy='recycle' does not support manual optimization: leave automatic_optimization = True."
@@ -123,7 +123,7 @@ def check_loaders(loaders: Any, microbatches: int | None) -> None:
     """Raises UnsupportedFeatureError or ConfigurationError for data that cannot be addressed.
 
     Args:
-        loaders: as given to an entry point of the Trainer; None and data modules pass.
+        loaders: the argument of the Trainer's entry point; None and data modules pass.
         microbatches: M in training, None in evaluation.
     """
     if loaders is None or isinstance(loaders, pl.LightningDataModule):
@@ -145,7 +145,7 @@ def check_loaders(loaders: Any, microbatches: int | None) -> None:
 
 
 def check_batch(batch: Any) -> None:
-    """Raises UnsupportedFeatureError if Lightning combined several loaders that a hook of the user's returned."""
+    """Raises UnsupportedFeatureError if Lightning combined several loaders that one of the user's hooks returned."""
     if not isinstance(batch, StepHandle):
         raise UnsupportedFeatureError(
             f"The batch is a {type(batch).__name__} of the batches of several DataLoaders; strategy='recycle' takes a"

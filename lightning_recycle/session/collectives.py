@@ -1,7 +1,7 @@
-"""Who a worker is among the others, and the collectives that Lightning asks a strategy for.
+"""A worker's role among the others, and the collectives that Lightning asks a strategy for.
 
-They go through the coordinator, which makes them transparent to failures; there is no torch process group that they
-could use. They are for control, not for data: flags, metrics, the parts of a checkpoint.
+They go through the coordinator, which hides failures from them; there is no torch process group that they could use.
+They are for control, not for data: flags, metrics, the parts of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Collectives"]
 
 
 class Collectives:
-    """One worker among the others.
+    """A worker's role, and its collectives.
 
     Args:
-        grid: of the run.
-        client: connection to the coordinator.
+        grid: the grid of the run.
+        client: the connection to the coordinator.
     """
 
     def __init__(self, grid: Grid, client: ControlClient) -> None:
@@ -39,7 +39,7 @@ class Collectives:
 
     @property
     def live_workers(self) -> tuple[int, ...]:
-        """Ranks of the live workers of the current generation."""
+        """The ranks of the live workers of the current generation."""
         return self.client.roster or tuple(range(self.grid.num_workers))
 
     @property
@@ -68,7 +68,7 @@ class Collectives:
         self.gather(f"barrier {name or ''}", None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns the object of worker ``src``; 0 means the leader, which every rank can be."""
+        """Returns the object of worker ``src``; 0 means the leader, whatever its rank."""
         payloads = self.gather("broadcast", to_cpu(obj))
         source = self.rank
         if len(payloads) > 1:
@@ -99,12 +99,12 @@ class Collectives:
         return torch.stack([v for _, v in sorted(self.gather("all_gather", to_cpu(tensor)).items())]).to(tensor.device)
 
     def decide(self, decision: bool, all_agree: bool = True) -> bool:
-        """Whether all workers say yes, or any."""
+        """Whether all workers agree; with ``all_agree=False``, whether any does."""
         decisions = [bool(d) for d in self.gather("decision", bool(decision)).values()]
         return all(decisions) if all_agree else any(decisions)
 
     def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """Returns one part of each stage, in order, on all workers; asks again if a speaker dies on the way."""
+        """Returns one part per stage, in order, on all workers; asks again if a speaker dies meanwhile."""
         while True:
             payloads = self.gather(name, (part(),) if self.speaks else None)
             parts = {

@@ -1,8 +1,8 @@
-"""What workers tell each other of a step that they have applied, so that peers who drift apart are found out.
+"""What workers report of each applied step, so that peers that drift apart are detected.
 
 Counters are the same on all workers; the optimizer's options and the bits of the parameters are the same on the workers
-of one stage, which step with the same reduced gradient. Buffers are not looked at: running statistics are each
-worker's own.
+of one stage, which step with the same reduced gradient. Buffers are not compared: each worker has its own
+running statistics.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["DIGEST_EVERY", "digest", "optimizer_options"]
 DIGEST_EVERY = 50
 """Steps between two digests of the parameters; there is one more after each regroup."""
 
-_MOST_OPTIONS = 64  # that are told one by one
+_MOST_OPTIONS = 64  # that are reported one by one
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     """The numbers among the options of all parameter groups, by name ("lr", "betas[1]", "lr of group 2").
 
-    If there are many, the last ones are told as one number.
+    If there are many, the last ones are reported as one number.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     numbers = {
@@ -54,7 +54,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def digest(parameters: Iterable[nn.Parameter]) -> int:
-    """A number that changes with any bit of ``parameters``, as good as certainly."""
+    """A number that changes, almost certainly, with any bit of ``parameters``."""
     with torch.no_grad():
         sums = [_bits(parameter.detach()).sum(dtype=torch.int64) for parameter in parameters]
     found = 0

@@ -1,4 +1,4 @@
-"""What a run is told: the user's options, what follows from them for all workers, and the place of one of them."""
+"""The user's options, what follows from them for all workers of a run, and the place of one worker."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ class RunSetup:
     """What is the same for all workers of a run.
 
     Args:
-        grid: of the run.
-        heartbeat_interval: seconds between two signs of life.
+        grid: the grid of the run.
+        heartbeat_interval: seconds between two heartbeats.
         parts: the layers of each stage.
-        batch_pipelines: number of pipelines that the DataLoader's ``batch_size`` was meant for.
-        weights_only: as given to the entry point of the Trainer.
+        batch_pipelines: the number of pipelines that the DataLoader's ``batch_size`` was meant for.
+        weights_only: the argument of the Trainer's entry point.
         profiles: whether the model is to be measured.
-        outsiders: whether there may be workers that go on in their own process afterwards: in the end all workers
-            exchange the whole model then.
-        has_run: whether there were workers of this Trainer before.
+        outsiders: whether there may be workers whose process goes on afterwards: all workers then exchange the whole
+            model in the end.
+        has_run: whether this Trainer has had workers before.
     """
 
     grid: Grid
@@ -112,7 +112,7 @@ class Place:
         rank: position in the grid.
         incarnation: 0 for the first process of its position, 1 for its replacement, ...
         device: index of its device.
-        host: the address that it exchanges data at.
+        host: the address at which it exchanges data.
     """
 
     rank: int

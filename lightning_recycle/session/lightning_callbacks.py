@@ -1,8 +1,8 @@
 """What Lightning's own callbacks need to show the whole run, from a worker that has one stage of it.
 
 Concept: Lightning's callbacks run in the workers, where they find one stage of the model and a batch that all workers
-share. Where that would make them say something else than on one device, they are given what they expect. Those that
-only the leader's process shows are brought to where the old leader's were when another worker becomes the leader.
+share. Where that would make them report something else than on one device, they are given what they expect. When a
+worker becomes the leader, callbacks that only the leader shows go on where the old leader's were.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def show_whole_run(trainer: pl.Trainer, module: PipelineModule) -> None:
 
 
 def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, module: PipelineModule) -> None:
-    callback.__dict__.pop("_summary", None)  # of a run before
+    callback.__dict__.pop("_summary", None)  # of the previous run
     whole = module.without_storage()
     try:
         summary = callback._summary(trainer, whole)
-    except Exception as error:  # the user's forward() on example_input_array may read values, which are not there
+    except Exception as error:  # the user's forward() on example_input_array may read values, and there are none
         rank_zero_warn(
             f"The model summary shows no input and output sizes: {type(module).__name__} cannot run its"
             f" example_input_array without storage ({type(error).__name__}: {error})."
@@ -57,7 +57,7 @@ def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, module: 
 
 
 def _measure_grid_as_one_device(monitor: ThroughputMonitor, trainer: pl.Trainer) -> None:
-    """The batch of a step is the global one, so its rates are those of all devices together."""
+    """A step's batch is the global one, so the rates are those of all devices together."""
     for throughput in monitor._throughputs.values():
         throughput.world_size = 1
         if throughput.available_flops is not None:
@@ -65,9 +65,9 @@ def _measure_grid_as_one_device(monitor: ThroughputMonitor, trainer: pl.Trainer)
 
 
 def _by_the_leader(trainer: pl.Trainer, write: Callable[..., None]) -> Callable[..., None]:
-    """Every worker has all predictions: one writes them, and another one if it dies before it is done."""
+    """Every worker has all predictions: one writes them; if it dies before it is done, another one does."""
     if hasattr(write, "__wrapped__"):
-        return write  # it is prepared since a run before
+        return write  # prepared since the previous run
 
     @wraps(write)
     def write_once(*args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ def _by_the_leader(trainer: pl.Trainer, write: Callable[..., None]) -> Callable[
 
 
 def keep_monitors_going(trainer: pl.Trainer) -> None:
-    """Lets the throughput monitors of a new leader begin to measure: they do so on the leader only."""
+    """Starts the throughput monitors of a new leader: they measure on the leader only."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ThroughputMonitor):
             for stage in callback._throughputs:
@@ -92,21 +92,21 @@ def keep_monitors_going(trainer: pl.Trainer) -> None:
 
 
 def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
-    """Lets the progress bar of a new leader take over where the old leader's ended, whatever is under way.
+    """Lets the progress bar of a new leader go on where the old leader's ended, whatever is under way.
 
-    The bar of a worker that is not the leader is disabled: it has seen all hooks and shown nothing. Those that begin
-    what is under way are called again.
+    The bar of a worker that is not the leader is disabled: it has seen all hooks and shown nothing. The hooks that
+    begin what is under way are called again.
 
     Args:
-        trainer: of this worker.
-        dataloader_idx: which loader an evaluation is at.
+        trainer: this worker's Trainer.
+        dataloader_idx: the loader that an evaluation has reached.
     """
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     if bar is None:
         return
     bar.enable()
     if bar._trainer is None or trainer.state.stage is None:
-        return  # nothing has begun yet, or all is over
+        return  # nothing has begun yet, or everything is over
     fitting = trainer.state.fn == TrainerFn.FITTING
     if trainer.sanity_checking:
         bar.on_sanity_check_start(trainer, module)

@@ -1,4 +1,4 @@
-"""Loggers that survive the leader: what it had not written yet, its successor writes.
+"""Loggers that survive the leader: its successor writes what it had not written yet.
 
 Only the leader's loggers write. All others keep what they were asked to log until the leader has applied a later step,
 which it does after its loggers have flushed. When a worker becomes the leader, it writes what it still keeps. At most
@@ -27,8 +27,8 @@ class LogRelay:
     """Stands between a Trainer and its loggers.
 
     Args:
-        trainer: of this worker.
-        collectives: this worker among the others.
+        trainer: this worker's Trainer.
+        collectives: this worker's collectives.
         executor: knows how many steps this worker has applied.
     """
 
@@ -59,10 +59,10 @@ class LogRelay:
 
     def _on_hyperparams(self, index: int, *args: Any, **kwargs: Any) -> None:
         self._hyperparams[index] = (args, kwargs)
-        self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing but on the leader
+        self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing except on the leader
 
     def take_over(self) -> None:
-        """Writes what the leader of before had not written; called when this worker has become the leader."""
+        """Writes what the previous leader had not written; called when this worker has become the leader."""
         known = [_keep_file(logger) for logger in self._loggers]
         for index, (args, kwargs) in self._hyperparams.items():
             self._log_hyperparams[index](*args, **kwargs)
@@ -76,13 +76,13 @@ class LogRelay:
 
 
 def keep_files(loggers: Iterable[Logger]) -> None:
-    """Lets loggers that were used before, in another process, append to what they wrote."""
+    """Lets loggers that another process used before append to what they wrote."""
     for logger in loggers:
         _keep_file(logger)
 
 
 def _flush(logger: Logger) -> None:
-    """Brings to the file what the logger's writer still holds, if it can say so."""
+    """Flushes the logger's writer to its file, if it can."""
     if isinstance(logger, CSVLogger):
         logger.save()
     flush = getattr(getattr(logger, "experiment", None), "flush", None)
@@ -99,7 +99,7 @@ def _is_known(known: _Cells, metrics: Mapping[str, Any], step: int | None = None
 
 
 def _keep_file(logger: Logger) -> _Cells:
-    """Makes a CSV logger append: on its first use it deletes what the leader of before wrote. Returns what that was."""
+    """Makes a CSV logger append: on its first use it deletes the previous leader's rows. Returns those."""
     if not isinstance(logger, CSVLogger) or logger._experiment is not None:
         return set()
     path = Path(logger.log_dir) / "metrics.csv"

@@ -1,7 +1,7 @@
-"""Lightning's training loop with the schedule in the place of ``training_step`` and ``backward``.
+"""Lightning's training loop with the schedule in place of ``training_step`` and ``backward``.
 
 Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. A worker that joins a
-running training goes through the same loops, and stops before its first epoch until it is let in.
+running training goes through the same loops, and waits before its first epoch until it is let in.
 
 Lightning's hooks around a step keep their order. They all concern the whole global batch: ``on_before_backward`` and
 ``on_after_backward`` come with its mean loss when its gradient is complete, right before ``on_before_optimizer_step``.
@@ -37,7 +37,7 @@ _COUNTED_IN_BATCHES = ("limit_train_batches", "val_check_interval", "accumulate_
 
 
 class StepRunner(Protocol):
-    """What the loops ask of the worker that they run in."""
+    """What the loops need from the worker that they run in."""
 
     def enter_training(self) -> None: ...
 
@@ -85,7 +85,7 @@ class PipelineOptimization(_AutomaticOptimization):
         return {"loss": loss}
 
     def _log(self, handle: StepHandle, loss: torch.Tensor, result: StepResult) -> None:
-        """Calls the module's hooks in the place of ``training_step``, where Lightning allows logging."""
+        """Calls the module's hooks in place of ``training_step``, where Lightning allows logging."""
         results, module = self.trainer._results, self.trainer.lightning_module
         if results is not None:
             results.batch_size = handle.loader.global_batch_size
@@ -104,7 +104,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = PipelineOptimization(trainer, runner)
         self.enters_mid_epoch = False
-        """Whether this worker joins at the present batch: the counters are right as they are."""
+        """Whether this worker joins at the current batch: its counters are already right."""
 
     @override
     def reset(self) -> None:
@@ -113,7 +113,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
             return
         epoch_is_over = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         super().reset()
-        if epoch_is_over:  # the parent sees that only where it knows the length
+        if epoch_is_over:  # the parent sees that only if it knows the length
             self.batch_progress.reset_on_run()
             self.scheduler_progress.reset_on_run()
             self.automatic_optimization.optim_progress.reset_on_run()
@@ -121,7 +121,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        """Begins with the batch that the counters say, also in the middle of an epoch."""
+        """Begins with the batch that the counters name, also in the middle of an epoch."""
         first = self.batch_progress.current.ready
         fit_loop = self.trainer.fit_loop
         assert fit_loop._combined_loader is not None
@@ -139,7 +139,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         decided = super()._should_check_val_fx(data_fetcher)
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
-            return bool(self.trainer.strategy.broadcast(decided))  # each worker has a clock of its own
+            return bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
         return decided
 
     @override
@@ -154,7 +154,7 @@ class PipelineFitLoop(_FitLoop):
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
-        """Replaces the fit loop and the epoch loop of ``trainer``, keeping what they were given."""
+        """Replaces the fit loop and the epoch loop of ``trainer``, keeping their arguments."""
         old = trainer.fit_loop
         if isinstance(old, cls):  # of an earlier run in this process
             old.runner = old.epoch_loop.automatic_optimization.runner = runner  # type: ignore[attr-defined]
@@ -171,22 +171,22 @@ class PipelineFitLoop(_FitLoop):
     def reset(self) -> None:
         super().reset()
         if self.restarted_on_epoch_end:
-            # With ``max_steps`` the parent would go through the epoch that is over once more, without a batch, and
-            # number those after it one too high.
+            # With ``max_steps`` the parent would repeat the finished epoch, without a batch, and number later epochs
+            # one too high.
             self.epoch_progress.increment_completed()
             self.reset_restart_stage()
             _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
 
     @override
     def _load_combined_loader_states(self) -> None:
-        """A stream is also set back by a checkpoint from the end of an epoch, where its next pass may go on."""
+        """Also rewinds a stream for a checkpoint from the end of an epoch, where its next pass may go on."""
         if self.is_resuming:
             self.find_places()
 
     def find_places(self) -> None:
-        """Sets a stream to where it was when the state was taken that this loop has loaded.
+        """Moves a stream to where it was when the state that this loop has loaded was taken.
 
-        Data with addresses needs no state, so one that one device's loader left in a checkpoint is let be.
+        Data with addresses needs no state: one that a single device's loader left in a checkpoint is left alone.
         """
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         assert self._combined_loader is not None
@@ -201,10 +201,10 @@ class PipelineFitLoop(_FitLoop):
 
 
 def count_in_steps(trainer: pl.Trainer) -> Callable[[], None]:
-    """Makes the loops of this worker count steps of ``accumulate_grad_batches`` batches; returns what undoes that.
+    """Makes the loops of this worker count steps of ``accumulate_grad_batches`` batches; returns a function to undo it.
 
-    Gradients are accumulated over the micro-batches of all batches of a step at once, so there is nothing left for
-    Lightning to accumulate.
+    Gradients are accumulated over the micro-batches of all batches of a step at once, which
+    leaves Lightning nothing to accumulate.
     """
     given = {name: getattr(trainer, name) for name in _COUNTED_IN_BATCHES if hasattr(trainer, name)}
     batches = given["accumulate_grad_batches"]
@@ -220,8 +220,8 @@ def count_in_steps(trainer: pl.Trainer) -> Callable[[], None]:
 
 
 def tell_batch_sizes(trainer: pl.Trainer) -> None:
-    """Lets hooks log means over an epoch without ``batch_size``: Lightning cannot see how large a batch is that is an
-    address.
+    """Lets hooks log means over an epoch without ``batch_size``: Lightning cannot see the size of a batch that is
+    an address.
     """
     connector = trainer._logger_connector
     start = connector.on_batch_start

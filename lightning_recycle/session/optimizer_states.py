@@ -1,7 +1,7 @@
-"""State dicts of stages and of the whole model: joined for checkpoints, cut for the stages that read them.
+"""State dicts of stages and of the whole model: joined for checkpoints, split for the stages that read them.
 
-A checkpoint is the one of a single device: names ``layers.<index>...``, one optimizer over all parameters. In the
-optimizer's state parameters are numbers, counted through the groups and, within a group, in the order of the layers.
+A checkpoint is that of a single device: names ``layers.<index>...``, one optimizer over all parameters. The optimizer's
+state names parameters by number, counted through the groups and, within a group, in the order of the layers.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def merge_optimizer_states(
     """Joins the state dicts of the stages' optimizers into that of one optimizer over all layers in order.
 
     Args:
-        parts: one per stage, with the same number of parameter groups.
-        names: of the parameters, by stage, group and position.
-        copies: for the name of each parameter that is a copy of another stage's: the name of that one. Copies are left
-            out, as one device has the parameter once.
+        parts: one state dict per stage, with the same number of parameter groups.
+        names: the parameters' names, by stage, group and position.
+        copies: maps the name of each parameter that is a copy of another stage's to the name of that one. Copies are
+            left out, as one device has the parameter once.
 
     Raises:
         ConfigurationError: if the stages have different numbers of groups.
@@ -75,7 +75,7 @@ def merge_optimizer_states(
 
 
 def parameter_numbers(names: Sequence[GroupNames], copies: Mapping[str, str], stage: int) -> list[int]:
-    """The numbers of ``stage``'s parameters in the state of one optimizer over all layers; arguments as of
+    """The numbers of ``stage``'s parameters in the state of one optimizer over all layers; arguments as in
     :func:`merge_optimizer_states`.
     """
     numbers = _numbers(names, copies)
@@ -91,10 +91,10 @@ def stage_optimizer_state(
     part: dict[str, Any], names: Sequence[GroupNames], copies: Mapping[str, str], stage: int
 ) -> dict[str, Any]:
     """The state dict of ``stage``'s optimizer, with the numbers of one optimizer over all layers, as text; arguments as
-    of :func:`merge_optimizer_states`. The groups are those of the whole.
+    in :func:`merge_optimizer_states`. The groups are those of the whole model.
 
-    As text because torch's distributed checkpoints turn every key into text; ``Optimizer.load_state_dict`` takes any
-    names, if the groups use the same.
+    They are text because torch's distributed checkpoints turn every key into text; ``Optimizer.load_state_dict`` takes
+    any names that the groups use too.
     """
     numbers = _numbers(names, copies)
     mine = [name for group in names[stage] for name in group]
@@ -114,15 +114,15 @@ def stage_optimizer_state(
 def split_optimizer_state(
     whole: dict[str, Any], names: Sequence[GroupNames], copies: Mapping[str, str], stage: int
 ) -> dict[str, Any]:
-    """The part of ``whole`` that is ``stage``'s: the inverse of :func:`merge_optimizer_states`, with its arguments.
+    """The part of ``whole`` that belongs to ``stage``; the inverse of :func:`merge_optimizer_states`, same arguments.
 
     Raises:
-        ConfigurationError: if the groups do not have as many parameters as the stages together.
+        ConfigurationError: if a group does not have as many parameters as the stages together.
     """
     if len(whole["param_groups"]) != len(names[stage]):
         raise ConfigurationError(
             f"The checkpoint's optimizer has {len(whole['param_groups'])} parameter groups, this one"
-            f" {len(names[stage])}: create the groups as when the checkpoint was written."
+            f" {len(names[stage])}: create the same groups as when the checkpoint was written."
         )
     saved: dict[str, int] = {}
     for index, group in enumerate(whole["param_groups"]):

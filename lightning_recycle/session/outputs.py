@@ -34,7 +34,7 @@ _States = dict[str, Any]
 
 @dataclass(frozen=True)
 class _MetricValue:
-    """In the place of a metric that was logged: where it is in the module."""
+    """Stands for a metric that was logged: where it is in the module."""
 
     path: str
 
@@ -44,7 +44,7 @@ class _Record:
     """What a hook did with the output of one micro-batch.
 
     Args:
-        samples: of the micro-batch.
+        samples: the number of samples of the micro-batch.
         logs: (name, value, keyword arguments) of each ``self.log``.
         metrics: what each metric gained: its states after this micro-batch alone, by path in the module.
         result: what the hook returned.
@@ -105,11 +105,11 @@ class OutputRecorder:
     # ------------------------------------------------------------------ on every worker
 
     def replay(self, records: Mapping[int, bytes], on_step: bool) -> list[Any]:
-        """Does on this worker what the hooks did with the outputs of a whole step.
+        """Repeats on this worker what the hooks did with the outputs of a whole step.
 
         Args:
             records: what :meth:`record` returned, by global micro-batch.
-            on_step: whether values are logged for the step unless the hook says something else.
+            on_step: whether values are logged for the step unless the hook says otherwise.
 
         Returns:
             What the hooks returned, in the order of the micro-batches.
@@ -193,20 +193,20 @@ def concatenate(parts: Sequence[Any]) -> Any:
 
 
 def metric_states(metric: Metric) -> _States:
-    """What ``metric`` has accumulated, and what it has cached of that."""
+    """What ``metric`` has accumulated, with its caches."""
     names = (*metric._defaults, "_update_count", "_forward_cache", "_computed")
-    # Lists are extended in place by some metrics.
+    # Some metrics extend lists in place.
     return {n: list(v) if isinstance(v := getattr(metric, n), list) else v for n in names}
 
 
 def set_metric_states(metric: Metric, states: _States) -> None:
-    """Sets what :func:`metric_states` returned."""
+    """Restores what :func:`metric_states` returned."""
     for name, value in states.items():
         setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
 def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: bool) -> None:
-    """Adds what ``metric`` gained in a step; its step value becomes that of the step alone if that is wanted."""
+    """Adds what ``metric`` gained in a step; with ``keep_step_value`` its step value becomes that of the step alone."""
     before = metric_states(metric)
     step = gained[0]
     for more in gained[1:]:

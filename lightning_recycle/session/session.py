@@ -1,7 +1,7 @@
 """One worker under Lightning: all that its process holds while a function of the Trainer runs in it.
 
-It is created when the process knows its place, before Lightning begins. What needs the model and the optimizer exists
-from Lightning's ``strategy.setup()`` on, which is :meth:`Session.setup`. The executor runs the steps; it asks this
+It is created once the process knows its place, before Lightning begins. What needs the model and the optimizer exists
+from Lightning's ``strategy.setup()`` on, which calls :meth:`Session.setup`. The executor runs the steps; it asks this
 object, its host, for what only Lightning and the user's module know.
 """
 
@@ -61,18 +61,18 @@ class Session:
     """One worker.
 
     Args:
-        options: the user's.
+        options: the user's options.
         run: what all workers have in common.
-        place: of this worker.
+        place: this worker's place.
         client: its connection to the coordinator.
-        trainer: of this process.
+        trainer: the Trainer of this process.
 
     Attributes:
-        collectives: this worker among the others.
+        collectives: this worker's collectives.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
-        module: with the layers of this stage; like what follows it exists from :meth:`setup` on.
+        module: the module with the layers of this stage; like what follows it exists from :meth:`setup` on.
         executor: runs the steps.
-        checkpoints: this worker's part of them.
+        checkpoints: this worker's part in checkpoints.
     """
 
     module: PipelineModule
@@ -91,12 +91,12 @@ class Session:
         self._count_in_batches: Callable[[], None] = lambda: None
         self._gradient_norm = 0.0
         self._joined_with: WorkerSnapshot | None = None
-        self._digested = -1  # the generation in which a digest of the parameters was told
-        self._dataloader_idx = 0  # of the evaluation that is under way
+        self._digested = -1  # the newest generation with a digest of the parameters
+        self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
 
     def leave(self) -> None:
-        """The run is over, but this process goes on, as the launching process of the next."""
+        """The run is over, but this process goes on as the launching process of the next one."""
         self._count_in_batches()
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
 
@@ -107,12 +107,12 @@ class Session:
     # ------------------------------------------------------------------ setup
 
     def keep_log_files(self) -> None:
-        """The Trainer's loggers go on after an earlier run, as they do in one process."""
+        """Lets the Trainer's loggers go on after an earlier run, as in one process."""
         if self.run.has_run and self.collectives.leads:
             keep_files(self.trainer.loggers)
 
     def setup(self) -> None:
-        """Makes a stage of the model, and what runs it."""
+        """Builds this stage of the model, and what runs it."""
         trainer, strategy = self.trainer, self.trainer.strategy
         module = trainer.lightning_module
         assert isinstance(module, PipelineModule)
@@ -165,7 +165,7 @@ class Session:
     def _build_executor(self, ties: TieExchange) -> Executor:
         trainer, module, device = self.trainer, self.module, self.trainer.strategy.root_device
         owned = self.run.parts[self.worker.stage]
-        parameters = list(module.parameters()) if self._fitting else []  # nothing else trains them
+        parameters = list(module.parameters()) if self._fitting else []  # only fit trains them
         stage = Stage(
             [module.layers[i] for i in owned],
             owned.start,
@@ -199,7 +199,7 @@ class Session:
         return self.trainer.strategy.precision_plugin.train_step_context() or nullcontext()
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips by the norm over all stages, which the commit brought; the plugin's own sees one stage only."""
+        """Clips by the norm over all stages, which the commit delivered; the plugin itself sees one stage only."""
         scale = min(1.0, clip_val / (self._gradient_norm + 1e-6))  # the formula of torch.nn.utils.clip_grad_norm_
         plugin = self.trainer.strategy.precision_plugin
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
@@ -209,9 +209,9 @@ class Session:
     # ------------------------------------------------------------------ data
 
     def process_dataloader(self, dataloader: object) -> StepLoader:
-        """A source of steps that reads what ``dataloader`` would."""
+        """A source of steps that reads what ``dataloader`` would read."""
         training = self.trainer.training
-        if training:  # if the Trainer reloads, what the old one reads ahead is not wanted
+        if training:  # if the Trainer reloads, what the old one has read ahead is not needed
             for old in [loader for loader in self._loaders if not loader.evaluation]:
                 old.close()
                 self._loaders.remove(old)
@@ -244,7 +244,7 @@ class Session:
         return loader.global_batch_size
 
     def _on_device(self, loader: StepLoader, data: Any, seed: int) -> Any:
-        """Converts and moves what was collated, by the user's hooks; what these draw depends on the data's address."""
+        """Converts and moves a collated batch with the user's hooks; what they draw depends on the data's address."""
         data = self.trainer.strategy.precision_plugin.convert_input(data)
         if not self._transfers:
             return data
@@ -261,7 +261,7 @@ class Session:
         """Before the first epoch: a worker that joins a running training waits until it is let in."""
         client, restored = self.client, self.checkpoints.restored_steps
         if threading.current_thread() is threading.main_thread():
-            # In the place of Lightning's handler: a worker that is told to end leaves at the next step boundary.
+            # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
             signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
         if client.joining:
             self.executor.join()
@@ -270,7 +270,7 @@ class Session:
             client.send(Restored(self.place.rank, restored))
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
-        if self._joined_with is not None:  # here its donor waited; hooks have done in both what they do before
+        if self._joined_with is not None:  # its donor waited here, after the same hooks
             restore_snapshot(self.trainer, self._joined_with)
             self._joined_with = None
 
@@ -316,7 +316,7 @@ class Session:
         """Runs a batch through the pipelines; returns what ``hook`` returned for each micro-batch, on every worker.
 
         Args:
-            step: (batch, its index, and that of the DataLoader if there are several).
+            step: (batch, its index, and the DataLoader's index if there are several).
             hook: called with (output, target).
             split: turns a micro-batch into (input, target).
         """
@@ -330,7 +330,7 @@ class Session:
             return self._recorder.replay(records, on_step=False)
 
     def _record(self, hook: Callable[..., Any], output: Any, target: Any, samples: int) -> bytes:
-        """Calls a hook that sees outputs, as in a step on one device; what it did is for the recorder's replay."""
+        """Calls a hook that sees outputs, as in a step on one device, and records it for the replay."""
         with self._forward_context():
             return self._recorder.record(hook, output, target, samples=samples)
 
@@ -378,7 +378,7 @@ class Session:
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         member = self.client.member
-        member.joining = True  # what loaders ask all workers when they are read, this one answers itself
+        member.joining = True  # loaders ask all workers something when read; this one answers itself
         join_before_batch(self.trainer, snapshot)
         member.joining = False
         member.next_collective = snapshot.next_collective

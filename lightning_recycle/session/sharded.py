@@ -1,9 +1,9 @@
 """Sharded checkpoints: a folder in torch's distributed checkpoint format, each stage's tensors in a file of its own.
 
-torch.distributed.checkpoint coordinates its writers through the default process group and without one takes each for
-the only one. Here the steps that it consists of (local plan, global plan, write, finish) are called one by one, and
-what they exchange goes through the control plane; so a writer that dies is replaced by a peer and the folder is written
-again. It gets its name when it is complete.
+torch.distributed.checkpoint coordinates its writers through the default process group; without one it takes each for
+the only one. Here its steps (local plan, global plan, write, finish) are called one by one, and what they exchange goes
+through the control plane; so a peer replaces a writer that dies, and the folder is written again. It gets its name when
+it is complete.
 
 Layout, as Lightning writes and ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` reads it: ``model`` and
 ``optimizer_0`` in the shards, everything else in ``meta.pt``.
@@ -29,7 +29,7 @@ __all__ = ["is_sharded", "load_sharded", "save_sharded"]
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a folder written by :func:`save_sharded`, or by another strategy of Lightning's."""
+    """Whether ``path`` is a folder written by :func:`save_sharded`, or by another strategy of Lightning."""
     return (Path(path) / _METADATA_FILENAME).is_file()
 
 
@@ -43,10 +43,10 @@ def save_sharded(
     """Writes this worker's shard together with all others; every live worker takes part.
 
     Args:
-        path: of the folder, the same on all workers; replaced if it exists.
+        path: the folder's path, the same on all workers; replaced if it exists.
         shard: the state of this worker's stage, in nested dicts.
         rest: what does not belong to a stage.
-        collectives: this worker among the others.
+        collectives: this worker's collectives.
         before_naming: called by the leader right before the folder gets its name.
 
     Returns:
@@ -62,7 +62,7 @@ def save_sharded(
         planner = DefaultSavePlanner()
         mine = None
         if collectives.speaks:
-            # Each shard has keys of its own, so each worker is the coordinator of what is not a tensor in it.
+            # Each shard has its own keys, so each worker is the coordinator of the entries that are no tensors.
             planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
             mine = writer.prepare_local_plan(planner.create_local_plan())
         plans = {rank: plan for rank, plan in gather("checkpoint plan", mine).items() if plan is not None}
@@ -91,13 +91,13 @@ def save_sharded(
 
 
 def _index_of(plans: Mapping[int, Any], ranks: Sequence[int], mine: Any) -> int:
-    """Which of the plans is this worker's: plans have no name, but their first item has."""
+    """The index of this worker's plan: plans have no name, but their first item has."""
     keys = {item.index.fqn for item in mine.items}
     return next(i for i, rank in enumerate(ranks) if keys == {item.index.fqn for item in plans[rank].items})
 
 
 def _replace(folder: Path, path: Path) -> None:
-    """Names ``folder`` ``path``, in the place of whatever has that name."""
+    """Renames ``folder`` to ``path``, replacing whatever has that name."""
     if path.is_dir():
         shutil.rmtree(path)
     elif path.exists():
@@ -111,11 +111,11 @@ def load_sharded(path: str | os.PathLike[str], wanted: Callable[[str], bool]) ->
     """Reads a folder that :func:`save_sharded` wrote.
 
     Args:
-        path: of the folder.
-        wanted: whether a key such as ``model.layers.0.weight`` or ``optimizer_0.state.3.exp_avg`` is to be read.
+        path: the folder's path.
+        wanted: whether to read a key such as ``model.layers.0.weight`` or ``optimizer_0.state.3.exp_avg``.
 
     Returns:
-        The checkpoint as one device would have written it, with what was wanted of ``state_dict`` and
+        The checkpoint as one device would have written it, with the wanted parts of ``state_dict`` and
         ``optimizer_states``.
     """
     reader = FileSystemReader(path)

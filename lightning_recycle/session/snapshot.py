@@ -1,9 +1,9 @@
 """All that a worker must know to take part in a running training: the state of one step boundary.
 
 A donor takes the snapshot while it waits at the beginning of a step; Lightning's counters then say that the batch of
-that step has begun, and what hooks did at its start is done. The worker that joins restores it twice. First it goes
-back to right before that batch and begins it itself, so that hooks find what they expect; when it comes to the point
-where the donor waits, all is set as it is there, so that nothing that those hooks logged or changed counts twice.
+that step has begun, and its first hooks have run. The worker that joins restores it twice. First it rewinds to right
+before that batch and begins it itself, so that hooks find what they expect; when it reaches the point where the donor
+waits, it takes over the donor's whole state, so that nothing that those hooks logged or changed counts twice.
 Callbacks are asked for their state as for a checkpoint. Hooks such as ``on_train_epoch_start`` are not called again, as
 when Lightning resumes in the middle of an epoch.
 """
@@ -37,7 +37,7 @@ __all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snap
 
 _VALIDATION = "fit_loop.epoch_loop.val_loop"
 _RESULTS = ("fit_loop.epoch_loop", _VALIDATION)
-_ATTRIBUTES = {  # of what the Trainer has, by path: what decides, but is in no state dict
+_ATTRIBUTES = {  # of the Trainer's parts, by path: what decides, but is in no state dict
     "_logger_connector": (
         "_progress_bar_metrics",
         "_logged_metrics",
@@ -59,7 +59,7 @@ _OF_CHECKPOINTS = (
 
 @dataclass(frozen=True)
 class _Logged:
-    """One value that was logged in this epoch: its key, what ``self.log`` was told, and what has been accumulated."""
+    """One value that was logged in this epoch: its key, the arguments of ``self.log``, and what it accumulated."""
 
     key: str
     meta: dict[str, Any]
@@ -70,23 +70,23 @@ class _Logged:
 
 @dataclass(frozen=True)
 class WorkerSnapshot:
-    """The state of one stage, and what is the same on all workers.
+    """The state of one stage, and the state common to all workers.
 
     Args:
         module: the state dict of the stage.
-        metrics: states of the torchmetrics objects of the module, by name.
-        optimizers: state dicts, of the stage.
-        schedulers: state dicts.
-        precision: state dict of the precision plugin.
-        loops: of the fit loop, with the place in a stream of data.
+        metrics: the states of the module's torchmetrics objects, by name.
+        optimizers: the state dicts of the stage's optimizers.
+        schedulers: the state dicts of the schedulers.
+        precision: the state dict of the precision plugin.
+        loops: the state dict of the fit loop, with the place in a stream of data.
         results: what was logged in this epoch and in the newest validation.
-        attributes: of the Trainer's parts, by their paths, in no state dict.
-        callbacks: their states.
+        attributes: attributes of the Trainer's parts that are in no state dict, by path.
+        callbacks: the states of the callbacks.
         checkpoints: attributes of each ModelCheckpoint that are not in its state.
-        data: state dict of the data module, if there is one.
-        has_validated: whether the loaders of the validation have been read.
+        data: the state dict of the data module, if there is one.
+        has_validated: whether the validation loaders have been read.
         should_stop: whether somebody asked to stop.
-        next_collective: number of the next control collective.
+        next_collective: the number of the next control collective.
     """
 
     module: dict[str, Any]
@@ -128,9 +128,9 @@ def take_snapshot(trainer: pl.Trainer, next_collective: int) -> WorkerSnapshot:
 
 
 def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
-    """Makes this worker's Trainer as if it had been there: its fit loop goes on with the batch of that step.
+    """Sets this worker's Trainer as if it had always been there: its fit loop goes on with the batch of that step.
 
-    Loaders that the donor has read (again) in the meantime are read here; the others do not take part in that.
+    Loaders that the donor has read (again) meanwhile are read here; other workers take no part in that.
     """
     loop = trainer.fit_loop
     assert isinstance(loop, PipelineFitLoop)
@@ -138,7 +138,7 @@ def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
     restore_snapshot(trainer, snapshot)
     loop.on_load_checkpoint(snapshot.loops["state_dict"])
     loop.find_places()
-    # The batch of this step is about to begin here; in the donor it has.
+    # The batch of this step is about to begin here; in the donor it has begun.
     epoch = loop.epoch_loop
     batches = epoch.batch_progress
     for counts in (batches.total, batches.current):
@@ -158,7 +158,7 @@ def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
 
 
 def restore_snapshot(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
-    """Sets what the donor had when it took the snapshot, but for the place in a stream of data."""
+    """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
     module = trainer.lightning_module
     module.load_state_dict(snapshot.module)
     for name, metric in module.named_modules():
@@ -222,7 +222,7 @@ def _logged(results: _ResultCollection) -> tuple[_Logged, ...]:
         meta = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata) if f.name != "_sync"}
         sync = {f.name: getattr(metric.meta.sync, f.name) for f in fields(_Sync) if f.name != "fn"}
         names = ["_forward_cache", "_computed", "_update_count", "has_reset"]
-        if metric.is_tensor:  # else the value is the module's own metric
+        if metric.is_tensor:  # otherwise the value is the module's own metric
             names += metric._defaults
         attributes = {name: getattr(metric, name) for name in names}
         found.append(_Logged(key, meta, sync, metric.is_tensor, attributes))

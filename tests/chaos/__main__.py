@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("--scenarios", type=int, default=200, help="how many (200)")
-    parser.add_argument("--seed", type=int, default=1, help="of all of them (1)")
+    parser.add_argument("--seed", type=int, default=1, help="the seed of all of them (1)")
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="the scenarios of these seeds alone")
     parser.add_argument("--jobs", type=int, default=1, help="scenarios at the same time (1)")
     parser.add_argument("--verbose", action="store_true", help="show the log of the runs")
@@ -84,7 +84,7 @@ def _summarize(results: Sequence[Result], seconds: float) -> int:
 
 
 def _run_in_parallel(seeds: Sequence[int], jobs: int) -> int:
-    """Divides the seeds among processes of this program; their tables follow each other."""
+    """Divides the seeds among processes of this program; their tables follow one another."""
     parts = [seeds[first::jobs] for first in range(min(jobs, len(seeds)))]
     command = [sys.executable, "-m", "chaos", "--only"]
     children = [
@@ -97,5 +97,5 @@ def _run_in_parallel(seeds: Sequence[int], jobs: int) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):  # of a reader that has seen enough
+    with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
         sys.exit(main())

@@ -1,10 +1,10 @@
-"""What each worker used, in its own words, and the proof that every sample was used exactly once.
+"""Each worker's record of what it used, and the proof that every sample was used exactly once.
 
 Concept: a worker writes a line before each REDUCE, with the micro-batches that its gradient holds and the samples that
-they were made of, one after it, and one for each step that it applies. A step can be computed several times; of a stage
-the newest reduction that was completed anywhere is the one that counts, because nothing that was reduced is dropped
-while its holder lives. So for every step and stage the entries of that reduction, by all workers of its generation,
-must hold each micro-batch once and, over an epoch, each sample once.
+they consist of, one after it, and one for each step that it applies. A step can be computed several times; for a stage
+the newest reduction completed anywhere counts, because nothing that was reduced is dropped while its holder lives. So
+for every step and stage the entries of that reduction, by all workers of its generation, must hold each micro-batch
+once and, over an epoch, each sample once.
 
 Lines are written at once and whole: they survive the writer's death.
 """
@@ -31,16 +31,16 @@ __all__ = ["Diary", "Entry", "audit", "read_entries"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One line.
+    """One line of a diary.
 
     Args:
         what: "offered" (before a REDUCE), "reduced" (after it) or "applied".
-        time: nanoseconds, of a clock that is the same for all processes of the machine.
-        pid: of the writer.
-        stage: of the writer.
+        time: in nanoseconds, of one clock for all processes of the machine.
+        pid: the writer's process id.
+        stage: the writer's stage.
         generation: (number of the start, generation).
-        step: optimizer step.
-        microbatches: for what was offered: (index of the global micro-batch, its samples; none in inner stages).
+        step: the optimizer step.
+        microbatches: what was offered: (index of the global micro-batch, its samples; none in inner stages).
     """
 
     what: str
@@ -53,7 +53,7 @@ class Entry:
 
 
 class Diary(pl.Callback):
-    """Lets each worker write to a file of its own in ``directory``. Put it before callbacks that end workers."""
+    """Lets each worker write to its own file in ``directory``. Put it before callbacks that end workers."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -120,14 +120,14 @@ def read_entries(directory: Path) -> list[Entry]:
 def audit(
     entries: Iterable[Entry], stages: int, steps: int, microbatches: int, samples: int, global_batch: int
 ) -> list[str]:
-    """What contradicts that every sample was used exactly once in each epoch; nothing if all is well.
+    """What contradicts that every sample was used exactly once in each epoch; empty if all is well.
 
     Args:
-        entries: of all workers.
+        entries: the entries of all workers.
         stages: S.
-        steps: that the training had.
-        microbatches: global ones per step.
-        samples: of the data; a multiple of ``global_batch``.
+        steps: how many steps the training had.
+        microbatches: the global micro-batches per step.
+        samples: the size of the data; a multiple of ``global_batch``.
         global_batch: samples per step.
     """
     offers: dict[tuple[int, int, tuple[int, int]], list[Entry]] = defaultdict(list)

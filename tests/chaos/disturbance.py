@@ -1,4 +1,4 @@
-"""Callbacks that make replacements fail too, and give them the time to come."""
+"""Callbacks that make replacements fail too, and give them time to arrive."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class Pace(pl.Callback):
     """Slows the training down while a worker is missing, so that a replacement arrives before the end.
 
     Args:
-        seconds: per step.
+        seconds: the delay of each step.
     """
 
     def __init__(self, seconds: float) -> None:

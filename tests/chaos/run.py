@@ -31,7 +31,7 @@ __all__ = ["TOLERANCE", "Result", "run_scenario"]
 log = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 120.0
-"""More than any scenario takes on a busy machine: what takes longer hangs."""
+"""More than any scenario takes on a busy machine: one that takes longer hangs."""
 
 _HEARTBEAT = {"interval": 0.25, "timeout": 2.0}
 _PACE_SECONDS = 0.15
@@ -43,11 +43,11 @@ class Result:
     """How a scenario went.
 
     Args:
-        scenario: that was run.
-        problems: what broke a promise; empty if nothing did.
-        seconds: that it took.
-        difference: the largest of any weight; None if the scenario had to end in an error.
-        events: how many of each kind.
+        scenario: the scenario that was run.
+        problems: the broken promises, if any.
+        seconds: how long it took.
+        difference: the largest difference of any weight; None if the scenario had to end in an error.
+        events: the number of events of each kind.
     """
 
     scenario: Scenario
@@ -79,7 +79,7 @@ def run_scenario(scenario: Scenario, limit: float = LIMIT_SECONDS) -> Result:
                 trainer.fit(model, loader(scenario.pipelines, scenario.loader_processes))
         except StageLostError as error:
             ended = "in the loss of a stage" if scenario.must_end_in_an_error else f"in {error}"
-        except Exception as error:  # whatever it is, it is reported, and the next scenario comes
+        except Exception as error:  # whatever it is, it is reported, and the next scenario runs
             ended = f"in {type(error).__name__}: {error}"
             log.warning("Scenario %d ended in an error", scenario.seed, exc_info=True)
         if ended == "as it should" and not scenario.must_end_in_an_error:

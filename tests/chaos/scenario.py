@@ -1,7 +1,7 @@
 """What one chaos run is: a grid, options and faults, all drawn from a seed. Pure.
 
-Every scenario can be survived by construction, so that it must end with the exact weights: in each stage one worker is
-never hit by anything that ends it. The exceptions are drawn on purpose: scenarios that lose a whole stage and must end
+Every scenario is survivable by construction, so it must end with the exact weights: in each stage one worker is never
+hit by anything that ends it. The exceptions are drawn on purpose: scenarios that lose a whole stage and must end
 in :class:`~lightning_recycle.errors.StageLostError`, or start again from a checkpoint.
 """
 
@@ -13,7 +13,7 @@ from lightning_recycle.callbacks import Fault
 __all__ = ["GLOBAL_MICROBATCHES", "STEPS", "LateFault", "Scenario", "draw"]
 
 GLOBAL_MICROBATCHES = 6
-"""D * M of every scenario: what the dropout depends on."""
+"""D * M of every scenario, on which the dropout depends."""
 
 STEPS = 24
 
@@ -23,19 +23,19 @@ _ENDING = ("kill", "kill", "exit", "exception", "hang", "deadlock", "partition",
 """Kinds of faults after which a worker is gone."""
 
 _ANYWHERE = ("kill", "exit", "exception")  # found at once, wherever they happen
-_SECOND_STEP = 2  # what an operation usually takes is known from here on: a deadlock is found
+_SECOND_STEP = 2  # from here on the usual times of operations are known, so a deadlock is found
 
 
 @dataclass(frozen=True)
 class LateFault:
-    """A fault of the first replacement of a position.
+    """A fault of a position's first replacement.
 
     Args:
-        kind: as of :class:`~lightning_recycle.callbacks.Fault`.
-        pipeline: of the position.
-        stage: of the position.
-        operations: it happens before the operation after so many; 0: while it takes over the state of its peer;
-            -1: before it is ready.
+        kind: as in :class:`~lightning_recycle.callbacks.Fault`.
+        pipeline: the position's pipeline.
+        stage: the position's stage.
+        operations: how many operations precede the fault; 0: while it takes over its peer's state; -1: before it is
+            ready.
     """
 
     kind: str
@@ -46,24 +46,24 @@ class LateFault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run.
+    """What one run consists of.
 
     Args:
-        seed: that it was drawn from.
+        seed: the seed that it was drawn from.
         pipelines: D.
         stages: S.
-        faults: of the workers of the beginning.
-        late_faults: of their replacements.
+        faults: the faults of the initial workers.
+        late_faults: the faults of their replacements.
         dropout: whether layers draw random numbers.
         clips: whether the norm of the gradient is clipped.
-        staggered: as of the strategy, like all that follow.
+        staggered: an option of the strategy, like those that follow.
         decoupled: whether the backward is split.
         shadow: "device" or "host".
         restart_workers: whether lost workers are replaced.
         normalize: whether healthy workers may move.
         on_stage_lost: "raise" or "restart".
         checkpoint_every: steps between checkpoints; 0 for none.
-        loader_processes: of each worker's DataLoader.
+        loader_processes: the processes of each worker's DataLoader.
         loses_stage: whether all workers of a stage fail.
     """
 
@@ -133,7 +133,7 @@ def draw(seed: int) -> Scenario:
     else:
         faults = _survivable(rng, pipelines, stages, has_checkpoints=bool(checkpoint_every))
         late = _late(rng, faults) if restart_workers else ()
-    # Who moves leaves a stage with one worker less, so that nothing may fail there.
+    # A worker that moves leaves its stage with one worker less, so nothing may fail there.
     one_stage = len({fault.stage for fault in faults if fault.kind != "slow"}) <= 1
     return Scenario(
         seed,
@@ -166,7 +166,7 @@ def _fall_of_a_stage(rng: random.Random, pipelines: int, stages: int) -> tuple[F
 
 
 def _survivable(rng: random.Random, pipelines: int, stages: int, has_checkpoints: bool) -> tuple[Fault, ...]:
-    """Faults that leave one worker of each stage alone, but for its speed."""
+    """Faults that spare one worker of each stage, except for its speed."""
     safe = [rng.randrange(pipelines) for _ in range(stages)]
     mortal = [(d, s) for d in range(pipelines) for s in range(stages) if d != safe[s]]
     faults: list[Fault] = []

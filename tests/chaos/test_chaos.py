@@ -1,4 +1,4 @@
-"""Random scenarios are exact, and a run that was not would be seen."""
+"""Random scenarios are exact, and a run that is not would be noticed."""
 
 from dataclasses import replace
 
@@ -55,12 +55,12 @@ def test_the_command_prints_a_table_and_tells_success(capsys: pytest.CaptureFixt
     assert lines[-1].startswith("all exact")
 
 
-# ---------------------------------------------------------------------- the audit sees what is wrong
+# ---------------------------------------------------------------------- the audit notices what is wrong
 
 
 def good_entries() -> list[Entry]:
-    """Two processes of one stage that train four steps of an epoch of four samples' two micro-batches; step 1 is redone
-    because process 1 died after it had offered its part.
+    """Two processes of one stage train on four samples, two micro-batches per step; step 1 is redone because process 1
+    died after it had offered its part.
     """
     entries: list[Entry] = []
 

@@ -1,4 +1,4 @@
-"""The model and the data of the chaos runs, and what an undisturbed training of them gives."""
+"""The model and the data of the chaos runs, and the result of undisturbed training."""
 
 import functools
 from typing import Any
@@ -27,7 +27,7 @@ SEED = 5
 
 
 class ChaosModel(PipelineModule):
-    """Six layers in float64, two more with ``dropout``; it remembers which samples it was given last."""
+    """Six layers in float64, two more with ``dropout``; it remembers the samples that it was given last."""
 
     def __init__(self, dropout: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def loader(pipelines: int, processes: int = 0) -> DataLoader[Any]:
 
 
 def quiet_trainer(pipelines: int, stages: int, strategy: dict[str, Any], clips: bool, **options: Any) -> L.Trainer:
-    """A Trainer that prints and writes nothing by itself."""
+    """A Trainer that prints and writes nothing of its own."""
     return L.Trainer(
         accelerator="cpu",
         devices=pipelines * stages,
@@ -87,14 +87,14 @@ def quiet_trainer(pipelines: int, stages: int, strategy: dict[str, Any], clips: 
 def reference(dropout: bool, clips: bool) -> dict[str, Tensor]:
     """The weights that every scenario must end with."""
     model = ChaosModel(dropout)
-    if dropout:  # what it draws is the project's own affair; a single worker that nothing happens to
+    if dropout:  # what it draws is the project's own affair: a single undisturbed worker is the reference
         quiet_trainer(1, 1, {}, clips, callbacks=[]).fit(model, loader(1))
         return dict(model.state_dict())
     return _plain_loop(model, clips)
 
 
 def _plain_loop(model: ChaosModel, clips: bool) -> dict[str, Tensor]:
-    """Without anything of this project's but the order of the data."""
+    """Uses nothing of this project except the order of the data."""
     data = loader(1)
     order = MicrobatchLoader(data, Grid(1, 1, 1), 0, SEED)
     steps = (order.addresses(*divmod(step, len(order)), Microbatch(0, 0)) for step in range(STEPS))

@@ -29,7 +29,7 @@ GRID = Grid(2, 2, 1)  # ranks 0 and 2 are stage 0, ranks 1 and 3 stage 1
 
 
 class FakeProcess:
-    """What the coordinator watches in the place of a process."""
+    """What the coordinator watches instead of a process."""
 
     def __init__(self) -> None:
         self.sentinel, self._writer = os.pipe()
@@ -66,7 +66,7 @@ class FakeSchedule:
 
 
 class FakePlanner:
-    """What the coordinator asks for schedules; remembers what it was asked."""
+    """Gives the coordinator schedules; remembers the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
@@ -134,13 +134,13 @@ class ControlPlane:
         return members
 
     def connection(self) -> MessageConnection:
-        """A connection that has the key and says what the test says."""
+        """A connection that has the key and sends what the test sends."""
         connection = MessageConnection(Client(self.coordinator.address, authkey=self.coordinator.authkey))
         self.raw.append(connection)
         return connection
 
     def child(self, rank: int, steps: int = 0, pause: float = 0.0) -> subprocess.Popen[str]:
-        """A worker in a process of its own. Its exit is known by its connection only."""
+        """A worker in its own process. Only its connection shows its exit."""
         host, port = self.coordinator.address
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import control_worker as w; w.main()"
         numbers = [rank, self.grid.stages, steps, pause]
@@ -155,7 +155,7 @@ class ControlPlane:
     def until(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited in vain; history: {self.coordinator.history}"
+            assert time.monotonic() < deadline, f"waited without success; history: {self.coordinator.history}"
             time.sleep(0.005)
 
     def close(self) -> None:
@@ -192,13 +192,13 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """Runs each in a thread; returns their results."""
+    """Runs each function in a thread; returns the results."""
     futures = [in_thread(function) for function in functions]
     return [future.result(PATIENCE) for future in futures]
 
 
 def die(plane: ControlPlane, member: Member, cause: str = "it was killed by SIGKILL") -> None:
-    """As a process that ends: its connection is closed and its sentinel fires."""
+    """Ends a member like a process: its connection is closed and its sentinel fires."""
     member.client.leave()
     plane.processes[member.client.rank].die(cause)
 

@@ -1,15 +1,14 @@
 """What a run promises, checked against everything that the coordinator says and its workers do.
 
-- No two processes act as one worker of a generation, and nobody acts in a generation without being of it.
-- A step is applied with every micro-batch once, in order, by all stages or by none; its loss is known before.
-- All workers of a generation run a step under the same schedule, which is for them, and the newest one.
+- No two processes act as one worker of a generation, and only its members act in it.
+- A step is applied with every micro-batch once, in order, by all stages or by none; its loss is known before that.
+- All workers of a generation run a step under the same schedule, which is made for them and is the newest one.
 - All are told the same; a generation is resumed once, a collective answered once, a step counted when all have it.
-- Whoever is ready is let in, at a step that nobody has begun; nothing is redone for it, and no stage is left alone.
+- A worker that is ready is let in, at a step that nobody has begun; nothing is redone, and no stage loses its last one.
 - The leader is a live worker, and stays the leader as long as it lives.
-- Who is evicted because some cannot reach each other: the fewest, so that those who are left all can, and every stage
-  has somebody who holds it.
-- The run ends with every stage's result, because nobody holds a stage any more, or because all who hold a stage cannot
-  reach somebody whom the others need.
+- If some cannot reach each other, the fewest are evicted so that the rest all can, and every stage keeps a holder.
+- The run ends with every stage's result, because nobody holds a stage any more, or because all that hold a stage cannot
+  reach a worker that the others need.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Promises:
     """Watches one run.
 
     Args:
-        grid: of the run.
-        steps: that it takes.
+        grid: the grid of the run.
+        steps: the number of steps that it takes.
         members: the processes that the coordinator is connected to, by rank; kept up to date by the run.
     """
 
@@ -47,20 +46,20 @@ class Promises:
         self.steps = steps
         self.members = members
         self.full = full_gradient(grid)
-        self.moves: list[tuple[SimulatedWorker, SimulatedWorker]] = []  # who comes, and on whose device
+        self.moves: list[tuple[SimulatedWorker, SimulatedWorker]] = []  # the joining worker, and the mover
         self.applied: dict[tuple[int, int], int] = {}  # (stage, step) -> gradient
-        self._acting: dict[tuple[int, int], SimulatedWorker] = {}  # (generation, rank) -> who acts there
+        self._acting: dict[tuple[int, int], SimulatedWorker] = {}  # (generation, rank) -> the process that acts there
         self._leader = -1
         self._rosters: dict[int, tuple[int, ...]] = {}
         self._resumed: set[int] = set()
-        self._schedules: dict[tuple[int, int], Any] = {}  # (generation, step) -> what all run
-        self._expected: list[tuple[int, int, Any]] = []  # (generation, step, schedule): what is to be run from when on
+        self._schedules: dict[tuple[int, int], Any] = {}  # (generation, step) -> the schedule that all run
+        self._expected: list[tuple[int, int, Any]] = []  # (generation, step, schedule): to be run from that step on
         self._planned: dict[int, int] = {}  # generation -> the boundary at which it began
         self._summed: list[int] = []
         self._completed: list[int] = []
         self._answered: set[int] = set()
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
-        self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # that were found, by generation
+        self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # the detected ones, by generation
         self._cannot_be_repaired = False
 
     # ------------------------------------------------------------------ what workers do
@@ -73,13 +72,13 @@ class Promises:
             raise Violation(f"two processes hold position {worker.rank} in generation {worker.generation}")
 
     def on_exchange(self, worker: SimulatedWorker) -> None:
-        """It gives others something."""
+        """``worker`` gives others something."""
         actor = self._acting[worker.generation, worker.rank]
         if actor is not worker:
-            raise Violation(f"{worker} acts in generation {worker.generation}, in the place of {actor}")
+            raise Violation(f"{worker} acts in generation {worker.generation}, instead of {actor}")
 
     def on_begin(self, worker: SimulatedWorker, step: int) -> None:
-        """It runs ``step``."""
+        """``worker`` runs ``step``."""
         schedule = self._schedules.setdefault((worker.generation, step), worker.schedule)
         if worker.schedule != schedule:
             raise Violation(f"{worker} runs step {step} under schedule {worker.schedule}, others under {schedule}")
@@ -178,7 +177,7 @@ class Promises:
                 raise Violation(f"collective {message.number} is answered without {worker}")
 
     def on_evictions(self, evicted: Collection[int], state: MembershipState) -> None:
-        """For the broken pairs of ``state``."""
+        """``evicted`` are evicted for the broken pairs of ``state``."""
         if not state.broken_pairs <= self.broken_pairs[state.generation]:
             raise Violation(f"{evicted} are evicted for {state.broken_pairs}, and nobody found that out")
         possible = smallest_repairs(state.broken_pairs, state)
@@ -212,7 +211,7 @@ class Promises:
         self._cannot_be_repaired = True
 
     def on_event(self, state: MembershipState) -> None:
-        """After every event, as long as the run goes on."""
+        """Called after every event, as long as the run goes on."""
         if not state.joining <= state.live:
             raise Violation(f"{sorted(state.joining)} join without being live")
         if state.pause is not None and state.regrouping:
@@ -267,7 +266,7 @@ def smallest_repairs(pairs: Collection[Pair], state: MembershipState) -> list[se
 
 
 def _can_recover(state: MembershipState, evicted: set[int]) -> bool:
-    """Whether what the others reported is of the same step in all stages, or of steps next to each other."""
+    """Whether the others' reports are of the same step in all stages, or of adjacent steps."""
     best = [
         max(r.status.version + r.status.reduced for rank, r in state.reports.items() if rank in held - evicted)
         for held in map(state.holders, range(state.grid.stages))

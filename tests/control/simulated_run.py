@@ -2,11 +2,11 @@
 
 ``python tests/control/simulated_run.py SEED`` prints a history event by event.
 
-The coordinator's shell is reduced to what the state machine can tell: connections, exits of processes, evictions,
-candidates for empty positions. Each connection is in order, with random delays; connections are independent of each
-other; now and then a message arrives twice. A connection that breaks takes with it what was not read. What workers
-give each other directly travels as facts, which arrive at any later time, or never if the giver dies. A link between
-two workers may be cut, for a while or for ever: what they give each other then waits on the way.
+The coordinator's shell is reduced to what the state machine can observe: connections, exits of processes, evictions,
+candidates for empty positions. Each connection keeps its order, with random delays; connections are independent of each
+other; now and then a message arrives twice. A connection that breaks loses what was not read. What workers give each
+other directly travels as facts, which arrive at any later time, or never if the giver dies. A link between two workers
+may be cut, for a while or forever: what they give each other is then held back.
 
 What must hold is in :mod:`simulated_promises`, and in the assertions of :mod:`simulated_workers`.
 """
@@ -59,8 +59,8 @@ GRIDS = [
     Grid(1, 2, 1),
     Grid(3, 3, 1),
 ]
-FAULTS_END = 1.2  # seconds, from when on there is no new fault
-DEADLINE = 60.0  # seconds, by when every run must have ended; without faults one takes about one second
+FAULTS_END = 1.2  # seconds, after which there is no new fault
+DEADLINE = 60.0  # seconds, within which every run must end; without faults one takes about one second
 MAX_EVENTS = 50_000
 SILENCE = 0.4  # seconds after which a worker that does not run is evicted
 GRACE = 0.1
@@ -72,11 +72,11 @@ FAULTS = ("crash", "crash", "fuse", "fuse", "break", "freeze", "stick", "disturb
 
 
 class Run:
-    """One history.
+    """One simulated history.
 
     Args:
-        seed: of everything.
-        trace: is told what happens, for people.
+        seed: the seed of everything.
+        trace: called with what happens, for people.
     """
 
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
@@ -111,14 +111,14 @@ class Run:
         for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
             self._at(self.random() * FAULTS_END, self._fault)
         self._follow_ups = self.chance.choice((0, 1, 2, 3))  # faults right after what the machine does about one
-        self._plans: dict[tuple[int, ...], int] = {}  # which schedule the coordinator takes for a roster
+        self._plans: dict[tuple[int, ...], int] = {}  # the schedule that the coordinator chooses for a roster
         replans = random.Random(f"replans {seed}")
         for number in range(1, 1 + replans.choice((0, 0, 1, 2, 3, 6))):
             self._at(replans.random() * FAULTS_END, self._replan, number, replans.random() * 0.1)
         self._links = random.Random(f"links {seed}")
-        self._cuts: dict[Pair, tuple[int, ...]] = {}  # links that are cut, and who of the two finds that out
-        self._held_back: dict[Fact, set[int]] = {}  # from whom, by links that were cut when it would have arrived
-        self._progressed = 0.0  # when a worker went on
+        self._cuts: dict[Pair, tuple[int, ...]] = {}  # cut links, and which of the two workers find that out
+        self._held_back: dict[Fact, set[int]] = {}  # the ranks kept from it by a link that was cut on arrival
+        self._progressed = 0.0  # when a worker last went on
         cuts = self._links.choice((0, 0, 0, 1, 1, 2))
         self._disturbances_left -= cuts  # each may cost one
         for _ in range(cuts):
@@ -182,7 +182,7 @@ class Run:
         self._up[worker.process] = arrival = max(self._up[worker.process], self.now + self.delay())
         self._at_time(arrival, self._on_message, worker, message)
         if self.duplicates and self.random() < (0.6 if isinstance(message, messages.Report) else 0.2):
-            # At once, or so late that it says what was.
+            # At once, or so late that it is outdated.
             again = arrival if self.random() < 0.5 else arrival + 5 * self.delay()
             self._at_time(again, self._on_message, worker, message)
 
@@ -201,7 +201,7 @@ class Run:
 
     def applied(self, worker: SimulatedWorker, step: int, gradient: int) -> None:
         if (worker.stage, step) not in self.promises.applied and self._follow_ups and self.random() < 0.2:
-            self._follow_ups -= 1  # the first of its stage, while others are not there yet
+            self._follow_ups -= 1  # the first of its stage, before the others
             self._at(self.delay() * 0.5, self._fault)
         self.promises.on_applied(worker, step, gradient, self.state)
 
@@ -216,7 +216,7 @@ class Run:
         self._wake(fact)
 
     def _wake(self, fact: Fact) -> None:
-        """Lets those go on that waited for ``fact``, which has arrived."""
+        """Wakes the workers that waited for ``fact``, which has arrived."""
         held_back = self._held_back.get(fact, ())
         waiters = self._waiters.pop(fact, [])
         if later := [waiter for waiter in waiters if waiter[0].rank in held_back]:
@@ -356,7 +356,7 @@ class Run:
             self.promises.on_event(self.state)
 
     def _replan(self, number: int, seconds: float) -> None:
-        """Begins to make plan ``number`` for the workers of now, which takes so many ``seconds``."""
+        """Begins to make plan ``number`` for the current workers, which takes ``seconds``."""
         if self.state.generation >= 0:
             self._at(seconds, self._adopt, self.state.roster, number)
 
@@ -384,7 +384,7 @@ class Run:
         if self._connections.get(worker.rank) is not worker:
             return
         del self._connections[worker.rank]
-        if worker.alive:  # killed, or out of reach: then it ends when it sees the end of its connection
+        if worker.alive:  # killed; if out of reach, it ends when it sees its connection close
             if self.random() < 0.5:
                 self._end(worker)
             else:
@@ -420,7 +420,7 @@ class Run:
     # ------------------------------------------------------------------ faults
 
     def _victims(self) -> list[SimulatedWorker]:
-        """Whom a fault may hit; seldom the last one that holds its stage."""
+        """The workers that a fault may hit; seldom the last one that holds its stage."""
         alive = [w for w in self._workers if w.alive and self._connections.get(w.rank) is w]
         if self.random() < 0.1:
             return alive
@@ -494,7 +494,7 @@ class Run:
         self._die(worker)
 
     def _die(self, worker: SimulatedWorker) -> None:
-        """Its exit is seen at once, or only the end of its connection, after what it said, or instead of it."""
+        """Its exit is seen at once, or only its closed connection, after its last messages or instead of them."""
         self._end(worker)
         if self.random() < 0.3:
             self._cut.add(worker.process)
@@ -502,7 +502,7 @@ class Run:
 
     def _end(self, worker: SimulatedWorker) -> None:
         worker.alive = False
-        if self.random() < 0.5:  # with its host: what was on the way is lost
+        if self.random() < 0.5:  # with its host: what was in flight is lost
             place = (worker.generation, worker.rank)
             self._agenda[:] = [e for e in self._agenda if e[2] != self._arrive or (e[3][0][0], e[3][0][3]) != place]
             heapq.heapify(self._agenda)
@@ -517,7 +517,7 @@ class Run:
             self._poke(worker)
 
     def _break(self, worker: SimulatedWorker) -> None:
-        """The connection to the coordinator is lost, with what is on the way, while those to the others go on."""
+        """The connection to the coordinator is lost, with what is in flight; those to the others hold."""
         self._cut.add(worker.process)
         self._at(self.delay(), self._gone, worker, "its connection broke")
         self._at(self.delay() * 3, self._lose_coordinator, worker)
@@ -549,7 +549,7 @@ class Run:
             return
         self._cuts[low, high] = self._links.choice(((low, high), (low, high), (low,), (high,)))
         seconds = self._links.random() * 1.5 if self._links.random() < 0.4 else None
-        self._say(f"fault: no link between {low} and {high}, {'for ever' if seconds is None else f'for {seconds} s'}")
+        self._say(f"fault: no link between {low} and {high}, {'forever' if seconds is None else f'for {seconds} s'}")
         self.met["cut"] += 1
         if seconds is not None:
             self._at(seconds, self._heal_link, (low, high))
@@ -570,14 +570,14 @@ class Run:
         return tuple(sorted({rank for pair in found for rank in pair} & set(worker.roster) - {worker.rank}))
 
     def _end_connecting(self, worker: SimulatedWorker, missing: set[Fact]) -> None:
-        """Connecting has taken too long; if it is because others are not there yet, it is given more time."""
+        """Connecting has taken too long; if others are not there yet, it gets more time."""
         if worker.waiting is missing:
             worker.broken.update(fact[3] for fact in missing if worker.rank in self._held_back.get(fact, ()))
             self._poke(worker)
             self._at(CONNECTING, self._end_connecting, worker, missing)
 
     def _judge(self) -> None:
-        """As long as a link is cut: has everybody come to wait?"""
+        """Checks, while a link is cut, whether everybody waits."""
         if not self._cuts:
             return
         if self.now - self._progressed > DEADLOCK and not self.state.regrouping and self.state.generation >= 0:
@@ -587,7 +587,7 @@ class Run:
 
 
 def check_histories(seeds: Iterable[int]) -> Counter[str]:
-    """Runs the histories of ``seeds``; returns in how many each kind of thing was met.
+    """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
     Raises:
         Violation: with the seed, when a promise is not kept.

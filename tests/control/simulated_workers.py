@@ -1,12 +1,12 @@
 """Simulated workers: what a worker's two threads do, without tensors, sockets or clocks.
 
-What is decided is decided by the product: a worker here holds a ``Member``, asks ``recovery.actions`` what to do in a
-recovery and ``recovery.part_of`` what to do of a step, as executor and control client do. The main thread is a
+The product makes all decisions: a worker here holds a ``Member``, asks ``recovery.actions`` what to do in a recovery
+and ``recovery.part_of`` which part of a step to do, as executor and control client do. The main thread is a
 generator that yields what it waits for; the receiver thread is :meth:`SimulatedWorker.receive`. Instead of tensors
 there are exact counts: the gradient of global micro-batch m counts as 16 ** m, so the sum of a reduction says which
 micro-batches went in how often, and the parameters are the list of the gradients that were applied.
 
-A worker breaks off with an AssertionError where it is made to do what would spoil the training.
+A worker raises an AssertionError when it is made to do something that would spoil the training.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 Schedule = tuple[tuple[int, ...], int]
-"""A schedule: the roster that it is for, and which of many it is."""
+"""A schedule: the roster that it is for, and its number."""
 
 Fact = tuple[int, str, int, int]
 """What a worker gave to others: (generation, what, step, rank)."""
 
 Waits = Generator[Any, None, None]
-"""Yields a set of facts (data of other workers), a condition (the coordinator's word), or seconds (work of its own)."""
+"""Yields a set of facts (data of other workers), a condition (the coordinator's answer), or seconds (its own work)."""
 
 
 class CommunicationError(Exception):
-    """As the communicator's; with the ranks that cannot be reached, as its UnreachableError."""
+    """Like the communicator's; with the ranks that cannot be reached, like its UnreachableError."""
 
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(ranks)
@@ -56,7 +56,7 @@ class Dies(BaseException):
 
 
 class Network(Protocol):
-    """What a worker needs of the world."""
+    """What a worker needs from the world."""
 
     grid: Grid
     commits: bool
@@ -92,8 +92,8 @@ def loss_of(step: int, microbatch: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the schedule says to one worker: its micro-batches, the ranks before, after and beside it, and whether there
-    is one beside it that has no micro-batches.
+    """The schedule of one worker: its micro-batches, the ranks before, after and beside it, and whether one beside it
+    has no micro-batches.
     """
 
     microbatches: tuple[int, ...]
@@ -105,14 +105,14 @@ class Plan:
 
 @lru_cache(maxsize=16384)
 def plan_for(grid: Grid, schedule: Schedule, rank: int) -> Plan:
-    """Schedule 0: each micro-batch goes through its own pipeline; where a worker is missing there, through its peers by
-    turns. Odd ones: they are dealt in another order. Even ones: one worker of each stage runs all, the others none.
+    """Schedule 0: each micro-batch goes through its own pipeline; where a worker is missing, its peers take
+    turns. Odd ones deal them in another order. In even ones one worker of each stage runs all, the others none.
     """
     roster, variant = schedule
     stage = rank % grid.stages
 
     def route(of_stage: int) -> list[int]:
-        """Rank by micro-batch."""
+        """The rank for each micro-batch."""
         live = [r for r in roster if r % grid.stages == of_stage]
         if variant:
             turns = range(grid.global_microbatches)
@@ -129,7 +129,7 @@ def plan_for(grid: Grid, schedule: Schedule, rank: int) -> Plan:
 
 @lru_cache(maxsize=256)
 def script(between: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    """What every worker's Lightning does after its set-up, in order: steps, and what comes after each of them."""
+    """What every worker's Lightning does after its set-up, in order: steps, and what follows each of them."""
     items: list[tuple[str, int]] = [("collective", -1)]
     for step, then in enumerate(between):
         items.append(("step", step))
@@ -159,8 +159,8 @@ class SimulatedWorker:
         # what the world knows of the process
         self.alive = True
         self.fuse = 0  # actions until it dies, 0 for never
-        self.frozen = 0.0  # until when nothing of it runs
-        self.stuck = 0.0  # until when its main thread does not run
+        self.frozen = 0.0  # no thread of it runs before that time
+        self.stuck = 0.0  # its main thread does not run before that time
         self.unread: list[Any] = []  # while it is frozen
         self.waiting: Any = None
         self.interruptible = False
@@ -222,7 +222,7 @@ class SimulatedWorker:
     # ------------------------------------------------------------------ waiting
 
     def wait(self, ready: Callable[[], Any], interruptible: bool = True) -> Waits:
-        """For the coordinator's word."""
+        """Waits for the coordinator's answer."""
         if ready():
             return
         if interruptible and self.interrupted:
@@ -231,7 +231,7 @@ class SimulatedWorker:
         yield ready
 
     def exchange(self, what: str, step: int, ranks: Iterable[int]) -> Waits:
-        """Until all of ``ranks`` have given it."""
+        """Waits until all of ``ranks`` have given it."""
         if self.interrupted:
             raise CommunicationError
         keys = ((self.generation, what, step, rank) for rank in ranks)
@@ -332,7 +332,7 @@ class SimulatedWorker:
         yield from self.wait(answered, interruptible)
 
     def validate(self, number: int) -> Waits:
-        """Work of all in one generation, closed by ControlClient.arrive_in_generation; begun again in the next one."""
+        """Work of all in one generation, ended by ControlClient.arrive_in_generation; restarted in the next one."""
 
         def run() -> Waits:
             plan = plan_for(self.grid, self.schedule, self.rank)
@@ -454,7 +454,7 @@ class SimulatedWorker:
             self.tell("W", step, sum(16**m for m in plan.microbatches))
             yield from self.exchange("W", step, plan.peers)
             self.buffers[step % 2] = (step, sum(self.received("W", step, plan.peers)))
-            if self.network.tied:  # the stages that hold copies add their gradients: all are in it, or none
+            if self.network.tied:  # the stages that hold copies add their gradients: all or none
                 self.tell("ties", step)
                 yield from self.exchange("ties", step, self.roster)
             self.reduced, self.payload = True, (self.stage, step)
@@ -491,7 +491,7 @@ class SimulatedWorker:
         return gradient
 
     def deliver(self) -> Waits:
-        """ReCycleStrategy.deliver_result: asked again when a stage's speaker died on the way."""
+        """ReCycleStrategy.deliver_result: asked again if a stage's speaker died meanwhile."""
         while True:
             speaks = stage_leads(self.grid, self.roster)[self.stage] == self.rank
             yield from self.arrive(RESULT, tuple(self.parameters) if speaks else None)

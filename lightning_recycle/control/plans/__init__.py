@@ -1,1 +1,1 @@
-"""The plans of a run: made ahead, made in need, and changed when operations take other times."""
+"""The plans of a run: made ahead, made when needed, and changed when operations take other times."""

@@ -1,7 +1,7 @@
-"""Looking for a better plan while the training goes on: in a process of the lowest priority, one at a time.
+"""Looks for a better plan while the training goes on: in a process of the lowest priority, one at a time.
 
 Nothing here holds up the coordinator: it asks, and is woken when the answer is there. The process gets the processor
-time that nobody else wants (``nice`` 19); when the run ends, or another question is asked, it is stopped.
+time that nobody else wants (``nice`` 19); it is stopped when the run ends or another question is asked.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ __all__ = ["BackgroundPlanning"]
 log = logging.getLogger(__name__)
 
 _LOWEST_PRIORITY = 19
-_END_SECONDS = 2.0  # for a process that is not wanted any more to be gone
+_END_SECONDS = 2.0  # for a process that is no longer wanted to end
 
 
 class BackgroundPlanning:
     """Answers questions about plans.
 
     Args:
-        planner: name of a planner, or a planner; one that cannot be sent to another process is replaced by the
-            heuristic.
+        planner: a planner or its name; the heuristic replaces one that cannot be sent to another process.
         wake: called from another thread when an answer is there.
     """
 
@@ -53,7 +52,7 @@ class BackgroundPlanning:
         self._thread.start()
 
     def take_answers(self) -> list[tuple[Question, Proposal | None]]:
-        """What has been found since this was last called, None where there is no answer."""
+        """What has been found since the last call; None where there is no answer."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -61,7 +60,7 @@ class BackgroundPlanning:
         return found
 
     def close(self) -> None:
-        """Gives up; no process is left."""
+        """Gives up and leaves no process behind."""
         self._cancelled.set()
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
@@ -74,7 +73,7 @@ class BackgroundPlanning:
             end = run_in_child(f"{__name__}:_child", task, lambda _, value: received.append(value), cancelled=cancelled)
             if received or cancelled.is_set() or planner == "heuristic":
                 break
-            log.info("The planner %r cannot work in the background (%s); the heuristic does.", planner, end.failure)
+            log.info("The planner %r cannot run in the background (%s); the heuristic does.", planner, end.failure)
         if cancelled.is_set():
             return
         proposal = received[0] if received else None
@@ -88,7 +87,7 @@ class BackgroundPlanning:
 
 
 def _child(task: tuple[Question, Any], report: Report) -> None:
-    with contextlib.suppress(OSError):  # then it competes with the others, no more
+    with contextlib.suppress(OSError):  # then it merely competes with the others
         os.nice(_LOWEST_PRIORITY)
     try:
         report("proposal", propose(*task))

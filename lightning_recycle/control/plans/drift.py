@@ -1,22 +1,21 @@
-"""Drift: do the operations still take the times that the plan assumes, and would another plan be worth it? Pure.
+"""Drift: do the operations still take the times that the plan assumes, and would another plan pay? Pure.
 
-Concept: every worker tells with each step how long its operations took in it. What a worker's operations take is the
-product of two things that are estimated apart, each by medians over a window of steps:
+Concept: every worker reports with each step how long its operations took in it. These times are the product of two
+things that are estimated separately, each by medians over a window of steps:
 
 - the *level* of its stage, by kind of operation. It moves with whatever hits all peers alike, such as long sequences in
   a step's batch;
-- the worker's *factor* beside its peers of the same step. What hits all of them alike cancels out here, so only a
-  worker that is slow itself has one. A factor that noise could explain counts as 1.
+- the worker's *factor* relative to its peers in the same step. What hits all of them alike cancels out here, so only
+  a worker that is slow itself has one. A factor that noise could explain counts as 1.
 
-When the estimate differs from what the plan assumes, by more than noise could make it and not by one number for all
-operations (which changes no plan), a new window is measured: only what is still there then, and all of it, counts. Then
-a better plan is looked for, elsewhere and in the background (:func:`propose`). It is taken if it saves ``threshold`` of
-a step, and over ``horizon_steps`` steps more than finding it and going over to it cost. From then on, and also after a
-refusal, what was estimated is what further differences are measured against: a question that has been answered is not
-asked again.
+When the estimate differs from what the plan assumes, by more than noise explains and not by one factor for all
+operations (which changes no plan), a new window is measured: all that still differs then counts, and only that. Then a
+better plan is looked for, elsewhere and in the background (:func:`propose`). It is taken if it saves ``threshold`` of a
+step, and within ``horizon_steps`` steps more than it costs to find it and switch to it. From then on, also after a
+refusal, further differences are measured against that estimate: a question that was answered is not asked again.
 
-A worker that a plan gives nothing to do is not measured. After ``horizon_steps`` steps a plan is looked for in which it
-counts as recovered.
+A worker to which the plan gives nothing to do is not measured. After ``horizon_steps`` steps a plan is looked for in
+which it counts as recovered.
 
 Must not know: clocks, messages, processes; how plans are made.
 """
@@ -41,26 +40,24 @@ from lightning_recycle.planning.timing import retime
 __all__ = ["DriftMonitor", "DriftOptions", "Estimate", "Proposal", "Question", "propose"]
 
 _SIGNIFICANCE = 4.0  # standard errors of a median; there are many workers and many windows
-_SWAP_SECONDS = 0.1  # that going over to another plan costs, generously: a message to all and back
+_SWAP_SECONDS = 0.1  # for switching to another plan, generously: a message to all and back
 _KINDS = ("F", "B", "W", "BW")
 
 _Frame: TypeAlias = dict[Worker, dict[str, float]]
 """What all workers measured in one step: logarithms of the seconds of F, B, W and BW, seconds of REDUCE and STEP."""
 
 _Doubt: TypeAlias = dict[Worker | tuple[int, str], float]
-"""How far noise may have moved what was estimated, as a logarithm: a worker's factor, a stage's level of a kind of
-operation.
-"""
+"""How far noise may have moved an estimate, as a logarithm: a worker's factor, a stage's level by operation kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriftOptions:
-    """When another plan is worth it.
+    """When another plan pays.
 
     Args:
-        threshold: the part of a step's time that it must save.
+        threshold: the fraction of a step's time that it must save.
         window: steps that are measured before anything is concluded.
-        horizon_steps: steps in which the change must have paid.
+        horizon_steps: steps within which the change must pay.
     """
 
     threshold: float = 0.05
@@ -76,7 +73,7 @@ class Estimate:
     factors: tuple[tuple[Worker, float], ...] = ()
 
     def of(self, problem: Problem) -> Problem:
-        """``problem`` with these times."""
+        """Returns ``problem`` with these times."""
         return replace(problem, costs=self.costs, worker_factors=self.factors)
 
 
@@ -84,7 +81,7 @@ class Estimate:
 class Question:
     """Is there a better plan than ``schedule`` if operations take the times of ``estimate``?
 
-    ``step_seconds``: what a step takes, as measured. ``threshold``: as in :class:`DriftOptions`.
+    ``step_seconds``: the measured time of a step. ``threshold``: as in :class:`DriftOptions`.
     """
 
     schedule: Schedule
@@ -95,12 +92,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The answer.
+    """The answer to a question.
 
     Args:
-        schedule: the best plan found; None if it is clear without one that none would be good enough.
-        before: period of the old plan with the estimated times, in seconds.
-        seconds: that the search took.
+        schedule: the best plan found; None if no plan can be good enough.
+        before: the period of the old plan with the estimated times, in seconds.
+        seconds: how long the search took.
     """
 
     schedule: Schedule | None
@@ -109,7 +106,7 @@ class Proposal:
 
 
 def propose(question: Question, planner: str | Planner) -> Proposal:
-    """Answers ``question``; takes as long as ``planner`` does, unless the lower bound says that it is not worth it."""
+    """Answers ``question``; takes as long as ``planner`` does, unless the lower bound shows that no plan would pay."""
     estimate = question.estimate
     problem = estimate.of(question.schedule.problem)
     before = retime(question.schedule, estimate.costs, estimate.factors).period
@@ -119,7 +116,7 @@ def propose(question: Question, planner: str | Planner) -> Proposal:
 
 
 class DriftMonitor:
-    """Watches over the plan of a run.
+    """Watches whether the plan of a run still fits.
 
     Use: :meth:`begin` with every new plan, :meth:`observe` what workers measured, :meth:`stepped` after every step;
     then :meth:`question`, and :meth:`accepts` its answer.
@@ -130,9 +127,9 @@ class DriftMonitor:
         self._communication = 0.0
         self._schedule: Schedule | None = None
         self._first_step = 0
-        self._assumed: Estimate | None = None  # what differences are measured against
+        self._assumed: Estimate | None = None  # differences are measured against it
         self._assumed_doubt: _Doubt = {}
-        self._suspicious = False  # a window differed; this is the one after it
+        self._suspicious = False  # the previous window differed
         self._asked: Question | None = None
         self._asked_doubt: _Doubt = {}
         self._steps = 0
@@ -141,7 +138,7 @@ class DriftMonitor:
         self._step_seconds: deque[float] = deque(maxlen=options.window)
 
     def begin(self, schedule: Schedule, first_step: int, communication: float = 0.0) -> None:
-        """From ``first_step`` on the workers run ``schedule``. ``communication``: seconds of a message."""
+        """The workers run ``schedule`` from ``first_step`` on. ``communication``: seconds of a message."""
         problem = schedule.problem
         self._schedule, self._first_step, self._communication = schedule, first_step, communication
         assumed = Estimate(problem.costs, problem.worker_factors)
@@ -160,7 +157,7 @@ class DriftMonitor:
         self._step_seconds.clear()
 
     def observe(self, worker: Worker, step: int, seconds: Mapping[str, float]) -> None:
-        """In ``step`` the operations of ``worker`` took ``seconds`` on average, by kind."""
+        """The operations of ``worker`` took ``seconds`` on average in ``step``, by kind."""
         if self._schedule is None or step < self._first_step:
             return
         frame = self._incomplete.setdefault(step, {})
@@ -171,7 +168,7 @@ class DriftMonitor:
             self._incomplete = {later: found for later, found in self._incomplete.items() if later > step}
 
     def stepped(self, seconds: float | None) -> None:
-        """All have applied another step, so many ``seconds`` after the one before."""
+        """All have applied another step, ``seconds`` after the previous one."""
         self._steps += 1
         if seconds is not None:
             self._step_seconds.append(seconds)
@@ -179,7 +176,7 @@ class DriftMonitor:
     # ------------------------------------------------------------------ asking and deciding
 
     def question(self) -> Question | None:
-        """What to find out now, if anything; to be answered by :meth:`accepts`."""
+        """The question to ask now, if any; its answer goes to :meth:`accepts`."""
         full = len(self._window) == len(self._step_seconds) == self._options.window
         if self._schedule is None or self._assumed is None or self._asked is not None or not full:
             return None
@@ -197,7 +194,7 @@ class DriftMonitor:
         return self._asked
 
     def accepts(self, question: Question, proposal: Proposal | None) -> float | None:
-        """The part of a step that the proposed plan saves, if it is to be taken; None for no answer is a refusal."""
+        """The fraction of a step that the proposed plan saves, or None if it is refused, as is a missing answer."""
         if question is not self._asked:
             return None  # the plan has changed since
         self._forget()
@@ -210,7 +207,7 @@ class DriftMonitor:
         return gain if gain >= self._options.threshold and pays else None
 
     def _differs(self, estimate: Estimate, assumed: Estimate, doubt: _Doubt) -> bool:
-        """Whether operations take other times than assumed, relative to each other."""
+        """Whether operations no longer take the assumed times relative to each other."""
         assert self._schedule is not None
 
         def least(name: Worker | tuple[int, str]) -> float:
@@ -234,7 +231,7 @@ class DriftMonitor:
     # ------------------------------------------------------------------ estimating
 
     def _estimate(self, schedule: Schedule, assumed: Estimate) -> tuple[Estimate, _Doubt]:
-        """The times of operations, and their doubt."""
+        """The times of operations, with their doubt."""
         problem = schedule.problem
         planned = dict(problem.worker_factors)
         recovered = self._steps >= self._options.horizon_steps
@@ -247,7 +244,7 @@ class DriftMonitor:
                 if worker in relative:
                     factors[worker] = math.exp(relative[worker])
                 elif worker in planned and not recovered:
-                    factors[worker] = planned[worker]  # nobody measures a worker that has nothing to do
+                    factors[worker] = planned[worker]  # a worker that has nothing to do is not measured
         levels = self._levels(stages, factors, doubt)
         costs: dict[str, list[float]] = {name: [] for name in ("F", "B", "W", "REDUCE", "STEP")}
         for stage, workers in enumerate(stages):
@@ -276,14 +273,14 @@ class DriftMonitor:
         return [frame[worker][kind] for frame in self._window for worker in workers if kind in frame[worker]]
 
     def _relative(self, workers: Sequence[Worker], doubt: _Doubt) -> dict[Worker, float]:
-        """The logarithm of each measured worker's factor beside its peers; exactly 0 if it may well be noise."""
+        """The logarithm of each measured worker's factor relative to its peers; exactly 0 if it may well be noise."""
         series: dict[Worker, list[float]] = {worker: [] for worker in workers}
         measured = set()
         for frame in self._window:
             common = {}
             for kind in _KINDS:
                 known = [frame[worker][kind] for worker in workers if kind in frame[worker]]
-                if len(known) > 1:  # a kind that only one of them has says nothing about it
+                if len(known) > 1:  # a kind that only one worker has says nothing about it
                     common[kind] = sum(known) / len(known)
             for worker in workers:
                 times = frame[worker]
@@ -318,7 +315,7 @@ class DriftMonitor:
                     if logs:
                         found[stage, kind] = sum(logs) / len(logs)
             frames.append(found)
-        # What moves all levels of a step alike is no doubt about one of them beside the others.
+        # What moves all levels of a step alike casts no doubt on one of them relative to the others.
         always = {name for name in frames[0] if all(name in frame for frame in frames)}
         common = [fmean(frame[name] for name in always) if always else 0.0 for frame in frames]
         series = {
@@ -340,12 +337,12 @@ def _by_kind(costs: Costs, stage: int) -> dict[str, float]:
 
 
 def _noise(series: Mapping[Any, list[float]], times: float = 1.0) -> dict[Any, float]:
-    """How far the median of each series may be from the truth; ``times`` as far if it is compared with another one."""
+    """How far the median of each series may be from the truth, multiplied by ``times`` (for comparing two medians)."""
     errors = {}
     for name, values in series.items():
         middle = median(values)
         deviation = 1.4826 * median(abs(value - middle) for value in values)
         errors[name] = times * _SIGNIFICANCE * 1.2533 * deviation / math.sqrt(len(values))
-    # One series is too short to say how noisy it is; all together are not.
+    # One series is too short to show how noisy it is; all of them together are not.
     usual = fmean(errors.values()) if errors else 0.0
     return {name: max(error, usual) for name, error in errors.items()}

@@ -1,9 +1,9 @@
-"""Plans for a running training: for whatever set of workers has failed.
+"""Plans for a running training, whichever workers have failed.
 
 The coordinator asks here when a generation begins. The fault-free plan is made before the workers start; plans for
 every next single failure are made ahead, in a thread, by the planner that the user chose; a failure without a plan gets
-the heuristic's, at once. Costs are those of a profile, or, without one, what the run has measured so far; once a plan
-for other times has been adopted (:mod:`~lightning_recycle.control.plans.drift`), they are that plan's.
+the heuristic's at once. Costs come from a profile or, without one, from what the run has measured so far; once a plan
+for other times is adopted (:mod:`~lightning_recycle.control.plans.drift`), they are that plan's.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ log = logging.getLogger(__name__)
 OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 """Mean seconds of each kind of operation, by stage and name; empty before the first step."""
 
-_KEPT_OPERATIONS = 2_000_000  # in schedules that are kept; of about 180 bytes each
-_AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, judged by the first plan
-_MOVE_SECONDS = 1.0  # that a move to another stage holds everybody up, about
-_MOVE_HORIZON = 1000  # steps in which it must have paid
+_KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
+_AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, estimated from the first plan
+_MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
+_MOVE_HORIZON = 1000  # steps within which it must pay
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
 
 _Factors: TypeAlias = tuple[tuple[Worker, float], ...]
 
 
 def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
-    """Costs in seconds from measured operations; one slot each while a stage has not measured all of its own.
+    """Costs in seconds from measured operations; one slot each while a stage has not measured all of its operations.
 
     A fused backward (BW) counts as half B, half W.
     """
@@ -71,11 +71,11 @@ class RunPlanner:
     """Makes the schedules of one run.
 
     Args:
-        grid: of the run.
-        planner: name of a planner, or a planner.
+        grid: the grid of the run.
+        planner: a planner or its name.
         technique: what the runtime can do.
-        in_flight_limit: per worker; by default 2 * S - 1 without a failure, none with one.
-        costs: of the operations, in seconds; by default measured ones (one slot each before anything is measured).
+        in_flight_limit: the limit per worker; by default 2 * S - 1 without a failure, none with one.
+        costs: of the operations, in seconds; measured by default (one slot each before anything is measured).
         library: where plans are looked for and stored. Its plans are found by their costs, so without ``costs`` plans
             are made for one slot each.
     """
@@ -101,7 +101,7 @@ class RunPlanner:
         self._changed = threading.Condition()
         self._request: tuple[list[frozenset[Worker]], OperationSeconds] | None = None
         self._closed = False
-        self._thread: threading.Thread | None = None  # from the first request on
+        self._thread: threading.Thread | None = None  # started by the first request
 
     def prepare(self) -> None:
         """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
@@ -113,12 +113,12 @@ class RunPlanner:
         with self._changed:
             found = self._ahead.pop((failed, factors), None)
             if found is not None:
-                self._ahead[failed, factors] = found  # the last to be forgotten now
+                self._ahead[failed, factors] = found  # now the last to be forgotten
                 return found
         return self._make(failed, seconds, "heuristic", factors)
 
     def _keep(self, failed: frozenset[Worker], factors: _Factors, schedule: Schedule) -> None:
-        """Keeps a plan for when it is needed; forgets what was needed longest ago, but not the fault-free plan."""
+        """Keeps a plan; beyond the limit forgets the least recently used one, but never the fault-free plan."""
         with self._changed:
             self._ahead.pop((failed, factors), None)
             self._ahead[failed, factors] = schedule
@@ -127,13 +127,13 @@ class RunPlanner:
                 del self._ahead[key]
 
     def adopt(self, schedule: Schedule) -> None:
-        """From now on plans are made for the times that ``schedule`` assumes, and it is the plan for its workers."""
+        """Plans for the times that ``schedule`` assumes from now on, and keeps it as the plan for its workers."""
         problem = schedule.problem
         self._costs, self._factors, self._library = problem.costs, problem.worker_factors, None
         self._keep(schedule.failed, _of_live(self._factors, schedule.failed), schedule)
 
     def forget(self, workers: Iterable[Worker]) -> None:
-        """Other processes are ``workers`` now: nothing is known of their speed."""
+        """New processes hold the positions ``workers``: nothing is known of their speed."""
         gone = frozenset(workers)
         self._factors = tuple((worker, factor) for worker, factor in self._factors if worker not in gone)
 
@@ -144,7 +144,7 @@ class RunPlanner:
 
     @property
     def communication(self) -> float:
-        """Seconds of a message between neighbouring stages, as far as known."""
+        """Seconds that a message between neighbouring stages takes, as far as known."""
         return self._costs.communication if self._costs is not None else 0.0
 
     def _make(self, failed: frozenset[Worker], seconds: OperationSeconds, planner: Any, factors: _Factors) -> Schedule:
@@ -170,21 +170,21 @@ class RunPlanner:
         return schedule
 
     def retime(self, schedule: Schedule, seconds: OperationSeconds) -> Schedule:
-        """``schedule`` with the times that the measured operations give it."""
+        """Returns ``schedule`` with the times that follow from the measured operations."""
         if not seconds:
             return schedule
         problem, measured = schedule.problem, {}
         for stage, by_name in seconds.items():
-            lead = min(problem.live_workers(stage))  # who measured them
+            lead = min(problem.live_workers(stage))  # the worker that measured them
             factor = problem.factor(lead)
             measured[stage] = {name: value if name == "REDUCE" else value / factor for name, value in by_name.items()}
         return retime(schedule, replace(costs_from(measured, self._grid.stages), communication=self.communication))
 
     def propose_move(self, failed: frozenset[Worker], vacant: Worker, seconds: OperationSeconds) -> Worker | None:
-        """A healthy worker of another stage that had better take the position ``vacant``, if there is one.
+        """A healthy worker of another stage that should take the position ``vacant``, if there is one.
 
-        There is one if failure normalization would have fewer failures in that stage and more in another, and the
-        shorter period pays for the transfer (see ``_MOVE_SECONDS``). Nobody moves before the operations are measured.
+        There is one if failure normalization prefers the failure in another stage and the shorter period pays for the
+        transfer (see ``_MOVE_SECONDS``). Nobody moves before the operations are measured.
         """
         costs = self._costs or costs_from(seconds, self._grid.stages)
         if len(seconds) < self._grid.stages and self._costs is None:
@@ -210,7 +210,7 @@ class RunPlanner:
         return best if gain > _MOVE_GAIN * now and gain * _MOVE_HORIZON > _MOVE_SECONDS else None
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds) -> None:
-        """Begins to plan for every failure that may come next on top of ``failed``; replaces an earlier request."""
+        """Begins to plan for every failure that may follow ``failed``; replaces an earlier request."""
         survivors = [worker for worker in self._grid.workers() if worker not in failed]
         candidates = [
             failed | {worker} for worker in survivors if any(peer not in failed for peer in self._grid.peers(worker))
@@ -249,7 +249,7 @@ class RunPlanner:
                         self._request = None
 
     def close(self) -> None:
-        """Stops planning ahead; a plan that is being made is not waited for."""
+        """Stops planning ahead without waiting for a plan that is being made."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -7,7 +7,7 @@ Contract: every method is called from the coordinator's thread. What takes long 
 (:mod:`~lightning_recycle.control.plans.replanning`), better ones in a process
 (:mod:`~lightning_recycle.control.plans.background`).
 
-Must not know: connections, generations' rosters beyond who failed.
+Must not know: connections; of a generation's roster, more than who failed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class RunPlans:
     """Chooses what the workers of ``grid`` run.
 
     Args:
-        grid: of the run.
+        grid: the grid of the run.
         planner: makes the schedules.
-        drift: when to change the plan because operations take other times than it assumes; None for never.
+        drift: when to change the plan because operations do not take the times it assumes; None for never.
         on_profile: called with the profile of the model once all stages have measured.
         wake: called from another thread when :meth:`better` has something to say.
 
     Attributes:
-        schedules: the newest ones that were run, with the times that were measured in them.
+        schedules: the newest schedules that were run, with the times measured in them.
         operation_seconds: mean seconds of each kind of operation, by stage and name.
         watches_drift: whether the plan may change within a generation.
     """
@@ -70,8 +70,8 @@ class RunPlans:
 
         Args:
             failed: the positions that nobody holds.
-            joining: the positions that other processes hold than before.
-            step: the first that it runs.
+            joining: the positions that a new process holds.
+            step: the first step that it runs.
         """
         self._retime_newest()
         if self._drift is not None:
@@ -81,7 +81,7 @@ class RunPlans:
         return schedule
 
     def change(self, schedule: Schedule, step: int) -> None:
-        """From ``step`` on all run ``schedule``, in the same generation."""
+        """All run ``schedule`` from ``step`` on, in the same generation."""
         self._retime_newest()
         self._begin(schedule, step)
 
@@ -93,7 +93,7 @@ class RunPlans:
             self._drift.begin(schedule, step, self._planner.communication)
 
     def _retime_newest(self) -> None:
-        """Gives the newest schedule, which ends, the times that were measured in it."""
+        """Gives the newest schedule, now over, the times that were measured in it."""
         if self.schedules and self._steps:
             self.schedules[-1] = self._planner.retime(self.schedules[-1], self.operation_seconds)
 
@@ -124,7 +124,7 @@ class RunPlans:
         self._profiled = {}
 
     def stepped(self, seconds: float | None) -> None:
-        """A step was committed, so many ``seconds`` after the one before."""
+        """A step was committed, ``seconds`` after the previous one."""
         self._steps += 1
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
@@ -140,7 +140,7 @@ class RunPlans:
         self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
 
     def better(self) -> list[PlanReady]:
-        """The better plans that were found since this was last called."""
+        """The better plans found since the last call."""
         if self._background is None:
             return []
         found = (self._accepted(question, proposal) for question, proposal in self._background.take_answers())
@@ -165,11 +165,11 @@ class RunPlans:
         return PlanReady(roster, schedule, details)
 
     def propose_move(self, failed: Collection[Worker], vacant: Worker) -> Worker | None:
-        """A healthy worker of another stage that had better take the position ``vacant``, if there is one."""
+        """A healthy worker of another stage that should take the position ``vacant``, if there is one."""
         return self._planner.propose_move(frozenset(failed), vacant, self.operation_seconds)
 
     def close(self) -> None:
-        """The run is over: no plan is wanted any more."""
+        """The run is over: no more plans are wanted."""
         self._planner.close()
         if self._background is not None:
             self._background.close()

@@ -1,7 +1,7 @@
 """What the workers agree on while the roster stays: losses, commits, applied steps, control collectives. Pure.
 
 The losses of a step are collected by micro-batch, whoever computed them and however often. A step counts as committed
-once every live worker has applied it; what workers then hold is compared as they tell it. Where stages must agree
+once every live worker has applied it; the facts that workers report of it are compared. Where stages must agree
 before they step (see Commit), they are answered once every live worker is REDUCED. Control collectives are numbered by
 the workers' own program order, outlive generations, and complete when every live worker has arrived.
 """
@@ -34,7 +34,7 @@ def end(state: MembershipState, outcome: Outcome) -> tuple[MembershipState, tupl
 
 
 def settle(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
-    """After a worker is gone: completes what waited for nobody else."""
+    """After a worker is gone: completes what waited only for it."""
     state, commands = count_steps(state)
     for number in sorted(state.collectives):
         state, answer = _answer_if_complete(state, number)
@@ -52,7 +52,7 @@ def forget_retracted(state: MembershipState) -> MembershipState:
 
 
 def add_losses(state: MembershipState, event: messages.Losses) -> tuple[MembershipState, tuple[Command, ...]]:
-    """Losses of micro-batches; the mean goes to all once those of the whole step are there."""
+    """Losses of micro-batches; the mean goes to all once the losses of the whole step are there."""
     if event.step < state.summed:
         return state, ()  # a redone step, computed again
     known = {**event.losses, **state.losses.get(event.step, {})}
@@ -71,7 +71,7 @@ def add_losses(state: MembershipState, event: messages.Losses) -> tuple[Membersh
 
 
 def add_applied(state: MembershipState, event: messages.Applied) -> tuple[MembershipState, tuple[Command, ...]]:
-    """A worker has applied a step. Ends the run if it now holds something else than the others."""
+    """A worker has applied a step. Ends the run if it now differs from the others."""
     if event.step <= state.applied.get(event.rank, -1):
         return state, ()
     known = {rank: facts for rank, facts in state.facts.get(event.step, {}).items() if rank in state.live}
@@ -82,8 +82,8 @@ def add_applied(state: MembershipState, event: messages.Applied) -> tuple[Member
             Failed(
                 f"After step {event.step} workers hold different values that must be the same: {difference}. Hooks,"
                 " callbacks and schedulers must do the same on all workers: decide on values that are the same"
-                " everywhere, such as trainer.callback_metrics, and keep what you decide from in state_dict(), so that"
-                " a replacement has it."
+                " everywhere, such as trainer.callback_metrics, and keep what you base decisions on in state_dict(), so"
+                " that a replacement has it."
             ),
         )
     facts = {**state.facts, event.step: {**known, event.rank: event.facts}}
@@ -170,11 +170,11 @@ def _answer_if_complete(state: MembershipState, number: int) -> tuple[Membership
     state = replace(state, collectives=collectives, next_collective=number + 1)
     if next(iter(arrived.values())).name != RESULT:
         return state, (Send(state.roster, messages.Answer(number, payloads, state.leader)),)
-    # The payloads stay here: the results are big, and only the supervisor wants them. The workers learn who delivered.
+    # The payloads stay here: the results are big, and only the supervisor wants them. Workers learn who delivered.
     delivered = {rank: payload is not None for rank, payload in payloads.items()}
     answer = Send(state.roster, messages.Answer(number, delivered, state.leader))
     stages = {state.stage_of(rank) for rank, yes in delivered.items() if yes}
     if len(stages) < state.grid.stages:
-        return state, (answer,)  # a stage's speaker died on the way: the workers ask again with the new one
+        return state, (answer,)  # a stage's speaker died meanwhile: the workers ask again with the new one
     state, stop = end(state, Finished({rank: p for rank, p in payloads.items() if p is not None}))
     return state, (answer, *stop)

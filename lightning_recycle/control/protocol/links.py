@@ -1,7 +1,7 @@
 """Whom to evict when live workers cannot reach each other. Pure.
 
-Concept: the workers of a generation are all connected to each other, so it takes one *broken pair*, two live workers of
-which one cannot reach the other, to stop everybody. Nobody is to blame more than the other, but without one of the two
+Concept: the workers of a generation are all connected to each other, so one *broken pair* (two live workers of
+which one cannot reach the other) stops everybody. Neither is to blame more than the other, but without one of the two
 the rest can go on. So the workers to evict are the fewest that leave no broken pair behind (a vertex cover of the
 pairs), and never the last one that holds the state of its stage: that state exists nowhere else.
 
@@ -19,7 +19,7 @@ __all__ = ["Pair", "choose_evictions"]
 Pair: TypeAlias = tuple[int, int]
 """Two ranks, the lower one first."""
 
-_MAX_TRIES = 2000  # sets looked at; the coordinator must not think for long. Up to some 20 broken pairs a few dozen do.
+_MAX_TRIES = 2000  # sets tried; the coordinator must not think for long. Up to 20 broken pairs or so, a few dozen do
 
 
 def choose_evictions(
@@ -30,18 +30,18 @@ def choose_evictions(
 ) -> tuple[int, ...] | None:
     """Chooses the workers without which no broken pair is left.
 
-    Of the smallest sets it takes the one that evicts, again and again, the worker that is in most of the pairs that are
-    left; of several the one that holds no state yet, then one that is not the leader, then the highest rank. Where the
-    pairs are so many that not all sets can be looked at, the result may be larger than necessary.
+    Of the smallest sets it takes the one that repeatedly evicts the worker in most of the remaining pairs; among equals
+    one that holds no state yet, then one that is not the leader, then the highest rank. With too many pairs to try all
+    sets, the result may be larger than necessary.
 
     Args:
-        pairs: the broken ones.
+        pairs: the broken pairs.
         holders: for each stage, the ranks that hold its state.
         leader: the rank that speaks for the run.
         can_recover: whether all others could go on together without these ranks, with what each of them holds.
 
     Returns:
-        The ranks in order; None if there is no such set: some must stay who cannot reach each other.
+        The ranks in order; None if there is no such set: some that cannot reach each other must stay.
     """
     stages = [frozenset(stage) for stage in holders]
     holding = frozenset[int]().union(*stages)
@@ -49,7 +49,7 @@ def choose_evictions(
     tries = 0
 
     def search(evicted: frozenset[int], left: frozenset[Pair]) -> None:
-        """Looks at all sets that contain ``evicted``; pairs ``left`` are to be repaired by others."""
+        """Tries all sets that contain ``evicted``; further evictions must repair the pairs ``left``."""
         nonlocal best, tries
         tries += 1
         if tries > _MAX_TRIES or not all(stage - evicted for stage in stages):
@@ -62,7 +62,7 @@ def choose_evictions(
         broken = Counter(rank for pair in left for rank in pair)
         worst = max(broken, key=lambda rank: (broken[rank], rank not in holding, rank != leader, rank))
         partners = frozenset(rank for pair in left if worst in pair for rank in pair) - {worst}
-        for gone in (frozenset({worst}), partners):  # it goes, or else all that it cannot reach
+        for gone in (frozenset({worst}), partners):  # either it goes, or all that it cannot reach
             search(evicted | gone, frozenset(pair for pair in left if gone.isdisjoint(pair)))
 
     search(frozenset(), frozenset(pairs))
@@ -70,7 +70,7 @@ def choose_evictions(
 
 
 def _least(pairs: Collection[Pair]) -> int:
-    """How many evictions ``pairs`` take at least: those that have no worker in common take one each."""
+    """How many evictions ``pairs`` take at least: pairs without a common worker take one each."""
     seen: set[int] = set()
     for pair in sorted(pairs):
         if seen.isdisjoint(pair):

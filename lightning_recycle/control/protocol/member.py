@@ -1,9 +1,8 @@
 """The worker's half of the protocol: what a worker knows of the run, and what each message means to it. Pure.
 
-Concept: :class:`Member` takes what the coordinator says (:meth:`Member.receive`, which returns what is to be answered)
-and tells the worker's main thread what holds: whether a generation was announced, whether a step may begin
-(:meth:`Member.begin`), and what it waits for, once that is there. What the main thread wants to say itself it gets from
-here as a message.
+Concept: :class:`Member` takes what the coordinator says (:meth:`Member.receive` returns the answers) and tells the
+worker's main thread where it stands: whether a generation was announced, whether a step may begin
+(:meth:`Member.begin`), and what it waits for, once that is there. It also makes the messages of the main thread.
 
 Contract: messages of one coordinator arrive in order; each may arrive twice. Nothing here waits: a method that asks for
 something returns None until it is there. What a worker does in a recovery is
@@ -27,12 +26,12 @@ __all__ = ["Go", "Hold", "Interrupted", "Member"]
 
 
 class Interrupted(Exception):
-    """A new generation was announced: leave what you do and regroup."""
+    """A new generation was announced: stop and regroup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """The step may begin; with a ``schedule``, under that one from now on."""
+    """The step may begin; if there is a ``schedule``, it holds from now on."""
 
     schedule: Schedule | None = None
 
@@ -42,8 +41,8 @@ class Hold:
     """The roster is about to change: the step may not begin yet.
 
     Args:
-        replies: what to send.
-        place: what is known of the change; ask again when :attr:`Member.pause` is another one.
+        replies: messages to send.
+        place: what is known of the change; ask again when :attr:`Member.pause` differs.
     """
 
     replies: tuple[Any, ...]
@@ -59,18 +58,18 @@ class Member:
 
     Args:
         rank: its position; -1 until it has one.
-        joining: whether the training may have begun without it. Until it enters it is alone.
+        joining: whether the training may have begun without it. It is alone until it enters.
 
     Attributes:
-        generation: that it has entered; -1 before the first.
-        roster: ranks of the live workers of that generation.
+        generation: the generation that it has entered; -1 before the first.
+        roster: the ranks of that generation's live workers.
         leader: the rank that speaks for the run; -1 before the first generation.
         leader_applied: the newest step that the leader is known to have applied.
-        counters: numbers of the run so far, as of the newest loss that was asked for.
+        counters: the run's counters as of the newest loss that was asked for.
         begun: the newest step that it has begun.
-        next_collective: number of its next control collective.
+        next_collective: the number of its next control collective.
         assignment: the position that it was given, if it was started by hand.
-        confirmed: number of the newest :class:`~lightning_recycle.control.protocol.messages.Confirm` that was answered.
+        confirmed: the number of the newest answered :class:`~lightning_recycle.control.protocol.messages.Confirm`.
     """
 
     def __init__(self, rank: int, joining: bool = False) -> None:
@@ -95,12 +94,12 @@ class Member:
         self._paused_generation = -1
         self._newest_pause = (-1, -1)  # generation and number
         self._boundary: int | None = None
-        self._said: tuple[int, int] | None = None  # generation and step of the boundary that it has come to
+        self._said: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
 
     # ------------------------------------------------------------------ what the coordinator says
 
     def receive(self, message: Message) -> tuple[Message, ...]:
-        """Takes note of ``message``; returns what to answer at once."""
+        """Takes in ``message``; returns the answers to send at once."""
         match message:
             case messages.Regroup():
                 self._announced = message
@@ -140,7 +139,7 @@ class Member:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a generation newer than the one that was entered is announced."""
+        """Whether a newer generation than the one that was entered is announced."""
         return self._announced is not None and self._announced.generation > self.generation
 
     def enter(self) -> messages.Regroup:
@@ -153,7 +152,7 @@ class Member:
         return announced
 
     def report(self, status: WorkerStatus, payload: Any) -> messages.Report:
-        """What to say to the generation that was entered: what this worker holds, and what it brings to a commit."""
+        """The report for the generation that was entered: what this worker holds and brings to a commit."""
         return messages.Report(self.rank, self.generation, status, payload, self.begun)
 
     def resumed(self) -> messages.Resume | None:
@@ -161,12 +160,12 @@ class Member:
         return self._resume if self._resume is not None and self._resume.generation == self.generation else None
 
     def publish(self, key: str, value: bytes) -> messages.Publish:
-        """How to make ``value`` known to all workers of the generation."""
+        """The message that makes ``value`` known to all workers of the generation."""
         self._published[key] = value
         return messages.Publish(self.rank, self.generation, key, value)
 
     def published(self, key: str) -> bytes | None:
-        """What a worker of the generation has made known."""
+        """The value that a worker of the generation has published."""
         return self._published.get(key)
 
     # ------------------------------------------------------------------ steps
@@ -178,7 +177,7 @@ class Member:
 
     @property
     def pauses(self) -> int:
-        """How many changes at a step boundary were announced in the newest generation that had one; 0 for none ever."""
+        """How many changes at a step boundary the newest generation with any has announced; 0 without any."""
         return self._newest_pause[1] + 1
 
     @property
@@ -187,7 +186,7 @@ class Member:
         return self._paused_generation == self.generation
 
     def begin(self, step: int) -> Go | Hold:
-        """Whether ``step`` may begin, which then counts as begun.
+        """Whether ``step`` may begin; if so, it counts as begun.
 
         Raises:
             Interrupted: when a generation was announced.
@@ -208,16 +207,16 @@ class Member:
         return Hold((messages.AtBoundary(self.rank, self.generation, step),), self.pause)
 
     def commit(self, step: int, payload: Any) -> messages.Commit:
-        """How to say that this worker is REDUCED in ``step``."""
+        """The message that this worker is REDUCED in ``step``."""
         return messages.Commit(self.rank, self.generation, step, payload)
 
     def committed(self, step: int) -> messages.Committed | None:
-        """The word that every live worker is REDUCED in ``step``."""
+        """The answer that every live worker is REDUCED in ``step``."""
         found = self._committed
         return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
 
     def loss(self, step: int) -> messages.StepLoss | None:
-        """The mean loss of ``step``; those before it are forgotten then."""
+        """The mean loss of ``step``; earlier ones are forgotten once it is there."""
         found = self._losses.get(step)
         if found is not None:
             self._losses = {known: value for known, value in self._losses.items() if known >= step}
@@ -227,18 +226,16 @@ class Member:
     # ------------------------------------------------------------------ control collectives
 
     def arrive(self, name: str, payload: Any) -> messages.Arrive:
-        """How to take part in the next control collective, whatever generations come."""
+        """The message to take part in the next control collective, whatever generations come."""
         self.next_collective += 1
         return messages.Arrive(self.rank, self.next_collective - 1, name, payload)
 
     def arrive_in_generation(self, name: str, payload: Any) -> messages.Arrive:
-        """As :meth:`arrive`, with a part that counts in this generation only: it is the next collective until it is
-        answered.
-        """
+        """As :meth:`arrive`, for this generation only: the collective stays the next one until it is answered."""
         return messages.Arrive(self.rank, self.next_collective, name, payload, self.generation)
 
     def answer(self, number: int) -> messages.Answer | None:
-        """What collective ``number`` came to; it is known once."""
+        """The answer to collective ``number``; returned only once."""
         found = self._answers.pop(number, None)
         if found is not None:
             self.leader = found.leader

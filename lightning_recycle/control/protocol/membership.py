@@ -9,16 +9,16 @@ A *generation* begins when all workers have joined and whenever the roster chang
 A loss changes the roster at once, in the middle of a step. Everything else waits for a *step boundary*, so that nothing
 is redone: workers that are ready to join, workers that want to leave, moves to another stage. The live workers are
 asked where they are (Pause, Paused) and begin no further step; then they are told at which step to stop (Boundary); a
-new generation begins when all are there (AtBoundary). Who joins gets the state of its stage from a peer in that
-generation; until then it holds nothing and does not count as a replica.
+new generation begins when all are there (AtBoundary). A worker that joins gets the state of its stage from a peer
+in that generation; until then it holds nothing and does not count as a replica.
 
 If communication breaks and no death explains it (Broken, GraceElapsed), the same workers connect again. Each of them
-first checks whom it can reach. If some cannot reach each other (:mod:`~lightning_recycle.control.protocol.links`), the
-fewest workers are evicted without whom all others can: as if they had died.
+first checks whom it can reach. If some cannot reach each other (:mod:`~lightning_recycle.control.protocol.links`), as
+few workers as possible are evicted so that all others can, and treated as dead.
 
-Another plan for the same workers (PlanReady) begins at a step boundary, too, but nobody stops there: the Boundary has
-the plan with it, and each worker goes over to it when it comes to that step. If a generation begins before, the plan of
-that generation holds, which is the shell's business (Resume).
+Another plan for the same workers (PlanReady) also begins at a step boundary, but nobody stops there: the Boundary
+carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
+holds, which is the shell's business (Resume).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from lightning_recycle.errors import ReCycleError
 __all__ = ["MAX_DISTURBANCES", "transition"]
 
 MAX_DISTURBANCES = 3
-"""Regroups in a row without a loss and without a committed step, after which the run is given up."""
+"""Regroups in a row without a loss and without a committed step, after which the run is abandoned."""
 
 _Next = tuple[MembershipState, tuple[Command, ...]]
 
@@ -152,7 +152,7 @@ def _begin_generation(state: MembershipState) -> _Next:
 
 
 def _with_leader(state: MembershipState) -> MembershipState:
-    """``state`` with a leader that is live: the one that it has, as long as possible."""
+    """Returns ``state`` with a live leader: the current one if it lives."""
     if state.leader in state.live and state.leader not in state.joining:
         return state
     last = state.holders(state.grid.stages - 1) or state.live
@@ -161,7 +161,7 @@ def _with_leader(state: MembershipState) -> MembershipState:
 
 
 def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
-    """``state`` without the workers ``ranks``."""
+    """Returns ``state`` without the workers ``ranks``."""
     return replace(
         state,
         live=state.live.difference(ranks),
@@ -223,7 +223,7 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     if state.answered[0] == decision.version - 1:
         commits.update(state.answered[1])
     answered = (decision.version - 1, commits) if commits else state.answered
-    state = replace(state, regrouping=False, answered=answered)  # who applies it need not bring it again
+    state = replace(state, regrouping=False, answered=answered)  # a worker that applies it need not send it again
     details = {
         "roster": state.roster,
         "ahead": tuple(sorted(decision.ahead)),
@@ -247,10 +247,10 @@ def _broken(state: MembershipState, event: messages.Broken) -> _Next:
 
 
 def _grace_elapsed(state: MembershipState, event: GraceElapsed) -> _Next:
-    """A connection broke between two that are both alive: connects the same workers again, or the fewest without."""
+    """A connection broke between two live workers: connects the same workers again, or evicts as few as possible."""
     if event.generation != state.generation or state.regrouping:
         return state, ()
-    if state.broken_pairs:  # they were told to check their links: connecting them again was tried
+    if state.broken_pairs:  # they were told to check their links: reconnecting has been tried
         holders = [state.holders(stage) for stage in range(state.grid.stages)]
         evicted = links.choose_evictions(state.broken_pairs, holders, state.leader, partial(_can_recover, state))
         if evicted is not None:
@@ -265,7 +265,7 @@ def _grace_elapsed(state: MembershipState, event: GraceElapsed) -> _Next:
 
 
 def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
-    """Whether the others could go on from what they reported: nobody has gone on since, for lack of a connection."""
+    """Whether the others could go on from what they reported; without a connection nobody has moved on since."""
     statuses = {
         r: report.status for r, report in state.reports.items() if r not in evicted and report.status.version >= 0
     }
@@ -295,7 +295,7 @@ def _why_given_up(state: MembershipState, last: str) -> str:
     if state.broken_pairs:
         pairs = ", ".join(f"{state.grid.worker(a)} and {state.grid.worker(b)}" for a, b in sorted(state.broken_pairs))
         reason += f"These cannot reach each other, and the others cannot go on without one of each two: {pairs}. "
-    return reason + "Check the network between the workers; the warnings above say what was wrong before."
+    return reason + "Check the network between the workers; the warnings above say what went wrong before."
 
 
 # ---------------------------------------------------------------------- changes at a step boundary
@@ -309,7 +309,7 @@ def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
     for rank in sorted(wanted & state.live):
         if state.holders(state.stage_of(rank)) - leave - {rank}:
             leave.add(rank)
-    # Who moves must be able to leave; else its device would hold two workers.
+    # A worker that moves must be able to leave; else its device would hold two workers.
     enter = frozenset(rank for rank in enter if state.moves.get(rank, -1) in leave or rank not in state.moves)
     return enter, frozenset(leave)
 
@@ -341,7 +341,7 @@ def _paused(state: MembershipState, event: messages.Paused) -> _Next:
 
 
 def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> _Next:
-    """From ``boundary`` on all run ``plan``; for that nobody has to stop."""
+    """All run ``plan`` from ``boundary`` on, without stopping there."""
     message = messages.Boundary(state.generation, boundary, plan.schedule, state.pauses)
     state = replace(state, pause=None, pauses=state.pauses + 1, plan=None)
     return state, (Send(state.roster, message), Record("replanned", boundary, None, plan.details))

@@ -22,10 +22,10 @@ class Hello:
     """The first message on a connection.
 
     Args:
-        rank: the position that the worker was started for; None for one started by hand, which is given a position.
-        pid: of its process.
+        rank: the position that the worker was started for; None for one started by hand, which is assigned one.
+        pid: its process id.
         joining: whether the training may have begun without it: it enters at a step boundary.
-        node: name of its machine; workers of one machine are put into the same pipelines.
+        node: its machine's name; workers of one machine are put into the same pipelines.
     """
 
     rank: int | None
@@ -39,10 +39,10 @@ class Activity:
     """What a worker's main thread is doing.
 
     Args:
-        step: optimizer step.
-        operation: for people.
-        waiting_for: what of other processes it waits for, for people; empty while it does something itself.
-        since: the worker's monotonic clock, in seconds.
+        step: the optimizer step.
+        operation: its name, for people.
+        waiting_for: what it waits for from other processes, for people; empty while it does something itself.
+        since: when that began, in seconds of the worker's monotonic clock.
         kind: the operation's kind if its usual duration is known ("F", "B", ...), else empty.
         coordinated: whether what it waits for comes from the coordinator, and not from another worker.
     """
@@ -60,11 +60,11 @@ class Heartbeat:
     """A sign of life, with what the main thread does.
 
     Args:
-        rank: of the worker.
-        generation: that it has entered.
-        activity: of its main thread.
-        seconds: since when.
-        debugged: whether somebody looks at the process with a debugger, and may have stopped its main thread.
+        rank: the worker's rank.
+        generation: the generation that it has entered.
+        activity: what its main thread does.
+        seconds: for how long.
+        debugged: whether a debugger is attached, which may have stopped its main thread.
     """
 
     rank: int
@@ -90,8 +90,8 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Answer to :class:`Pause`: the newest step that the worker has begun. It begins no other until it is told where
-    to stop.
+    """The answer to :class:`Pause`: the newest step that the worker has begun. It begins no other until told where to
+    stop.
     """
 
     rank: int
@@ -102,7 +102,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class AtBoundary:
-    """The worker has applied everything before ``step`` and waits at its beginning, as :class:`Boundary` asked."""
+    """The worker has applied all steps before ``step`` and waits at its beginning, as :class:`Boundary` asked."""
 
     rank: int
     generation: int
@@ -119,7 +119,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Before its first step: the worker goes on from a checkpoint of ``version`` steps, as all others do."""
+    """Sent before the first step: the worker goes on from a checkpoint of ``version`` steps, as all others do."""
 
     rank: int
     version: int
@@ -146,8 +146,8 @@ class Confirm:
 class Report:
     """A survivor stopped for ``generation`` and says what it holds.
 
-    ``commit`` is what it would bring to the commit of its step if it is REDUCED and commits are asked for; ``begun``
-    the newest step that it has begun.
+    ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for. ``begun``: the
+    newest step that it has begun.
     """
 
     rank: int
@@ -161,7 +161,7 @@ class Report:
 class Broken:
     """Communication failed in ``generation`` though no failure was announced.
 
-    ``unreachable``: ranks that the worker tried to reach in vain, if it was told to check its links (:class:`Regroup`).
+    ``unreachable``: ranks that the worker could not reach, if it was told to check its links (:class:`Regroup`).
     """
 
     rank: int
@@ -172,9 +172,9 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Losses of micro-batches of ``step``, by their global index; sent before any gradient of the last of them.
+    """Losses of micro-batches of ``step``, by global index; sent before any gradient of the last of them.
 
-    ``outputs``: what hooks did with the outputs, by the same index, where there are such hooks; passed on as it is.
+    ``outputs``: what hooks did with the outputs, by the same index, if there are such hooks; passed on unread.
     """
 
     rank: int
@@ -185,11 +185,11 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Numbers by name that a worker holds after a step, to be compared.
+    """Numbers that a worker holds after a step, by name, to be compared.
 
     Args:
-        everywhere: the same on all workers, such as counters.
-        stage: the same on the workers of one stage, such as options of the optimizer; all need not tell the same names.
+        everywhere: equal on all workers, such as counters.
+        stage: equal within a stage, such as options of the optimizer; not all workers need report the same names.
     """
 
     everywhere: Mapping[str, float] = field(default_factory=dict)
@@ -201,11 +201,11 @@ class Applied:
     """The worker has applied ``step``.
 
     Args:
-        rank: of the worker.
+        rank: the worker's rank.
         step: the step.
         operation_seconds: its mean time by kind of operation, without waiting, smoothed over steps.
-        step_seconds: the mean times in this step alone, of the kinds that it had.
-        facts: what must be the same elsewhere.
+        step_seconds: the mean times in this step alone, of the kinds that occurred.
+        facts: values that must be equal elsewhere.
     """
 
     rank: int
@@ -217,7 +217,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What a worker measured of its stage in ``steps`` steps, and of the link to the next stage (0: there is none)."""
+    """What a worker measured of its stage in ``steps`` steps, and of the link to the next stage (0 without one)."""
 
     rank: int
     stage: StageProfile
@@ -228,9 +228,9 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The worker is REDUCED in ``step`` and waits for all others to be; ``payload`` reaches everybody with the answer.
+    """The worker is REDUCED in ``step`` and waits until all are; ``payload`` reaches everybody with the answer.
 
-    Only where a stage must know something of the others before it steps, or the optimizer is not staggered.
+    Only if a stage must know something of the others before it steps, or the optimizer is not staggered.
     """
 
     rank: int
@@ -241,9 +241,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """The worker's part of control collective ``number``; ``name`` is what all must agree on.
+    """The worker's part of control collective ``number``; all must agree on ``name``.
 
-    With a ``generation`` the part counts in that generation only, and is made anew in the next.
+    With a ``generation`` the part counts only in that generation, and is recomputed in the next.
     """
 
     rank: int
@@ -257,7 +257,7 @@ class Arrive:
 class Crash:
     """The worker ends with an exception.
 
-    ``fault`` tells an infrastructure failure, which peers survive, from the user's own exception, which ends the run.
+    ``fault`` tells an infrastructure failure, which peers survive, from the user's exception, which ends the run.
     """
 
     rank: int
@@ -277,7 +277,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """What a worker wants all others of ``generation`` to know, so that they can connect; passed on as it is."""
+    """What all others of ``generation`` must know of a worker to connect to it; passed on unread."""
 
     rank: int
     generation: int
@@ -287,7 +287,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class FaultInjected:
-    """An injected fault is about to happen in this worker; ``time`` in seconds since the epoch."""
+    """An injected fault is about to happen in this worker; ``time`` is in seconds since the epoch."""
 
     rank: int
     kind: str
@@ -300,9 +300,9 @@ class FaultInjected:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """To a worker started by hand: the position that it takes.
+    """Tells a worker started by hand which position it takes.
 
-    ``joining``: whether the training has begun. ``setup`` is what the launching process has for it.
+    ``joining``: whether the training has begun. ``setup``: what the launching process passes to it.
     """
 
     rank: int
@@ -313,8 +313,8 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The roster or the plan is to change at a step boundary: say where you are, and begin no further step until you
-    are told. ``number``: of the pauses in the generation, from 0.
+    """The roster or the plan is to change at a step boundary: report where you are, and begin no further step until
+    told. ``number`` counts the pauses of the generation from 0.
     """
 
     generation: int
@@ -323,9 +323,9 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """All are to stop at the beginning of ``step``: nobody has begun it, and nothing is redone.
+    """All stop at the beginning of ``step``: nobody has begun it, and nothing is redone.
 
-    With a ``schedule`` nobody stops: from that step on all run it, until the next generation.
+    With a ``schedule`` nobody stops: all run it from that step on, until the next generation.
     """
 
     generation: int
@@ -343,10 +343,10 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """Stop what you do and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
+    """Stop and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
 
-    ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before you connect, see whom
-    you can reach.
+    ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before you connect, check
+    whom you can reach.
     """
 
     generation: int
@@ -357,14 +357,14 @@ class Regroup:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """All survivors reported; connect, do your action, and go on with the plan."""
+    """All survivors reported; connect, do your actions, and go on with the plan."""
 
     generation: int
     roster: tuple[int, ...]
     decision: Decision
     schedule: Schedule | None
     commits: Mapping[int, Any]
-    """What the stages brought to the commit of step ``decision.version - 1``, by stage, as far as known."""
+    """What the stages contributed to the commit of step ``decision.version - 1``, by stage, as far as known."""
     donors: Mapping[int, int] = field(default_factory=dict)
     """For each rank that joins, the peer that gives it its state."""
 
@@ -382,8 +382,8 @@ class Committed:
 class StepLoss:
     """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches.
 
-    ``counters``: of the run so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``: of all
-    micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
+    ``counters``: the run's counters so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``:
+    those of all micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
     """
 
     step: int
@@ -397,7 +397,7 @@ class StepLoss:
 class Answer:
     """Control collective ``number`` is complete: the payloads of the live workers by rank, the same for all.
 
-    ``leader``: who speaks for the run at that moment.
+    ``leader``: the rank that speaks for the run at that moment.
     """
 
     number: int
@@ -416,7 +416,7 @@ class StopReason(Enum):
 
     @classmethod
     def of(cls, outcome: Any) -> StopReason:
-        """The reason that an outcome of the run is."""
+        """The reason that corresponds to an outcome of the run."""
         return cls(type(outcome).__name__)
 
 

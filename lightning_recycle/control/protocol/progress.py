@@ -1,15 +1,15 @@
-"""Who holds everybody up: the judgement over workers that send heartbeats but make no progress. Pure.
+"""Who holds everybody up: judges workers that send heartbeats but make no progress. Pure.
 
-Concept: in a pipeline nearly everybody waits nearly always, and a wait says nothing about the one who waits. Among
-workers that wait for each other the culprit is the one that does not wait: it has been inside one operation for longer
-than that operation can take. So only workers that do *not* wait are judged, each by the usual time of its own operation
-(as measured in this run), times a factor, with the heartbeat's timeout as a floor.
+Concept: in a pipeline nearly everybody waits nearly always, and a wait says nothing about the worker that
+waits. Where workers wait for each other the culprit is the one that does not: it has been inside one operation for
+longer than that operation can take. So only workers that do *not* wait are judged, each by the usual time of its own
+operation (as measured in this run), times a factor, with the heartbeat's timeout as a floor.
 
 What has no usual time is given ``patience``, half an hour: the first steps, reading data, hooks and callbacks,
 validation, checkpoints. A process that is being debugged is never judged.
 
-If everybody waits and nobody is at work, a message got lost: nobody is to blame, and the same workers connect again.
-Unless all wait for the coordinator: then it is busy, with the parts of a large checkpoint for example.
+If everybody waits and nobody works, a message was lost: nobody is to blame, and the same workers connect again. If all
+wait for the coordinator, however, it is merely busy, for example with the parts of a large checkpoint.
 
 Must not know: messages, sockets, clocks.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 __all__ = ["PATIENCE", "Observation", "Verdict", "judge"]
 
 _FACTOR = 10.0  # times the usual duration of an operation
-_RECOVERY_SECONDS = 5.0  # at least, for what a worker does itself during a recovery
+_RECOVERY_SECONDS = 5.0  # at least, for a worker's own work during a recovery
 PATIENCE = 1800.0
 """Seconds for what has no usual duration."""
 
@@ -33,10 +33,10 @@ class Observation:
 
     Args:
         operation: its name, for people.
-        kind: of the operation, if it has a usual duration: that of an operation of the schedule, or "RECOVER".
+        kind: the operation's kind, if it has a usual duration: that of an operation of the schedule, or "RECOVER".
         waiting: whether it waits for another process.
-        seconds: for how long.
-        debugged: whether somebody may have stopped it on purpose.
+        seconds: how long it has been doing so.
+        debugged: whether a debugger may have stopped it.
         coordinated: whether it waits for the coordinator, not for another worker.
     """
 
@@ -50,10 +50,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong.
+    """What is wrong, if anything.
 
     Args:
-        stuck: for each rank that holds the others up, why it is thought to.
+        stuck: for each rank that holds the others up, the reason to think so.
         deadlocked: whether all wait for each other.
     """
 
@@ -70,9 +70,9 @@ def judge(
     """Judges the workers of a generation.
 
     Args:
-        observations: by rank.
+        observations: what each worker does, by rank.
         usual: (rank, kind) -> usual seconds of that kind of operation there, None if not known.
-        timeout: seconds that any operation may take.
+        timeout: seconds that every operation may take.
         patience: seconds for what has no usual duration.
     """
     stuck: dict[int, str] = {}

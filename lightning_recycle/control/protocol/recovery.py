@@ -1,12 +1,12 @@
 """The recovery: from what survivors hold to where they go on, and what each of them does for it. Pure functions.
 
-:func:`decide` is asked by the coordinator, :func:`actions` and :func:`part_of` by each worker: a recovery is data, as a
-schedule is.
+The coordinator calls :func:`decide`, each worker :func:`actions` and :func:`part_of`: a recovery is data, like a
+schedule.
 
 Within step t a worker is RUNNING, then REDUCED (it holds its stage's complete reduced gradient), then APPLIED: its
-parameters are of version t+1, and it is RUNNING in step t+1. With the staggered optimizer stages apply at their own
-time, but step t+1 cannot be REDUCED anywhere before every worker has applied t: its micro-batches flow through all
-workers, and where one has none, its peers wait for it before they begin. So versions differ by at most one.
+parameters have version t+1, and it is RUNNING in step t+1. With the staggered optimizer stages apply at their own time,
+but step t+1 cannot be REDUCED anywhere before every worker has applied t: its micro-batches flow through all workers,
+and where one has none, its peers wait for it before they begin. So versions differ by at most one.
 
 A stage can reach the highest version among its workers, plus one if a worker of that version is REDUCED. The committed
 version v is the minimum over the stages: step v runs again. A stage that can reach v+1 is *ahead*: its part of step v
@@ -66,7 +66,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """In ``stage``, whoever lacks the reduced gradient of ``step`` gets it from rank ``donor``; all of it take part."""
+    """In ``stage``, workers without the reduced gradient of ``step`` get it from rank ``donor``; all take part."""
 
     stage: int
     step: int
@@ -78,7 +78,7 @@ class Decision:
     """Where all survivors go on.
 
     Args:
-        version: the committed version v; whoever is below applies what it holds or adopts, then step v runs.
+        version: the committed version v; a worker below applies what it holds or adopts, then step v runs.
         ahead: the stages whose part of step v is done.
         adoptions: in the order in which a stage carries them out.
     """
@@ -89,11 +89,11 @@ class Decision:
 
 
 def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None) -> Decision:
-    """Computes the decision from the statuses of all survivors, by rank; every stage has at least one.
+    """Computes the decision from the statuses of all survivors; every stage has at least one.
 
     Args:
-        statuses: by rank.
-        known_losses: the number of steps whose loss is known; by default as many as are wanted.
+        statuses: what each survivor holds, by rank.
+        known_losses: the number of steps whose loss is known; by default all that are needed.
 
     Raises:
         ReCycleError: for statuses that the commit protocol cannot produce. Going on would train on a mixture.
@@ -139,7 +139,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Take over the state of rank ``donor``, which is of the committed version."""
+    """Take over the state of rank ``donor``, which has the committed version."""
 
     donor: int
 
@@ -151,9 +151,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """All of the stage get the reduced gradient of ``step`` from rank ``donor``; with it a worker that ``lacks`` it is
-    REDUCED.
-    """
+    """The stage gets the reduced gradient of ``step`` from ``donor``; with it a worker that ``lacks`` it is REDUCED."""
 
     step: int
     donor: int
@@ -162,13 +160,13 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class AwaitPeers:
-    """Wait for the others of the stage: nobody may go on and overwrite what it gave before all of them have it."""
+    """Wait for the others of the stage: nobody may overwrite what it gave before all of them have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitTogether:
     """Commit ``step`` once more, with everybody: nobody has applied it yet, another failure may leave a stage without
-    it, and where stages commit there is no shadow.
+    it, and a run with commits has no shadow.
     """
 
     step: int
@@ -183,7 +181,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Compute this worker's part of ``step``, which it has applied, with the parameters of then, for who redoes it."""
+    """Compute this worker's part of ``step``, which it has applied, with the parameters of that step, for the redo."""
 
     step: int
 
@@ -197,9 +195,9 @@ def actions(
     """What a worker does, in order, once the workers of a generation are connected; then all run ``decision.version``.
 
     Args:
-        rank: of the worker.
-        status: that it reported; of version -1 if it joins.
-        decision: of the coordinator.
+        rank: the worker's rank.
+        status: the status that it reported; its version is -1 if it joins.
+        decision: the coordinator's decision.
         donors: for each rank that joins, the peer that gives it its state.
         commits: whether stages commit a step together before they apply it.
         tied: whether stages hold copies of one parameter, so that a step is REDUCED in all of them or in none.
@@ -244,13 +242,13 @@ def actions(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a worker does of a step.
+    """The part of a step that a worker does.
 
     Args:
-        reduces: whether it computes weight gradients and reduces them; one that is done with that runs F and B only,
+        reduces: whether it computes weight gradients and reduces them; one that is done with that runs only F and B,
             for the others.
-        buffers: the step whose gradient buffers it writes to. There are two sets, for even and odd steps: what is done
-            must not change, so who is done writes to the other one.
+        buffers: the step whose gradient buffers it writes to. There are two sets, for even and odd steps: a finished
+            result must not change, so a worker that is done writes to the other one.
         applies: whether it steps its optimizer.
         awaits_peers: whether it waits for its peers at the beginning. Nobody needs anything of a worker without
             micro-batches, so the others could get two steps ahead of it; if the link to it was cut in the last
@@ -264,11 +262,11 @@ class Part:
 
 
 def part_of(step: int, version: int, reduced: bool, idle_peer: bool) -> Part:
-    """What a worker does of ``step``.
+    """The part of ``step`` that a worker does.
 
     Args:
         step: the step that all run.
-        version: steps that the worker has applied.
+        version: the number of steps that the worker has applied.
         reduced: whether it holds the complete reduced gradient of step ``version``.
         idle_peer: whether the plan leaves a worker of its stage without micro-batches.
     """

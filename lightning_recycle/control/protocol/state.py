@@ -1,4 +1,4 @@
-"""What the coordinator knows of a run, what can happen to it, and what it can be told to do. Frozen values, no logic.
+"""What the coordinator knows of a run, which events can happen, and which commands follow. Frozen values, no logic.
 
 :mod:`~lightning_recycle.control.protocol.membership` and :mod:`~lightning_recycle.control.protocol.agreements` are the
 functions over them.
@@ -17,7 +17,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.schedule import Schedule
 
 RESULT = "result"
-"""Name of the collective that brings the results of the run; the coordinator keeps its payloads."""
+"""Name of the collective that delivers the results of the run; the coordinator keeps its payloads."""
 
 
 # ---------------------------------------------------------------------- events (besides the workers' messages)
@@ -40,14 +40,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class CandidateLost:
-    """The process that was to join as ``rank`` is gone before it was let in."""
+    """The process that was to join as ``rank`` ended before it was let in."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class MovePlanned:
-    """When the worker that joins as ``rank`` enters, worker ``mover`` leaves: it is the same device."""
+    """Worker ``mover`` leaves when the worker that joins as ``rank`` enters: they share a device."""
 
     rank: int
     mover: int
@@ -58,7 +58,7 @@ class PlanReady:
     """A better plan for the workers ``roster`` exists.
 
     Args:
-        roster: ranks; the plan is of no use to others.
+        roster: the ranks that the plan is for; others have no use for it.
         schedule: the plan.
         details: why it is better, for the record.
     """
@@ -112,7 +112,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartGrace:
-    """Come back with :class:`GraceElapsed` after a while, in case a death explains the broken connection."""
+    """Return :class:`GraceElapsed` after a while; until then a death may explain the broken connection."""
 
     generation: int
     reason: str
@@ -120,7 +120,7 @@ class StartGrace:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """End worker ``rank`` for good and come back with :class:`Lost`."""
+    """End worker ``rank`` for good and return :class:`Lost`."""
 
     rank: int
     cause: str
@@ -145,7 +145,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class StageLost:
-    """All replicas of ``stage`` are dead, for these causes by rank."""
+    """All replicas of ``stage`` are dead; ``causes`` by rank."""
 
     stage: int
     causes: Mapping[int, str]
@@ -177,10 +177,10 @@ class PauseState:
     """The live workers are being stopped at a step boundary.
 
     Args:
-        number: of the pauses in the generation.
+        number: its number among the pauses of the generation.
         begun: the newest step that each worker has begun, by rank, as far as known.
         boundary: the step at whose beginning they stop, once all have answered.
-        arrived: who waits there.
+        arrived: the ranks that wait there.
     """
 
     number: int = 0
@@ -195,33 +195,33 @@ class MembershipState:
 
     Args:
         grid: the positions.
-        live: ranks not lost.
-        joined: ranks that said hello.
-        generation: -1 before the first.
+        live: the ranks that are not lost.
+        joined: the ranks that said hello.
+        generation: the current generation; -1 before the first.
         leader: the rank that speaks for the run; it does not change while that worker lives.
         regrouping: whether the generation still waits for reports.
-        reports: of the current generation, by rank.
+        reports: the reports of the current generation, by rank.
         joining: live ranks that do not have the state of their stage yet.
         ready: ranks of workers that wait to be let in.
         leaving: live ranks that want to leave.
-        moves: for ranks that are to join, the live rank that leaves for them.
-        pause: the change at a step boundary that is under way.
-        pauses: how many there were in the generation before that.
+        moves: for each rank that is to join, the live rank that leaves for it.
+        pause: the pause for a change at a step boundary, if one is under way.
+        pauses: how many earlier ones the generation had.
         plan: what all are to run from a step boundary on.
-        commits: of the current generation and the current step, by rank.
+        commits: the commits of the current generation and step, by rank.
         committed: the newest step whose commit was answered in the current generation; -1 if there is none.
         answered: step and payloads, by stage, of the newest commit that was answered.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
-        facts: of the steps that not every live worker has applied: step -> rank -> what it told of the step.
-        losses: of the steps that are not complete: step -> global micro-batch -> loss.
-        outputs: of the same steps: step -> global micro-batch -> what hooks did with its output.
-        summed: steps whose loss is known.
+        facts: for steps that not every live worker has applied: step -> rank -> what it reported of the step.
+        losses: for steps that are not complete: step -> global micro-batch -> loss.
+        outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
+        summed: the number of steps whose loss is known.
         collectives: open control collectives: number -> rank -> contribution.
-        next_collective: those of lower numbers are answered.
+        next_collective: the lowest number that is not answered yet.
         causes: why workers were lost, by rank.
-        version: steps that every live worker has applied.
+        version: the number of steps that every live worker has applied.
         disturbances: regroups in a row without a loss or a commit.
-        broken_pairs: live workers of which one said, in the current generation, that it cannot reach the other.
+        broken_pairs: live workers of which one reported, in the current generation, that it cannot reach the other.
         outcome: how the run ended, once it has.
     """
 
@@ -261,7 +261,7 @@ class MembershipState:
 
     @property
     def vacant(self) -> tuple[int, ...]:
-        """Ranks that nobody holds and nobody is ready for."""
+        """Ranks that no worker holds and none is ready to take."""
         return tuple(r for r in range(self.grid.num_workers) if r not in self.live and r not in self.ready)
 
     def stage_of(self, rank: int) -> int:
