@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -128,7 +128,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = SupervisorLauncher(self.options)
+        self._launcher = SupervisorLauncher(self)
 
     @property
     @override
@@ -353,5 +353,14 @@ class ReCycleStrategy(ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
-for _option in fields(Options):  # as the user gave them
-    setattr(ReCycleStrategy, _option.name, property(attrgetter(f"options.{_option.name}")))
+def _option(name: str) -> property:
+    """An option as the user gave it; a new value is checked as at construction."""
+
+    def assign(strategy: ReCycleStrategy, value: Any) -> None:
+        strategy.options = replace(strategy.options, **{name: value})
+
+    return property(attrgetter(f"options.{name}"), assign)
+
+
+for _field in fields(Options):
+    setattr(ReCycleStrategy, _field.name, _option(_field.name))

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -66,21 +66,30 @@ _VAL_LOADERS = 2  # position of val_dataloaders among the arguments of Trainer._
 _CKPT_PATH = 4  # position of ckpt_path among the arguments of Trainer._fit_impl
 
 
+class Configured(Protocol):
+    """What the launcher asks of the strategy."""
+
+    @property
+    def options(self) -> Options: ...
+
+    def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid: ...
+
+
 class SupervisorLauncher(_Launcher):
     """Runs a Trainer function in worker processes and brings its results home.
 
     Args:
-        options: the user's options.
+        strategy: the Trainer's strategy.
 
     Attributes:
         history: what happened in the newest run.
         schedules: the schedules of the newest run, one per generation.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, strategy: Configured) -> None:
         self.history: list[Event] = []
         self.schedules: list[Schedule] = []
-        self._options = options
+        self._strategy = strategy
         self._interrupted = False
         self._has_run = False
 
@@ -121,7 +130,7 @@ class SupervisorLauncher(_Launcher):
                 return take_results(trainer, outcome.results)
             error = error_of(outcome, setup.grid, self.history)
             fitting = trainer.state.fn == TrainerFn.FITTING
-            if not isinstance(outcome, StageLost) or self._options.on_stage_lost != "restart" or not fitting:
+            if not isinstance(outcome, StageLost) or self._strategy.options.on_stage_lost != "restart" or not fitting:
                 raise error
             smaller = _smaller_grid(setup.grid, survivors)
             checkpoint = _newest_checkpoint(self.history, trainer.strategy.checkpoint_io)
@@ -133,7 +142,7 @@ class SupervisorLauncher(_Launcher):
 
     def _run(self, call: Call, setup: RunSetup, timeout: float, attempt: int) -> tuple[Outcome | None, int]:
         """Runs the workers of a grid once; returns how it ended, and how many workers were alive then."""
-        options, trainer, grid = self._options, call[0], setup.grid
+        options, trainer, grid = self._strategy.options, call[0], setup.grid
         profile_path, profile = self._find_profile(trainer, grid)
         setup = replace(setup, profiles=profile_path is not None and profile is None)
         planner = RunPlanner(
@@ -196,7 +205,7 @@ class SupervisorLauncher(_Launcher):
         """The setup of an outside worker when the coordinator knows only the grid."""
         grid = setup.grid
         if (grid.pipelines, grid.stages) != (wanted.pipelines, wanted.stages) or (
-            self._options.num_microbatches not in (None, wanted.microbatches)
+            self._strategy.options.num_microbatches not in (None, wanted.microbatches)
         ):
             raise ConfigurationError(
                 f"This script wants a grid of {grid}, the coordinator has {wanted} (pipelines x stages x"
@@ -232,7 +241,7 @@ class SupervisorLauncher(_Launcher):
         self, trainer: pl.Trainer, args: tuple[Any, ...], weights_only: bool | None
     ) -> tuple[RunSetup, HeartbeatCallback]:
         """Checks everything that needs no worker, and settles what all workers must agree on."""
-        options = self._options
+        options = self._strategy.options
         module = trainer.lightning_module
         assert trainer.state.fn is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -245,7 +254,7 @@ class SupervisorLauncher(_Launcher):
         check_module(module)
         loaders = args[1] if len(args) > 1 else None
         batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
-        grid = options.choose_grid(trainer.world_size * trainer.num_nodes, batch_size)
+        grid = self._strategy.choose_grid(trainer.world_size * trainer.num_nodes, batch_size)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:
             check_loaders(args[_VAL_LOADERS], None)
@@ -275,7 +284,7 @@ class SupervisorLauncher(_Launcher):
 
     def _find_profile(self, trainer: pl.Trainer, grid: Grid) -> tuple[Path | None, Profile | None]:
         """The path of the profile, and the profile that is already there."""
-        wanted = self._options.profile
+        wanted = self._strategy.options.profile
         if wanted is None:
             return None, None
         if wanted == "auto":
