@@ -40,6 +40,7 @@ from lightning_recycle.control.protocol.recovery import (
     actions,
     part_of,
 )
+from lightning_recycle.control.protocol.state import stage_leads
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
@@ -101,8 +102,14 @@ class Host(Protocol):
     def split(self, data: Any) -> tuple[Any, Any]:
         """A collated micro-batch -> (input, target), on the device."""
 
-    def record_output(self, output: Any, target: Any, samples: int) -> bytes | None:
-        """Called on the last stage with each micro-batch's output in training; all workers get what it returns."""
+    @property
+    def records_outputs(self) -> bool:
+        """Whether :meth:`record_output` is wanted in training."""
+
+    def record_output(self, output: Any, target: Any, samples: int) -> bytes:
+        """Called on the last stage with the output of each micro-batch; what it returns reaches all workers with the
+        step.
+        """
 
     def on_generation(self) -> None:
         """The workers of a generation are connected."""
@@ -292,9 +299,8 @@ class Executor:
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = float(loss)
-                recorded = self._host.record_output(output, target, self._samples(step, task))
-                if recorded is not None:
-                    self._outputs[task.index] = recorded
+                if self._host.records_outputs:
+                    self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
@@ -481,7 +487,7 @@ class Executor:
         """Connects the workers of the generation; from now on its schedule holds."""
         stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
-        self._leads = {stage: min(r for r in stages if stages[r] == stage) for stage in set(stages.values())}
+        self._leads = stage_leads(self.grid, resume.roster)
         tie_rosters = {
             index: [rank for rank, stage in stages.items() if stage in tie.stages]
             for index, tie in enumerate(self._ties.ties)

@@ -72,6 +72,7 @@ class Session:
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
         module: the module with the layers of this stage; like what follows it exists from :meth:`setup` on.
         executor: runs the steps.
+        records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
     """
 
@@ -123,7 +124,7 @@ class Session:
         tell_batch_sizes(trainer)
         self._build_model()
         self._recorder = OutputRecorder(module)
-        self._records_training = is_overridden("on_training_output", module, PipelineModule)
+        self.records_outputs = is_overridden("on_training_output", module, PipelineModule)
         double = any(p.dtype is torch.float64 for p in module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
         sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
@@ -339,9 +340,7 @@ class Session:
     def split(self, data: Any) -> tuple[Any, Any]:
         return self.module.split_batch(data)
 
-    def record_output(self, output: Any, target: Any, samples: int) -> bytes | None:
-        if not self._records_training:
-            return None
+    def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self._record(self.module.on_training_output, output, target, samples)
 
     def on_generation(self) -> None:
