@@ -13,7 +13,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import pickle
 import re
 import socket
 import sys
@@ -26,6 +25,7 @@ from multiprocessing.connection import Client
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.payload import pack, unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import StopReason
@@ -206,19 +206,18 @@ class ControlClient:
         Raises:
             Interrupted: when a newer generation was announced meanwhile.
         """
-        self.send(self.member.report(status, _packed(payload)))
-        answer = self._wait(self.member.resumed, "the others to report", interruptible=True)
-        return replace(answer, commits=_unpacked(answer.commits))
+        self.send(self.member.report(status, pack(payload)))
+        return self._wait(self.member.resumed, "the others to report", interruptible=True)
 
-    def commit(self, step: int, payload: Any) -> messages.Committed:
-        """Waits until every live worker is REDUCED in ``step``.
+    def commit(self, step: int, payload: Any) -> dict[int, Any]:
+        """Waits until every live worker is REDUCED in ``step``; returns one payload of each stage, by stage.
 
         Raises:
             Interrupted: when a generation was announced before that.
         """
-        self.send(self.member.commit(step, _packed(payload)))
+        self.send(self.member.commit(step, pack(payload)))
         answer = self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
-        return replace(answer, payloads=_unpacked(answer.payloads))
+        return unpack_all(answer.payloads)
 
     def await_loss(self, step: int) -> messages.StepLoss:
         """Waits for the mean loss of ``step`` and what was sent with the losses.
@@ -255,7 +254,7 @@ class ControlClient:
         """
         if self.joining:
             return {self.rank: payload}
-        message = self.member.arrive(name, _packed(payload))
+        message = self.member.arrive(name, pack(payload))
         self.send(message)
         while True:
             # Before the executor exists there is nothing to regroup: the announcement waits for it.
@@ -273,14 +272,14 @@ class ControlClient:
             Interrupted: when a generation was announced before the answer came: nobody has one. Recompute ``payload``
                 and arrive again.
         """
-        message = self.member.arrive_in_generation(name, _packed(payload))
+        message = self.member.arrive_in_generation(name, pack(payload))
         self.send(message)
         return self._await_answer(message, interruptible=True)
 
     def _await_answer(self, arrival: messages.Arrive, interruptible: bool) -> dict[int, Any]:
         what = f"collective {arrival.name!r}"
         answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
-        return _unpacked(answer.payloads)
+        return unpack_all(answer.payloads)
 
     def leave(self) -> None:
         """From now on a closed connection is no failure."""
@@ -384,15 +383,6 @@ class ControlClient:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if self._leaving else code)
-
-
-def _packed(payload: Any) -> bytes | None:
-    """Pickles what the coordinator passes on unread: it need not have the classes in it."""
-    return None if payload is None else pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _unpacked(payloads: Mapping[int, Any]) -> dict[int, Any]:
-    return {rank: pickle.loads(data) if isinstance(data, bytes) else data for rank, data in payloads.items()}
 
 
 def _is_debugged(main_thread: int | None) -> bool:

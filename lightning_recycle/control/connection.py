@@ -1,13 +1,8 @@
-"""Messages over a ``multiprocessing.connection``, pickled plainly.
-
-``Connection.send`` would pickle with torch's reducers once ``torch.multiprocessing`` is imported, which pass tensors as
-file descriptors of the sender and so die with it.
-"""
+"""Messages over a ``multiprocessing.connection``."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import struct
 import threading
@@ -17,6 +12,8 @@ from multiprocessing.connection import (
     deliver_challenge,
 )
 from typing import Any
+
+from lightning_recycle.control.protocol import encoding
 
 __all__ = ["MessageConnection"]
 
@@ -60,21 +57,23 @@ class MessageConnection:
         return self._connection.fileno()
 
     @staticmethod
-    def encode(message: Any) -> bytes:
-        return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    def encode(message: Any) -> bytearray:
+        return encoding.encode(message)
 
     def send(self, message: Any) -> None:
         """Raises OSError when the other side is gone."""
         self.send_encoded(self.encode(message))
 
-    def send_encoded(self, data: bytes) -> None:
+    def send_encoded(self, data: bytes | bytearray) -> None:
         """Sends what :meth:`encode` made, for a message to many; raises like :meth:`send`."""
         with self._send_lock:
             self._connection.send_bytes(data)
 
     def receive(self) -> Any:
-        """Blocks for the next message; raises EOFError or OSError when the other side is gone."""
-        return pickle.loads(self._connection.recv_bytes())
+        """Blocks for the next message; raises EOFError or OSError when the other side is gone, and BadMessageError."""
+        frame = memoryview(self._connection.recv_bytes())
+        kind, size = encoding.parse_header(frame[: encoding.HEADER_BYTES])
+        return encoding.decode(kind, frame[encoding.HEADER_BYTES :][:size])
 
     def close(self) -> None:
         self._connection.close()

@@ -55,7 +55,7 @@ class Coordinator:
         on_profile: called in the coordinator's thread with the model's profile once all stages have measured.
         start_worker: starts a replacement for a rank, given its incarnation and the rank whose device it runs on; None
             if there are no replacements.
-        setup: passed with its position to a worker that was started by hand.
+        setup: passed, unread, with its position to a worker that was started by hand.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -71,7 +71,7 @@ class Coordinator:
         authkey: bytes | None = None,
         on_profile: Callable[[Profile], None] = lambda _: None,
         start_worker: Callable[[int, int, int], WorkerProcess] | None = None,
-        setup: Any = None,
+        setup: messages.Payload | None = None,
     ) -> None:
         self.grid = grid
         self.options = options or CoordinatorOptions()
@@ -278,12 +278,16 @@ class Coordinator:
             self._selector.unregister(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
             try:
-                connection.send(messages.Assign(rank, incarnation, joining, self._setup))
+                connection.send(self._assignment(rank, incarnation, joining))
             except OSError:
                 self._vacancies.leave_node(rank)
                 connection.close()
                 continue
             self._admit(rank, connection, joining)
+
+    def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
+        timeout = self.options.heartbeat_timeout
+        return messages.Assign(rank, incarnation, joining, self.grid, timeout, self._setup)
 
     def _has_candidate(self, rank: int) -> bool:
         return rank in self._connections or rank in self._processes or self._vacancies.is_starting(rank)

@@ -109,7 +109,6 @@ def _serve(grid: Grid, address: tuple[str, int], key: bytes, options: argparse.N
         host=address[0],
         port=address[1],
         authkey=key,
-        setup=grid,
     )
     log.info("Waiting for %d workers at %s:%d.", grid.num_workers, *coordinator.address)
     print(f"listening on {coordinator.address[0]}:{coordinator.address[1]}", flush=True)

@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.history import Event
+from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.state import Finished, Outcome, StageLost
@@ -186,7 +187,7 @@ class SupervisorLauncher(_Launcher):
                 authkey=key_from_environment() if listen else None,
                 on_profile=partial(_write_profile, profile_path),
                 start_worker=start,
-                setup=setup,
+                setup=pack(setup),
             )
             outcome: Outcome | None = None
             try:

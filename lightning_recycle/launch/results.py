@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 
 from lightning_recycle.control.history import Event
+from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ReCycleError, StageLostError, WorkerStartError
@@ -32,7 +33,7 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
     assert isinstance(module, PipelineModule)
     state: dict[str, torch.Tensor] = {}
     extras: Extras | None = None
-    for part, found in (pickle.loads(data) for _, data in sorted(results.items())):
+    for part, found in (unpack(payload) for _, payload in sorted(results.items())):
         state.update(part)
         extras = found or extras
     assert extras is not None

@@ -24,6 +24,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerState
 
 from lightning_recycle.control.client import EXIT_STOPPED, ControlClient
+from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.parent import die_with_parent, end_with
@@ -152,7 +153,7 @@ def run_outside(
     assignment = client.await_assignment()
     returned = None
     with _crashes_reported(client):
-        setup = own_setup(assignment.setup) if isinstance(assignment.setup, Grid) else assignment.setup
+        setup = own_setup(assignment.grid) if assignment.setup is None else unpack(assignment.setup)
         client.heartbeat_interval = setup.heartbeat_interval
         device = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
         place = Place(client.rank, assignment.incarnation, device, host or client.local_host)

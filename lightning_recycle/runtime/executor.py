@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import (
     Action,
@@ -334,7 +335,7 @@ class Executor:
     def _commit_and_apply(self) -> None:
         payloads: Mapping[int, CommitPayload] = {}
         if self._commits:
-            payloads = self._client.commit(self.version, self._payload).payloads
+            payloads = self._client.commit(self.version, self._payload)
         self._apply(payloads)
 
     def _apply(self, payloads: Mapping[int, CommitPayload]) -> None:
@@ -474,12 +475,12 @@ class Executor:
         self._host.on_generation()
         if self._profiler is not None and resume.generation == 0:
             self._measure_links(self._profiler)
-        commits: Mapping[int, CommitPayload] = resume.commits
+        commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         for action in actions(
             self._client.rank, status, resume.decision, resume.donors, self._commits, bool(self._ties.ties)
         ):
             if isinstance(action, CommitTogether):
-                commits = self._client.commit(action.step, self._payload).payloads
+                commits = self._client.commit(action.step, self._payload)
             else:
                 self._carry_out(action, resume, commits)
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,11 @@ from support.thread_client import ThreadClient
 from lightning_recycle.control.connection import MessageConnection
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.history import Event
+from lightning_recycle.control.payload import pack
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.problem import Costs, Problem
+from lightning_recycle.planning.schedule import Schedule
 
 PATIENCE = 15.0  # seconds for what must happen
 SILENCE = 1.0  # heartbeat timeout of these tests
@@ -60,26 +62,27 @@ class FakeProcess:
         os.close(self.sentinel)
 
 
-@dataclass(frozen=True)
-class FakeSchedule:
-    failed: frozenset[Worker]
+def fake_schedule(failed: frozenset[Worker] = frozenset(), grid: Grid = GRID) -> Schedule:
+    """A schedule in which nobody does anything."""
+    return Schedule(Problem(grid, Costs.uniform(grid.stages), failed), {}, 1.0)
 
 
 class FakePlanner:
     """Gives the coordinator schedules; remembers the requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, grid: Grid = GRID) -> None:
+        self.grid = grid
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
         self.ahead: list[frozenset[Worker]] = []
         self.error: Exception | None = None
 
-    def plan(self, failed: frozenset[Worker], seconds: Mapping[int, Mapping[str, float]]) -> FakeSchedule:
+    def plan(self, failed: frozenset[Worker], seconds: Mapping[int, Mapping[str, float]]) -> Schedule:
         if self.error is not None:
             raise self.error
         self.asked.append((failed, {stage: dict(times) for stage, times in seconds.items()}))
-        return FakeSchedule(failed)
+        return fake_schedule(failed, self.grid)
 
-    def retime(self, schedule: FakeSchedule, seconds: Any) -> FakeSchedule:
+    def retime(self, schedule: Schedule, seconds: Any) -> Schedule:
         return schedule
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: Any) -> None:
@@ -94,9 +97,9 @@ class ControlPlane:
     def __init__(self, grid: Grid = GRID, **options: float) -> None:
         self.processes = {rank: FakeProcess() for rank in range(grid.num_workers)}
         patient = dict.fromkeys(("heartbeat_timeout", "start_timeout", "report_timeout"), PATIENCE)
-        self.planner = FakePlanner()
+        self.planner = FakePlanner(grid)
         all_options: Any = CoordinatorOptions(**{**patient, "grace": 0.1, **options})
-        setup: Any = "for who is started by hand"
+        setup = pack("for who is started by hand")
         start: Any = self._start_worker if all_options.restart_workers else None
         self.coordinator = Coordinator(grid, self.planner, all_options, start_worker=start, setup=setup)
         self.started: list[tuple[int, int, int]] = []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from control_plane import PATIENCE, ControlPlane, FakeSchedule, die, in_thread, together
+from control_plane import PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
 from control_worker import Member
 
 from lightning_recycle.control.client import EXIT_STOPPED
@@ -24,7 +24,7 @@ def test_a_process_exit_is_a_loss_with_its_cause(plane: ControlPlane) -> None:
     (failure,) = plane.events("failure")
     assert (failure.worker, failure.details["cause"]) == ((1, 1), "it exited with code 1")
     assert all(m.resumes[-1].roster == (0, 1, 2) for m in members[:3])
-    assert all(m.resumes[-1].schedule == FakeSchedule(frozenset({Worker(1, 1)})) for m in members[:3])
+    assert all(m.resumes[-1].schedule == fake_schedule(frozenset({Worker(1, 1)})) for m in members[:3])
 
 
 def test_a_closed_connection_is_a_loss(plane: ControlPlane) -> None:

@@ -1,7 +1,6 @@
 """Coordinator and clients over real sockets: the ordinary course, what is recorded and planned, and strangers."""
 
 import os
-import pickle
 import socket
 import threading
 import time
@@ -10,10 +9,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
 import pytest
-from control_plane import PATIENCE, ControlPlane, FakeSchedule, beat, die, in_thread, together
+from control_plane import PATIENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
 from control_worker import Payload
 
 from lightning_recycle.control.client import Interrupted
+from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Broken, FaultInjected, Losses
 from lightning_recycle.control.protocol.state import RESULT, Finished
 from lightning_recycle.errors import ControlPlaneError
@@ -27,9 +27,9 @@ def test_workers_that_joined_get_the_same_roster_and_schedule(plane: ControlPlan
     resumes = [member.resumes[0] for member in members]
     assert all(resume == resumes[0] for resume in resumes)
     assert (resumes[0].generation, resumes[0].roster) == (0, (0, 1, 2, 3))
-    assert resumes[0].schedule == FakeSchedule(frozenset())
+    assert resumes[0].schedule == fake_schedule()
     assert plane.coordinator.roster == (0, 1, 2, 3)
-    assert plane.coordinator.schedules == [FakeSchedule(frozenset())]
+    assert plane.coordinator.schedules == [fake_schedule()]
 
 
 def test_commits_wait_for_everybody_and_bring_one_payload_of_each_stage(plane: ControlPlane) -> None:
@@ -38,7 +38,7 @@ def test_commits_wait_for_everybody_and_bring_one_payload_of_each_stage(plane: C
     with pytest.raises(TimeoutError):
         early[0].result(0.2)
     last = members[3].client.commit(0, Payload(3))
-    assert last.payloads == {0: Payload(0), 1: Payload(1)}
+    assert last == {0: Payload(0), 1: Payload(1)}
     assert all(future.result(PATIENCE) == last for future in early)
 
 
@@ -64,7 +64,7 @@ def test_results_stay_with_the_coordinator_and_end_the_run(plane: ControlPlane) 
     assert all(answer == {0: True, 1: True, 2: False, 3: False} for answer in answers)
     outcome = plane.coordinator.wait(PATIENCE)
     assert isinstance(outcome, Finished)
-    assert {rank: pickle.loads(part) for rank, part in outcome.results.items()} == {0: "first stage", 1: "last stage"}
+    assert {rank: unpack(part) for rank, part in outcome.results.items()} == {0: "first stage", 1: "last stage"}
 
 
 def test_waiting_for_the_end_is_bounded_when_asked(plane: ControlPlane) -> None:

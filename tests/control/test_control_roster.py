@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from control_plane import PATIENCE, ControlPlane, FakeSchedule, die, in_thread, together
+from control_plane import PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
 from control_worker import Member
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
+from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Hello
 
 pytestmark = pytest.mark.timeout(60)
@@ -59,7 +60,7 @@ def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane: Con
     assert rejoined.seconds == pytest.approx(rejoined.time - paused.time, abs=0.01)
     answers = together(*(partial(m.client.arrive, "end", m.client.rank) for m in [*members[:3], joiner]))
     assert answers == [{0: 0, 1: 1, 2: 2, 3: 3}] * 4
-    assert plane.coordinator.schedules[-1] == FakeSchedule(frozenset()), "the plan of before"
+    assert plane.coordinator.schedules[-1] == fake_schedule(), "the plan of before"
 
 
 def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_ends_well(plane: ControlPlane) -> None:
@@ -101,7 +102,8 @@ def test_a_worker_started_by_hand_gets_the_position_that_is_free(plane: ControlP
         waiting.result(0.3)
     die(plane, members[2])
     found = waiting.result(PATIENCE)
-    assert (found.rank, found.incarnation, found.joining, found.setup) == (2, 1, True, "for who is started by hand")
+    assert (found.rank, found.incarnation, found.joining) == (2, 1, True)
+    assert unpack(found.setup) == "for who is started by hand"
     assert spare.rank == 2
 
 

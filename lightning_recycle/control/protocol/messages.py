@@ -1,4 +1,9 @@
-"""What workers and coordinator say to each other: frozen values, pickled onto one connection per worker.
+"""What workers and coordinator say to each other: frozen values, sent over one connection per worker.
+
+The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.protocol.encoding`): every field is
+data that msgpack has, an enum, a dataclass of such fields, or a
+:class:`~lightning_recycle.planning.schedule.Schedule`. What only workers and the launching process understand is
+``bytes``, which the coordinator passes on and never opens.
 
 Every name here is public; import the module, not the names.
 """
@@ -8,11 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
+from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import StageProfile
 from lightning_recycle.planning.schedule import Schedule
+
+Number: TypeAlias = bool | int | float
+"""A number that keeps its type: integers are counters and digests, compared exactly."""
+
+Payload: TypeAlias = tuple[bytes, ...]
+"""A pickled value that the coordinator passes on unread, in pieces (see :mod:`lightning_recycle.control.payload`)."""
 
 # ---------------------------------------------------------------------- worker -> coordinator
 
@@ -153,7 +165,7 @@ class Report:
     rank: int
     generation: int
     status: WorkerStatus
-    commit: Any = None
+    commit: Payload | None = None
     begun: int = -1
 
 
@@ -192,8 +204,8 @@ class Facts:
         stage: equal within a stage, such as options of the optimizer; not all workers need report the same names.
     """
 
-    everywhere: Mapping[str, float] = field(default_factory=dict)
-    stage: Mapping[str, float] = field(default_factory=dict)
+    everywhere: Mapping[str, Number] = field(default_factory=dict)
+    stage: Mapping[str, Number] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +248,7 @@ class Commit:
     rank: int
     generation: int
     step: int
-    payload: Any
+    payload: Payload | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +261,7 @@ class Arrive:
     rank: int
     number: int
     name: str
-    payload: Any
+    payload: Payload | None
     generation: int | None = None
 
 
@@ -302,13 +314,21 @@ class FaultInjected:
 class Assign:
     """Tells a worker started by hand which position it takes.
 
-    ``joining``: whether the training has begun. ``setup``: what the launching process passes to it.
+    Args:
+        rank: the position.
+        incarnation: how many processes held it before.
+        joining: whether the training has begun.
+        grid: the grid of the run.
+        timeout: seconds without an answer of the coordinator's machine after which the worker is cut off.
+        setup: what the launching process passes to it; None from a coordinator without one.
     """
 
     rank: int
     incarnation: int
     joining: bool
-    setup: Any
+    grid: Grid
+    timeout: float
+    setup: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +383,7 @@ class Resume:
     roster: tuple[int, ...]
     decision: Decision
     schedule: Schedule | None
-    commits: Mapping[int, Any]
+    commits: Mapping[int, Payload | None]
     """What the stages contributed to the commit of step ``decision.version - 1``, by stage, as far as known."""
     donors: Mapping[int, int] = field(default_factory=dict)
     """For each rank that joins, the peer that gives it its state."""
@@ -375,7 +395,7 @@ class Committed:
 
     generation: int
     step: int
-    payloads: Mapping[int, Any]
+    payloads: Mapping[int, Payload | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,13 +415,14 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Control collective ``number`` is complete: the payloads of the live workers by rank, the same for all.
+    """Control collective ``number`` is complete: the payloads of the live workers by rank, the same for all; of the
+    results, which stay with the coordinator, only whether each worker delivered some.
 
     ``leader``: the rank that speaks for the run at that moment.
     """
 
     number: int
-    payloads: Mapping[int, Any]
+    payloads: Mapping[int, Payload | bool | None]
     leader: int = -1
 
 

@@ -1,0 +1,39 @@
+"""Values that workers exchange through the coordinator, which passes them on without opening them.
+
+A payload is a pickle, so only who runs the user's code may open it: workers and the launching process. The coordinator
+never imports :func:`unpack`; it need not have the classes, and nothing that it receives can run in it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_recycle.control.protocol.messages import Payload
+
+__all__ = ["pack", "unpack", "unpack_all"]
+
+_PIECE = 1 << 30  # bytes; msgpack has no byte string of 4 GiB or more
+
+
+def pack(value: Any) -> Payload | None:
+    """Pickles ``value``; None stays None. Plainly: torch's reducers would pass tensors as descriptors of this process,
+    which die with it.
+    """
+    if value is None:
+        return None
+    data = memoryview(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    return tuple(bytes(data[begin : begin + _PIECE]) for begin in range(0, len(data), _PIECE))
+
+
+def unpack(payload: Payload | bool | None) -> Any:
+    """The value that :func:`pack` was given; what is no payload stays as it is."""
+    if not isinstance(payload, tuple):
+        return payload
+    return pickle.loads(payload[0] if len(payload) == 1 else b"".join(payload))
+
+
+def unpack_all(payloads: Mapping[int, Payload | None] | Mapping[int, Payload | bool | None]) -> dict[int, Any]:
+    """The values of payloads by rank or by stage."""
+    return {key: unpack(payload) for key, payload in payloads.items()}

@@ -1,0 +1,142 @@
+"""Messages as bytes and back: every message survives, and nothing else becomes one."""
+
+import math
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.hostile import MESSAGES, any_message, bytes_like_frames, damaged_frames, values_of
+
+from lightning_recycle.control import payload
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.encoding import HEADER_BYTES, BadMessageError, decode, encode, parse_header
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.planning import plan
+from lightning_recycle.planning.problem import Costs, Problem
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def transfer(message: Any) -> Any:
+    """``message`` as the other side gets it."""
+    frame = bytes(encode(message))
+    kind, size = parse_header(frame[:HEADER_BYTES])
+    assert (kind, size) == (type(message), len(frame) - HEADER_BYTES)
+    return decode(kind, frame[HEADER_BYTES:])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal with equal types, NaN included."""
+    return repr(a) == repr(b)
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_every_message_arrives_as_it_was_sent(kind: type) -> None:
+    @settings(max_examples=20, deadline=None, suppress_health_check=_SLOW, derandomize=True)
+    @given(message=values_of(kind))
+    def check(message: Any) -> None:
+        assert same(transfer(message), message)
+
+    check()
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=_SLOW, derandomize=True)
+@given(frame=damaged_frames() | bytes_like_frames())
+def test_other_bytes_are_refused_or_a_message(frame: bytes) -> None:
+    if len(frame) < HEADER_BYTES:
+        return
+    try:
+        kind, size = parse_header(frame[:HEADER_BYTES])
+        message = decode(kind, frame[HEADER_BYTES:][:size])
+    except BadMessageError:
+        return
+    assert same(transfer(message), message)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=_SLOW, derandomize=True)
+@given(message=any_message(), other=st.sampled_from(MESSAGES))
+def test_the_fields_of_one_message_are_another_only_if_they_fit(message: Any, other: type) -> None:
+    body = bytes(encode(message))[HEADER_BYTES:]
+    try:
+        found = decode(other, body)
+    except BadMessageError:
+        return
+    assert isinstance(found, other)
+
+
+def test_numbers_keep_their_type() -> None:
+    facts = messages.Facts({"step": 2**62 + 1, "on": True}, {"lr": 0.5, "nan": math.nan})
+    assert same(transfer(facts), facts)
+
+
+def test_scalars_of_numpy_are_sent_as_numbers() -> None:
+    facts: Any = messages.Facts({"step": np.int64(3)}, {"lr": np.float64(0.5)})
+    assert same(transfer(facts), messages.Facts({"step": 3}, {"lr": 0.5}))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [messages.Facts({"step": 2**70}), messages.Saved(0, object(), 1)],  # type: ignore[arg-type]
+    ids=["too large a number", "no data"],
+)
+def test_what_cannot_be_sent_is_an_error_of_the_sender(message: Any) -> None:
+    with pytest.raises(ReCycleError, match=r"(?s)cannot be sent.*Give plain numbers"):
+        encode(message)
+
+
+def test_a_hello_of_many_bytes_is_refused_before_they_are_read() -> None:
+    with pytest.raises(BadMessageError, match="Hello of 5000 bytes is too long"):
+        parse_header(bytes(encode(messages.Hello(0, 1)))[:2] + (5000).to_bytes(8, "big"))
+    with pytest.raises(ReCycleError, match="cannot be sent: at most"):
+        encode(messages.Hello(0, 1, node="x" * 5000))
+
+
+def test_a_message_of_deeply_nested_lists_is_refused() -> None:
+    with pytest.raises(BadMessageError):
+        decode(messages.Heartbeat, b"\x91" * 1_000_000)
+    unknown_field = b"\x81\xa1x" + b"\x91" * 1_000_000  # is skipped, but not with the stack of the process
+    with pytest.raises(BadMessageError):
+        decode(messages.Heartbeat, unknown_field)
+
+
+def test_a_message_with_a_grid_that_cannot_be_is_refused() -> None:
+    body = bytes(encode(messages.Assign(0, 0, False, messages.Grid(2, 2, 2), 5.0)))[HEADER_BYTES:]
+    with pytest.raises(BadMessageError, match=r"no Assign: .*pipelines"):
+        decode(messages.Assign, body.replace(b"pipelines\x02", b"pipelines\x00"))
+
+
+def test_a_schedule_whose_columns_do_not_fit_is_refused() -> None:
+    schedule = plan(Problem(messages.Grid(2, 2, 2), Costs.uniform(2)))
+    body = bytes(encode(messages.Boundary(0, 0, schedule)))[HEADER_BYTES:]
+    one_less = body.index(b"\xa5kinds") + 7
+    cut = bytes([body[one_less] - 1]) + body[one_less + 2 :]
+    with pytest.raises(BadMessageError, match="columns of the schedule have different lengths"):
+        decode(messages.Boundary, body[:one_less] + cut)
+
+
+def test_payloads_come_back_and_large_ones_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert payload.pack(None) is None
+    assert payload.unpack(None) is None
+    assert payload.unpack(True) is True
+    monkeypatch.setattr(payload, "_PIECE", 10)
+    packed = payload.pack({"weights": "x" * 100})
+    assert packed is not None
+    assert {len(piece) for piece in packed[:-1]} == {10}
+    assert payload.unpack(packed) == {"weights": "x" * 100}
+    assert payload.unpack_all({3: packed, 4: None}) == {3: {"weights": "x" * 100}, 4: None}
+
+
+def test_the_coordinator_has_no_way_to_open_a_pickle() -> None:
+    opened: list[str] = []
+    for name in ("coordinator", "connection", "listener", "standalone", "protocol.encoding", "protocol.membership"):
+        module = f"lightning_recycle.control.{name}"
+        __import__(module)
+        opened += [f"{name}.{key}" for key, value in vars(sys.modules[module]).items() if value in _OPENERS]
+    assert not opened
+
+
+_OPENERS: list[Any] = [pickle, pickle.loads, pickle.load, payload.unpack, payload.unpack_all, payload]

@@ -1,0 +1,124 @@
+"""Strategies of hypothesis for what a stranger may say: messages of any content, damaged ones, any bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hypothesis import strategies as st
+
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.encoding import HEADER_BYTES, encode
+from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
+from lightning_recycle.planning.problem import Costs, Problem, Technique
+from lightning_recycle.planning.profile import StageProfile
+from lightning_recycle.planning.schedule import Schedule
+
+__all__ = ["MESSAGES", "any_message", "bytes_like_frames", "damaged_frames", "values_of"]
+
+MESSAGES: tuple[type[Any], ...] = tuple(
+    value
+    for value in vars(messages).values()
+    if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == messages.__name__
+)
+"""Every dataclass of the module of messages."""
+
+_LEAVES: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    # Around what a run has, where damage is subtle, and at the ends of what can be sent.
+    int: st.integers(-2, 8) | st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(0, 10) | st.floats(),
+    str: st.text(max_size=20),
+    bytes: st.binary(max_size=20),
+    type(None): st.none(),
+}
+_SIZES: dict[Any, st.SearchStrategy[Any]] = {float: st.floats(0, 1e6), int: st.integers(0, 2**40)}
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a type hint of a message's field."""
+    if hint in _LEAVES:
+        return _LEAVES[hint]
+    if hint is StageProfile:  # it checks its values
+        hints = get_type_hints(StageProfile)
+        return st.builds(StageProfile, **{name: _SIZES[hint] for name, hint in hints.items()})
+    if hint is Schedule:
+        return _schedules()
+    if hint is Grid:
+        return st.builds(Grid, *[st.integers(1, 3)] * 3)
+    if isinstance(hint, type) and issubclass(hint, messages.Enum):
+        return st.sampled_from(list(hint))
+    if dataclasses.is_dataclass(hint):
+        return st.builds(hint, **{name: values_of(part) for name, part in get_type_hints(hint).items()})
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return st.one_of(*(values_of(part) for part in parts))
+    if origin is Mapping:
+        return st.dictionaries(values_of(parts[0]), values_of(parts[1]), max_size=3)
+    if origin is frozenset:
+        return st.frozensets(values_of(parts[0]), max_size=3)
+    if origin is tuple and parts[1:] == (...,):
+        return st.lists(values_of(parts[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(values_of(part) for part in parts))
+    raise NotImplementedError(f"{hint!r}: a message has a field that is no data, or this function needs another case")
+
+
+def any_message() -> st.SearchStrategy[Any]:
+    """Any message, of either side, with any content."""
+    return st.sampled_from(MESSAGES).flatmap(values_of)
+
+
+def damaged_frames() -> st.SearchStrategy[bytes]:
+    """Frames of messages with some bytes replaced, cut off or added; now and then none."""
+    return st.builds(
+        _damage,
+        any_message().map(lambda message: bytes(encode(message))),
+        st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), max_size=4),
+        st.integers(0, 40) | st.just(0),
+        st.binary(max_size=10) | st.just(b""),
+    )
+
+
+def _damage(frame: bytes, replaced: list[tuple[int, int]], cut: int, added: bytes) -> bytes:
+    data = bytearray(frame)
+    for place, value in replaced:
+        data[place % len(data)] = value
+    return bytes(data[: max(1, len(data) - cut)]) + added
+
+
+def bytes_like_frames() -> st.SearchStrategy[bytes]:
+    """Any bytes, and any bytes behind a header that fits them or announces more."""
+    headers = st.builds(
+        lambda number, size: number.to_bytes(2, "big") + size.to_bytes(HEADER_BYTES - 2, "big"),
+        st.integers(0, len(MESSAGES) + 1),
+        st.integers(0, 100) | st.integers(0, 2**64 - 1),
+    )
+    return st.binary(max_size=300) | st.builds(lambda head, body: head + body, headers, st.binary(max_size=100))
+
+
+@st.composite
+def _schedules(draw: st.DrawFn) -> Schedule:
+    grid = draw(st.builds(Grid, *[st.integers(1, 3)] * 3))
+    cost = st.floats(0, 1e6)
+    costs = Costs(*(tuple(draw(cost) for _ in range(grid.stages)) for _ in range(5)), communication=draw(cost))
+    spared = draw(st.integers(0, grid.pipelines - 1))
+    failed = draw(st.frozensets(st.sampled_from(grid.workers()))) - {Worker(spared, s) for s in range(grid.stages)}
+    factors = {worker: draw(st.floats(0.1, 10)) for worker in draw(st.frozensets(st.sampled_from(grid.workers())))}
+    limit = draw(st.none() | st.tuples(*[st.integers(1, 5)] * grid.stages))
+    technique = Technique(draw(st.booleans()), draw(st.booleans()))
+    problem = Problem(grid, costs, failed, technique, limit, tuple(factors.items()))
+    microbatch = st.none() | st.builds(Microbatch, st.integers(0, 3), st.integers(0, 3))
+    workers = {
+        worker: tuple(
+            ScheduledOp(Op(kind, worker.stage, m), start, end)
+            for kind, m, start, end in draw(
+                st.lists(st.tuples(st.sampled_from(OpKind), microbatch, cost, cost), max_size=4)
+            )
+        )
+        for worker in problem.live_workers()
+    }
+    return Schedule(problem, workers, draw(cost))
