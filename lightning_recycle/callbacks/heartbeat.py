@@ -23,23 +23,34 @@ class HeartbeatCallback(pl.Callback):
     Logs, whenever they change, ``recycle/live_workers``, ``recycle/failures``, ``recycle/recovery_seconds`` (in
     total), ``recycle/redone_steps`` and ``recycle/rejoined_workers``.
 
+    Silence is no proof of death. A silent or stuck worker is evicted only while a peer that holds the same stage is
+    well; if there is none, because it is the last one or all peers are silent too, it is waited for.
+
     Args:
         interval: seconds between heartbeats of a worker.
-        timeout: seconds of silence after which it is declared dead; also the least time that an operation may take
-            before its worker counts as stuck (ten times the operation's usual time if that is more).
+        timeout: seconds of silence after which it is declared dead if a peer is well; also the least time that an
+            operation may take before its worker counts as stuck (ten times the operation's usual time if that is more).
+        last_holder_timeout: seconds of silence after which it is declared dead whoever else there is. The loss of the
+            last one that holds a stage ends the run, or restarts it from a checkpoint.
 
     Raises:
-        ConfigurationError: unless ``0 < 2 * interval <= timeout``.
+        ConfigurationError: unless ``0 < 2 * interval <= timeout <= last_holder_timeout``.
     """
 
-    def __init__(self, interval: float = 0.5, timeout: float = 5.0) -> None:
+    def __init__(self, interval: float = 0.5, timeout: float = 5.0, last_holder_timeout: float = 300.0) -> None:
         if interval <= 0 or timeout < 2 * interval:
             raise ConfigurationError(
                 f"HeartbeatCallback(interval={interval!r}, timeout={timeout!r}): interval must be positive and timeout"
                 " at least twice the interval, or one late heartbeat evicts a healthy worker."
             )
+        if last_holder_timeout < timeout:
+            raise ConfigurationError(
+                f"HeartbeatCallback(timeout={timeout!r}, last_holder_timeout={last_holder_timeout!r}):"
+                " last_holder_timeout must be at least the timeout, since it is for workers that nobody can replace."
+            )
         self.interval = interval
         self.timeout = timeout
+        self.last_holder_timeout = last_holder_timeout
         self._logged: Mapping[str, float] = {}
 
     @override

@@ -287,9 +287,16 @@ class ControlClient:
 
     # ------------------------------------------------------------------ what the main thread does, for the heartbeat
 
-    def doing(self, step: int, operation: str, kind: str = "") -> None:
-        """Records what the main thread does from now on; without a ``kind`` nobody knows how long that takes."""
-        self.activity = messages.Activity(step, operation, "", time.monotonic(), kind)
+    def doing(self, step: int, operation: str, kind: str = "", microbatch: int = -1) -> None:
+        """Records what the main thread does from now on; without a ``kind`` nobody knows how long that takes.
+
+        Args:
+            step: the optimizer step.
+            operation: its name, for people.
+            kind: the kind of operation, if it has a usual duration. No hook of the user's may run in it.
+            microbatch: the index in the global batch of the micro-batch that it is for; -1 for none.
+        """
+        self.activity = messages.Activity(step, operation, "", time.monotonic(), kind, microbatch=microbatch)
 
     @contextmanager
     def busy(self, operation: str, kind: str = "") -> Iterator[None]:

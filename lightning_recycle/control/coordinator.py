@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from lightning_recycle.control.connection import MessageConnection
@@ -96,6 +97,7 @@ class Coordinator:
         self._graces: dict[int, tuple[float, str]] = {}
         self._unreachable: list[int] = []  # could not be sent a message
         self._to_evict: list[protocol.Evict] = []
+        self._next_review = 0.0
         self._done = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
@@ -179,23 +181,30 @@ class Coordinator:
     def _on_tick(self, now: float) -> None:
         if self._state.outcome is not None:
             return
-        for rank, cause in self._watch.silent(now, self._connections.keys()).items():
+        for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
             self._evict(rank, cause)
-        for rank, cause in self._watch.late(now, self._state).items():
-            self._evict(rank, cause)
-        for rank, cause in self._watch.late_candidates(now).items():
-            self._evict(rank, cause)
-        verdict = self._watch.judge(now, self._state, self._plans.operation_seconds)
-        for rank, cause in verdict.stuck.items():
-            self._evict(rank, cause)
-        if verdict.deadlocked:
-            reason = "a message was lost: all wait for each other, and nobody works."
-            self._handle(protocol.GraceElapsed(self._state.generation, reason))
+        if now >= self._next_review:  # not after every message: it looks at all workers
+            self._next_review = now + _TICK
+            self._review(now)
         for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]
                 self._handle(protocol.GraceElapsed(generation, reason))
         self._fill_vacancies(now)
+
+    def _review(self, now: float) -> None:
+        """Looks at who is silent or makes no progress, and does what follows."""
+        seconds = self._plans.operation_seconds
+        ruling = self._watch.review(now, self._state, self._connections, seconds)
+        for rank, waited in ruling.waits.items():
+            self._history.suspect(rank, waited, self._state)
+        for rank, lasted in ruling.cleared.items():
+            self._history.clear(rank, lasted, self._state)
+        for rank, given_up in ruling.evict.items():
+            self._evict(rank, given_up.cause, {"seconds": given_up.seconds, "limit": given_up.limit})
+        if self._watch.everybody_waits(now, self._state, seconds):
+            reason = "a message was lost: all wait for each other, and nobody works."
+            self._handle(protocol.GraceElapsed(self._state.generation, reason))
 
     # ------------------------------------------------------------------ workers come and go
 
@@ -361,11 +370,11 @@ class Coordinator:
         self._vacancies.failed(rank, time.monotonic())
         self._handle(protocol.CandidateLost(rank))
 
-    def _evict(self, rank: int, cause: str) -> None:
+    def _evict(self, rank: int, cause: str, details: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Declares dead a worker that did not end by itself."""
-        self._history.add("suspected", self._state, rank, {"cause": cause})
+        self._history.add("suspected", self._state, rank, {"cause": cause, **details})
         if rank in self._state.live:
-            self._history.add("evicted", self._state, rank, {"cause": cause})
+            self._history.add("evicted", self._state, rank, {"cause": cause, **details})
         self._gone(rank, cause)
 
     def _dismiss(self, rank: int) -> None:
@@ -385,11 +394,13 @@ class Coordinator:
     # ------------------------------------------------------------------ messages
 
     def _on_message(self, rank: int, message: Any) -> None:
+        now = time.monotonic()
+        self._watch.heard(rank, now)
         if not isinstance(message, _FROM_OTHER_THREADS):
-            self._watch.acted(rank, time.monotonic())
+            self._watch.acted(rank, now)
         match message:
             case messages.Heartbeat():
-                self._watch.beat(rank, message, time.monotonic())
+                self._watch.beat(rank, message, now)
                 return
             case messages.Connected():
                 self._on_connected(message)

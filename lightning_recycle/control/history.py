@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import MembershipState, Record
+from lightning_recycle.control.protocol.suspicion import Waited
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Event", "History"]
@@ -34,10 +35,11 @@ class Event:
     Args:
         kind: what happened. "resumed": all workers agreed on where to go on (also in the first generation).
             "regrouped": all are connected. "step": a step was committed; ``seconds`` since the previous one.
-            "suspected": a worker is silent, makes no progress, or cannot be reached by another one. "evicted": it was
-            ended for that reason. "failure": a worker is out; ``seconds`` from its death, as far as known, to the
-            declaration. "redone": a step runs again. "recovered": the first commit after a failure. "disturbance":
-            connections broke though nobody died.
+            "suspected": a worker is silent, makes no progress, or cannot be reached by another one; ``details`` have
+            the ``cause``, and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason.
+            "cleared": it was waited for and is well again; ``seconds``: how long that took. "failure": a worker is out;
+            ``seconds`` from its death, as far as known, to the declaration. "redone": a step runs again. "recovered":
+            the first commit after a failure. "disturbance": connections broke though nobody died.
             "paused": all wait at a step boundary. "rejoined": a replacement has its
             state; ``seconds``: how long the others waited for it. "left": a worker was told to end and left at a step
             boundary. "moved": a worker left its stage for another one. "restarting": a replacement is being started.
@@ -175,6 +177,24 @@ class History:
             self.counters["recovery_seconds"] += recovered
             self.add("recovered", state, step=record.step, seconds=recovered)
             self._failure_time = None
+
+    def suspect(self, rank: int, waited: Waited, state: MembershipState) -> None:
+        """A worker is silent or slow, and is waited for."""
+        details = {"cause": waited.cause, "seconds": waited.seconds, "limit": waited.limit, "waits": waited.reason}
+        self.add("suspected", state, rank, details)
+        log.warning(
+            "Worker %s is suspected at step %d: %s. It is waited for until %g s have passed, because %s.",
+            self._grid.worker(rank),
+            state.version,
+            waited.cause,
+            waited.limit,
+            waited.reason,
+        )
+
+    def clear(self, rank: int, seconds: float, state: MembershipState) -> None:
+        """A worker that was waited for is well again."""
+        self.add("cleared", state, rank, seconds=seconds)
+        log.warning("Worker %s is well again after %.1f s.", self._grid.worker(rank), seconds)
 
     def connected(self, state: MembershipState) -> None:
         """All workers of the generation are connected."""

@@ -31,12 +31,13 @@ class CoordinatorOptions:
     """Time bounds of the control plane, in seconds, and how lost workers are replaced.
 
     Args:
-        heartbeat_timeout: silence after which a worker is declared dead; no operation counts as
+        heartbeat_timeout: silence after which a worker is declared dead if a peer is well; no operation counts as
             stuck before it, either.
+        last_holder_timeout: silence after which a worker is declared dead whoever else there is.
         start_timeout: time for all workers to join, and for a replacement to be ready.
         report_timeout: time for all survivors to stop and report; longer than any single operation.
         grace: time between a broken connection and a regroup of workers that are all alive.
-        patience: time for operations whose usual duration is not known.
+        patience: time for operations whose usual duration is not known, and for any if no peer is well.
         restart_workers: whether replacements of lost workers are started.
         max_restarts: bound for the whole run.
         normalize: whether a healthy worker moves to another stage when that pays.
@@ -44,6 +45,7 @@ class CoordinatorOptions:
     """
 
     heartbeat_timeout: float = 5.0
+    last_holder_timeout: float = 300.0
     start_timeout: float = 300.0
     report_timeout: float = PATIENCE
     grace: float = 0.5

@@ -103,6 +103,7 @@ def _serve(grid: Grid, address: tuple[str, int], key: bytes, options: argparse.N
         planner,
         CoordinatorOptions(
             heartbeat_timeout=options.timeout,
+            last_holder_timeout=max(options.timeout, options.last_holder_timeout),
             start_timeout=options.start_timeout,
             drift=DriftOptions() if options.monitor_plan else None,
         ),
@@ -127,6 +128,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="per pipeline and step")
     parser.add_argument("--planner", default="heuristic", help="name of the planner")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="silence until a worker is lost")
+    parser.add_argument(
+        "--last-holder-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="silence until a worker is lost that no peer can stand in for",
+    )
     parser.add_argument(
         "--start-timeout",
         type=float,

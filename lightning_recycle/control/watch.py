@@ -1,4 +1,7 @@
-"""Who is silent, late or stuck: the coordinator's clocks for what it heard from the workers."""
+"""Who is silent, late or stuck: the coordinator's clocks for what it heard from the workers.
+
+What is known goes to :mod:`~lightning_recycle.control.protocol.suspicion`, which decides who is given up for it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.messages import Heartbeat
-from lightning_recycle.control.protocol.progress import Observation, Verdict, judge
+from lightning_recycle.control.protocol.progress import Observation, everybody_waits, sign_of_work
 from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.control.protocol.suspicion import Memory, Ruling, Sign, Standing, review
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Watch"]
@@ -32,6 +36,7 @@ class Watch:
         self._deadline: float | None = None
         self._regroup_began = 0.0
         self._candidates: dict[int, float] = {}
+        self._memory = Memory()
 
     # ------------------------------------------------------------------ what is heard
 
@@ -91,15 +96,45 @@ class Watch:
 
     # ------------------------------------------------------------------ judgements: reasons, by rank
 
-    def silent(self, now: float, connected: Iterable[int]) -> dict[int, str]:
-        found = {}
+    def review(
+        self,
+        now: float,
+        state: MembershipState,
+        connected: Iterable[int],
+        seconds: Mapping[int, Mapping[str, float]],
+    ) -> Ruling:
+        """Rules over who is silent or makes no progress; ``seconds``: the usual times, by stage and kind of operation.
+
+        Args:
+            now: the time.
+            state: who is in.
+            connected: the ranks that have a connection, also of replacements that set up.
+            seconds: the usual times of operations, by stage and kind.
+        """
+        begun = state.generation >= 0 and state.live <= self._beats.keys()
+        standings = {}
         for rank in connected:
-            timeout = self._options.heartbeat_timeout
-            if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
-                timeout = max(timeout, _LEAST_START_TIMEOUT)
-            if now - self._heard.get(rank, now) > timeout:
-                found[rank] = f"it was silent for more than {timeout:g} s"
-        return found
+            silence = self._silence(now, rank)
+            work = self._work(now, rank, state, seconds) if begun and rank in state.live else None
+            standing = Standing(silence, work)
+            standings[rank] = standing if standing.is_heard else Standing(silence)
+        holders = state.live - state.joining
+        self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.version)
+        return ruling
+
+    def everybody_waits(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> bool:
+        """Whether a message was lost: all wait for each other in this generation, and have for too long."""
+        if state.generation < 0 or state.regrouping or not state.live <= self._beats.keys():
+            return False
+        # What was waited for in an earlier generation says nothing about this one, nor does what a silent worker said.
+        for rank in state.live:
+            silence = self._silence(now, rank)
+            if self._beats[rank][0].generation != state.generation or not Standing(silence).is_heard:
+                return False
+        observations = {rank: self._observe(now, rank, state) for rank in state.live}
+        return everybody_waits(
+            observations, lambda rank, kind: self._usual(rank, kind, seconds), self._options.heartbeat_timeout
+        )
 
     def late_candidates(self, now: float) -> dict[int, str]:
         """The replacements that are not ready in time."""
@@ -119,51 +154,51 @@ class Watch:
         cause = f"it did not stop for a regroup within {self._options.report_timeout:g} s"
         return dict.fromkeys(sorted(self._have_reported & state.live - state.reports.keys()), cause)
 
-    def judge(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> Verdict:
-        """Judges who makes no progress; ``seconds``: the usual times, by stage and kind of operation."""
-        if state.generation < 0:
-            return Verdict({})
-        observations: dict[int, Observation] = {}
-        for rank in state.live:
-            if rank not in self._beats:
-                return Verdict({})
-            beat, received = self._beats[rank]
-            activity = beat.activity
-            done = state.regrouping and rank in state.reports
-            # What it did in an earlier generation says nothing about this one: only time since it last acted counts.
-            observations[rank] = Observation(
-                activity.operation,
-                activity.kind,
-                done or bool(activity.waiting_for),
-                min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
-                beat.debugged,
-                activity.coordinated,
-            )
-        verdict = judge(
-            observations,
-            lambda rank, kind: self._usual(rank, kind, seconds),
-            self._options.heartbeat_timeout,
-            self._options.patience,
-        )
-        if state.regrouping:
-            return Verdict({**verdict.stuck, **self._deaf(now, state)})
-        # What was waited for in an earlier generation says nothing about this one.
-        current = all(self._beats[rank][0].generation == state.generation for rank in state.live)
-        return verdict if current else Verdict(verdict.stuck)
+    def _silence(self, now: float, rank: int) -> Sign:
+        timeout = self._options.heartbeat_timeout
+        if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
+            timeout = max(timeout, _LEAST_START_TIMEOUT)
+        seconds = now - self._heard.get(rank, now)
+        return Sign(f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.last_holder_timeout)
 
-    def _deaf(self, now: float, state: MembershipState) -> dict[int, str]:
-        """The workers that still wait although a generation was announced, which ends any wait within milliseconds."""
+    def _observe(self, now: float, rank: int, state: MembershipState) -> Observation:
+        beat, received = self._beats[rank]
+        activity = beat.activity
+        # What it did in an earlier generation says nothing about this one: only time since it last acted counts.
+        return Observation(
+            activity.operation,
+            activity.kind,
+            (state.regrouping and rank in state.reports) or bool(activity.waiting_for),
+            min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
+            beat.debugged,
+            activity.coordinated,
+            (activity.step, activity.kind if activity.microbatch < 0 else f"micro-batch {activity.microbatch}"),
+        )
+
+    def _work(
+        self, now: float, rank: int, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]
+    ) -> Sign | None:
+        """For how long a member has been at the same work, or has not heard that it should regroup."""
+        seen = self._observe(now, rank, state)
+        if state.regrouping and rank in self._have_reported and rank not in state.reports:
+            deaf = self._deaf(rank)
+            if deaf is not None:
+                return deaf
+        usual = self._usual(rank, seen.kind, seconds) if seen.kind else None
+        return sign_of_work(seen, usual, self._options.heartbeat_timeout, self._options.patience)
+
+    def _deaf(self, rank: int) -> Sign | None:
+        """Whether it still waits although a generation was announced, which ends any wait within milliseconds."""
+        beat, received = self._beats[rank]
+        passed = received - self._regroup_began
+        if not beat.activity.waiting_for or beat.debugged or beat.seconds <= passed:
+            return None
         limit = max(self._options.heartbeat_timeout, _LEAST_DEAF_SECONDS)
-        found = {}
-        for rank in self._have_reported & state.live - state.reports.keys():
-            beat, received = self._beats[rank]
-            passed = received - self._regroup_began
-            if beat.activity.waiting_for and passed > limit and beat.seconds > passed and not beat.debugged:
-                found[rank] = (
-                    f"it has been waiting for {beat.activity.waiting_for} since before the others were told to regroup,"
-                    f" more than {limit:g} s ago"
-                )
-        return found
+        cause = (
+            f"it has been waiting for {beat.activity.waiting_for} since before the others were told to regroup,"
+            f" more than {limit:g} s ago"
+        )
+        return Sign(cause, passed, limit, self._options.patience)
 
     def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
         """The usual seconds of an operation; one that is new to the plan (a backward that was or now is fused) takes at

@@ -124,7 +124,7 @@ class SupervisorLauncher(_Launcher):
             return returned
         self.history, self.schedules = [], []
         for attempt in itertools.count():
-            outcome, survivors = self._run((trainer, function, args, kwargs), setup, heartbeat.timeout, attempt)
+            outcome, survivors = self._run((trainer, function, args, kwargs), setup, heartbeat, attempt)
             self._has_run = True
             if isinstance(outcome, Finished):
                 self._interrupted = False
@@ -141,7 +141,9 @@ class SupervisorLauncher(_Launcher):
             args = (*args[:_CKPT_PATH], checkpoint, *args[_CKPT_PATH + 1 :])
             setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # this run wrote the file itself
 
-    def _run(self, call: Call, setup: RunSetup, timeout: float, attempt: int) -> tuple[Outcome | None, int]:
+    def _run(
+        self, call: Call, setup: RunSetup, heartbeat: HeartbeatCallback, attempt: int
+    ) -> tuple[Outcome | None, int]:
         """Runs the workers of a grid once; returns how it ended, and how many workers were alive then."""
         options, trainer, grid = self._strategy.options, call[0], setup.grid
         profile_path, profile = self._find_profile(trainer, grid)
@@ -157,7 +159,8 @@ class SupervisorLauncher(_Launcher):
         planner.prepare()
         fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise there are no step boundaries to enter at
         coordinator_options = CoordinatorOptions(
-            heartbeat_timeout=timeout,
+            heartbeat_timeout=heartbeat.timeout,
+            last_holder_timeout=heartbeat.last_holder_timeout,
             restart_workers=options.restart_workers and fitting,
             max_restarts=options.max_restarts,
             normalize=options.normalize and fitting,

@@ -265,7 +265,7 @@ class Executor:
             if self._client.interrupted:
                 raise Interrupted
             kind = task.op.kind
-            self._client.doing(step, task.label, kind.value)
+            self._client.doing(step, task.label, kind.value, task.index)
             for hook in self.before_operation:
                 hook(step, task.op)
             if kind is OpKind.FORWARD:
@@ -301,7 +301,8 @@ class Executor:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = float(loss)
                 if self._host.records_outputs:
-                    self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
+                    with self._client.busy("a hook that sees outputs"):
+                        self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
@@ -353,7 +354,8 @@ class Executor:
         self.version += 1
         self._reduced = False
         self._payload = None
-        step.apply(result)
+        with self._client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
+            step.apply(result)
         self._timings.add(OpKind.STEP, time.perf_counter() - started)
         step.result = result
         measured, facts = self._timings.take_step(), self._host.describe_step(number)
@@ -472,7 +474,8 @@ class Executor:
         if resume.generation > 0:
             self._host.on_recovery(resume.decision.version)
         self._connect(resume, announced.check_links)
-        self._host.on_generation()
+        with self._client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
+            self._host.on_generation()
         if self._profiler is not None and resume.generation == 0:
             self._measure_links(self._profiler)
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)

@@ -38,6 +38,39 @@ def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int)
         silent.receive()
 
 
+def test_replicas_that_are_all_silent_are_waited_for_and_the_record_says_why(strict: ControlPlane) -> None:
+    for rank in (0, 2):
+        strict.client(rank)
+    silent = [strict.connection() for _ in range(2)]
+    for connection, rank in zip(silent, (1, 3), strict=True):
+        connection.send(Hello(rank, os.getpid()))
+    strict.until(lambda: len(strict.events("suspected")) == 2)
+    for connection, rank in zip(silent, (1, 3), strict=True):
+        beat(connection, rank)
+    strict.until(lambda: len(strict.events("cleared")) == 2)
+    assert [event.worker for event in strict.events("suspected")] == [(0, 1), (1, 1)]
+    for suspected, cleared in zip(strict.events("suspected"), strict.events("cleared"), strict=True):
+        assert suspected.details["cause"] == "it was silent for more than 1 s"
+        assert suspected.details["waits"] == "no other worker that holds stage 1 is well"
+        assert suspected.details["limit"] == 300.0
+        assert cleared.worker == suspected.worker
+        assert cleared.seconds > SILENCE
+    assert strict.events("evicted") == strict.events("failure") == []
+
+
+def test_replicas_that_stay_silent_end_the_run_after_their_bound() -> None:
+    with ControlPlane(heartbeat_timeout=SILENCE, last_holder_timeout=3 * SILENCE) as plane:
+        members = plane.members()
+        for rank in (1, 3):
+            members[rank].client.heartbeat_interval = 1000.0
+        outcome = plane.coordinator.wait(PATIENCE)
+        assert isinstance(outcome, StageLost)
+        assert outcome.stage == 1
+        assert set(outcome.causes.values()) == {
+            "it was silent for more than 1 s; it was given 3 s because no other worker that holds stage 1 is well"
+        }
+
+
 def test_a_slow_worker_that_beats_is_not_evicted(strict: ControlPlane) -> None:
     members = strict.members()
     early = [in_thread(member.step) for member in members[:3]]

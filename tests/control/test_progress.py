@@ -1,4 +1,4 @@
-"""Who holds everybody up: the judgement as tables, and the clocks that feed it."""
+"""Who holds everybody up: what speaks against whom as tables, and the clocks that feed it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,10 @@ import pytest
 
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report
-from lightning_recycle.control.protocol.progress import PATIENCE, Observation, Verdict, judge
+from lightning_recycle.control.protocol.progress import PATIENCE, Observation, everybody_waits, sign_of_work
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.control.protocol.suspicion import Ruling, Waited
 from lightning_recycle.control.watch import Watch
 from lightning_recycle.planning.grid import Grid
 
@@ -25,8 +26,9 @@ def waiting(seconds: float, kind: str = "F", coordinated: bool = False) -> Obser
     return Observation(f"{kind} waits", kind, True, seconds, coordinated=coordinated)
 
 
-def verdict(observations: Mapping[int, Observation], usual: Mapping[str, float] = USUAL) -> Verdict:
-    return judge(observations, lambda rank, kind: usual.get(kind), TIMEOUT)
+def exceeds(seen: Observation, usual: Mapping[str, float] = USUAL, timeout: float = TIMEOUT) -> bool:
+    sign = sign_of_work(seen, usual.get(seen.kind), timeout)
+    return sign is not None and sign.seconds > sign.limit
 
 
 @pytest.mark.parametrize(
@@ -47,35 +49,29 @@ def verdict(observations: Mapping[int, Observation], usual: Mapping[str, float] 
         pytest.param(working(1e6, "", debugged=True), False, id="even in a hook"),
     ],
 )
-def test_a_worker_is_stuck_when_it_is_at_work_for_longer_than_its_work_can_take(seen: Observation, stuck: bool) -> None:
-    assert (0 in verdict({0: seen, 1: waiting(1.0)}).stuck) is stuck
-
-
-def test_among_workers_that_wait_for_each_other_the_culprit_is_the_one_that_does_not_wait() -> None:
-    found = verdict({0: waiting(60.0), 1: waiting(60.0, "B"), 2: working(60.0), 3: waiting(59.0)})
-    assert found.stuck.keys() == {2}
-    assert not found.deadlocked
+def test_a_worker_is_suspected_when_it_is_at_work_for_longer_than_its_work_can_take(
+    seen: Observation, stuck: bool
+) -> None:
+    assert exceeds(seen) is stuck
 
 
 def test_the_reason_names_the_operation_and_how_long_it_took_and_may_take() -> None:
-    assert verdict({0: working(12.34)}).stuck[0] == (
+    sign = sign_of_work(working(12.34), 0.1, TIMEOUT)
+    assert sign is not None
+    assert sign.cause == (
         "it has been in 'F at work' for 12.3 s without waiting for anybody, more than the 5.0 s that it may take"
     )
 
 
-def test_several_can_be_stuck_at_once() -> None:
-    assert verdict({0: working(6.0), 1: working(11.0, "B"), 2: working(6.0, "B")}).stuck.keys() == {0, 1}
-
-
 def test_a_short_timeout_does_not_cut_a_recovery_short() -> None:
-    seen = {0: working(4.0, "RECOVER"), 1: waiting(4.0)}
-    assert judge(seen, lambda rank, kind: None, timeout=0.5).stuck == {}
-    assert judge({0: working(5.5, "RECOVER")}, lambda rank, kind: None, timeout=0.5).stuck.keys() == {0}
+    assert not exceeds(working(4.0, "RECOVER"), timeout=0.5)
+    assert exceeds(working(5.5, "RECOVER"), timeout=0.5)
 
 
-def test_each_worker_is_judged_by_the_durations_of_its_own_stage() -> None:
-    seen = {0: working(15.0), 1: working(15.0)}
-    assert judge(seen, lambda rank, kind: (0.1, 2.0)[rank], TIMEOUT).stuck.keys() == {0}
+def test_where_no_peer_is_well_any_work_has_the_patience_of_what_has_no_usual_duration() -> None:
+    sign = sign_of_work(working(1.0), 0.1, TIMEOUT, patience=77.0)
+    assert sign is not None
+    assert (sign.limit, sign.bound) == (TIMEOUT, 77.0)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +94,16 @@ def test_each_worker_is_judged_by_the_durations_of_its_own_stage() -> None:
 def test_if_everybody_waits_and_nobody_is_at_work_nobody_is_to_blame(
     observations: dict[int, Observation], usual: Mapping[str, float], deadlocked: bool
 ) -> None:
-    assert verdict(observations, usual) == Verdict({}, deadlocked)
+    assert everybody_waits(observations, lambda rank, kind: usual.get(kind), TIMEOUT) is deadlocked
 
 
 # ---------------------------------------------------------------------- the clocks
 
 GRID = Grid(2, 2, 1)
 ALL = frozenset(range(4))
-OPTIONS = CoordinatorOptions(heartbeat_timeout=TIMEOUT, start_timeout=100.0, report_timeout=50.0, patience=200.0)
+OPTIONS = CoordinatorOptions(
+    heartbeat_timeout=TIMEOUT, last_holder_timeout=60.0, start_timeout=100.0, report_timeout=50.0, patience=200.0
+)
 
 
 def state(**changes: object) -> MembershipState:
@@ -128,6 +126,21 @@ def all_wait_but(watch: Watch, culprit: int | None, seconds: float, at: float = 
         watch.beat(rank, beat(rank, seconds, waits=rank != culprit, **(more if rank == culprit else {})), at)
 
 
+def ruling(watch: Watch, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> Ruling:
+    return watch.review(now, case, sorted(case.live), seconds)
+
+
+def stuck(watch: Watch, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> set[int]:
+    return set(ruling(watch, now, case, seconds).evict)
+
+
+def silent(watch: Watch, now: float, *ranks: int) -> dict[int, str]:
+    """The causes for which those of ``ranks`` are given up that are; all others are well."""
+    for rank in ALL.difference(ranks):
+        watch.heard(rank, now)
+    return {rank: given_up.cause for rank, given_up in ruling(watch, now, state(generation=-1), {}).evict.items()}
+
+
 @pytest.fixture
 def watch() -> Watch:
     """All four workers have reported once and were heard at 0 s."""
@@ -144,71 +157,100 @@ def test_the_first_step_of_a_process_may_take_long_whatever_it_took_its_peers(wa
     watch.reported(2)
     all_wait_but(watch, 2, 15.0, at=0.0)
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
-    assert watch.judge(0.0, state(), seconds).stuck == {}
+    assert stuck(watch, 0.0, state(), seconds) == set()
     watch.applied(2)
-    assert watch.judge(0.0, state(), seconds).stuck.keys() == {2}
+    assert stuck(watch, 0.0, state(), seconds) == {2}
 
 
 def test_a_heartbeat_that_is_older_than_the_workers_last_word_says_nothing(watch: Watch) -> None:
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
     all_wait_but(watch, 2, 15.0, at=0.0)
     watch.acted(2, 0.1)
-    assert watch.judge(0.2, state(), seconds).stuck == {}
-    assert watch.judge(6.0, state(), seconds).stuck.keys() == {2}
+    assert stuck(watch, 0.2, state(), seconds) == set()
+    all_wait_but(watch, 2, 5.9, at=6.0)
+    assert stuck(watch, 6.0, state(), seconds) == {2}
 
 
 def test_an_operation_that_is_new_to_the_plan_may_take_twice_as_long_as_the_longest(watch: Watch) -> None:
     seconds = {0: {"F": 1.0, "BW": 2.0}, 1: {"F": 1.0}}
     for rank in range(4):
-        watch.beat(rank, beat(rank, 30.0, waits=rank != 2, kind="W"), 0.0)
-    assert watch.judge(9.9, state(), seconds).stuck == {}
-    assert watch.judge(10.1, state(), seconds).stuck.keys() == {2}
+        watch.beat(rank, beat(rank, 39.9, waits=rank != 2, kind="W"), 40.0)
+    assert stuck(watch, 40.0, state(), seconds) == set()
+    assert stuck(watch, 40.2, state(), seconds) == {2}
 
 
 def test_who_is_silent_for_longer_than_the_timeout_is_named_with_it(watch: Watch) -> None:
     watch.heard(1, 2.0)
-    assert watch.silent(5.0, range(4)) == {}
-    found = watch.silent(6.0, range(4))
-    assert found == dict.fromkeys((0, 2, 3), "it was silent for more than 5 s")
+    assert silent(watch, 5.0, 0, 1) == {}
+    assert silent(watch, 6.0, 0, 1) == {0: "it was silent for more than 5 s"}
 
 
 def test_a_heartbeat_is_a_sign_of_life_as_any_message_is(watch: Watch) -> None:
     watch.beat(0, beat(0, 0.0), 4.0)
     watch.heard(1, 4.0)
-    assert watch.silent(8.0, (0, 1)) == {}
+    assert silent(watch, 8.0, 0, 1) == {}
 
 
 def test_only_who_is_connected_can_be_silent(watch: Watch) -> None:
-    assert watch.silent(100.0, (2,)).keys() == {2}
+    watch.heard(0, 100.0)
+    assert watch.review(100.0, state(generation=-1), (0,), {}).evict == {}
+    assert watch.review(100.0, state(generation=-1), (0, 2), {}).evict.keys() == {2}
 
 
 def test_while_it_starts_a_worker_may_be_silent_for_longer() -> None:
     watch = Watch(GRID, OPTIONS)
     watch.heard(0, 0.0)
-    assert watch.silent(9.9, (0,)) == {}
-    assert watch.silent(10.1, (0,)) == {0: "it was silent for more than 10 s"}
+    assert silent(watch, 9.9, 0) == {}
+    assert silent(watch, 10.1, 0) == {0: "it was silent for more than 10 s"}
     watch.reported(0)
-    assert watch.silent(6.0, (0,)).keys() == {0}
+    watch.heard(0, 0.0)
+    assert silent(watch, 16.0, 0).keys() == {0}
 
 
 def test_who_was_never_heard_is_not_silent() -> None:
-    assert Watch(GRID, OPTIONS).silent(100.0, (0,)) == {}
+    assert silent(Watch(GRID, OPTIONS), 100.0, 0) == {}
 
 
 def test_nobodys_silence_counts_while_the_coordinator_itself_was_stopped(watch: Watch) -> None:
     for rank in range(4):
         watch.beat(rank, beat(rank, 1.0), 0.0)
     watch.forgive(60.0)
-    assert watch.silent(64.0, range(4)) == {}
-    assert watch.silent(66.0, range(4)).keys() == {0, 1, 2, 3}
-    assert watch.judge(63.0, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}).stuck == {}
+    assert silent(watch, 64.0, 0) == {}
+    assert silent(watch, 66.0, 0).keys() == {0}
+
+
+def test_nobodys_work_counts_while_the_coordinator_itself_was_stopped(watch: Watch) -> None:
+    for rank in range(4):
+        watch.beat(rank, beat(rank, 1.0), 0.0)
+    watch.forgive(60.0)
+    assert stuck(watch, 62.0, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}) == set()
 
 
 def test_a_new_process_in_the_place_of_a_lost_one_starts_afresh(watch: Watch) -> None:
     watch.forget(3)
-    assert watch.silent(100.0, (3,)) == {}
+    assert silent(watch, 100.0, 3) == {}
     watch.heard(3, 100.0)
-    assert watch.silent(107.0, (3,)) == {}, "it has not reported yet"
+    assert silent(watch, 107.0, 3) == {}, "it has not reported yet"
+
+
+def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(watch: Watch) -> None:
+    assert silent(watch, 6.0, 0, 2) == {}
+    watch.heard(1, 7.0)
+    watch.heard(3, 7.0)
+    watch_again = ruling(watch, 7.0, state(generation=-1), {})
+    assert (dict(watch_again.evict), dict(watch_again.waits)) == ({}, {})
+    assert silent(watch, 61.0, 0, 2).keys() == {0, 2}, "but not for ever"
+
+
+def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_state_yet_is_well(watch: Watch) -> None:
+    for rank in (1, 2, 3):
+        watch.heard(rank, 6.0)
+    joining = state(generation=-1, joining=frozenset({2}))
+    found = ruling(watch, 6.0, joining, {})
+    assert found.evict == {}
+    assert found.waits == {
+        0: Waited("it was silent for more than 5 s", 6.0, 60.0, "no other worker that holds stage 0 is well")
+    }
 
 
 @pytest.mark.parametrize(
@@ -249,50 +291,88 @@ def test_nobody_is_late_for_a_regroup_that_is_over(watch: Watch) -> None:
 SECONDS = {0: {"F": 0.1}, 1: {"F": 2.0}}  # stage 1 is slow
 
 
-@pytest.mark.parametrize(("culprit", "now", "stuck"), [(2, 13.0, False), (2, 15.0, True), (1, 15.0, False)])
+@pytest.mark.parametrize(("culprit", "began", "found"), [(2, 7.0, False), (2, 6.0, True), (1, 6.0, False)])
 def test_the_time_since_the_last_heartbeat_counts_and_the_stage_has_its_own_limits(
-    watch: Watch, culprit: int, now: float, stuck: bool
+    watch: Watch, culprit: int, began: float, found: bool
 ) -> None:
-    all_wait_but(watch, culprit, seconds=1.0)
-    assert (culprit in watch.judge(now, state(), SECONDS).stuck) is stuck
+    all_wait_but(watch, culprit, seconds=10.0 - began)
+    assert (culprit in stuck(watch, 11.5, state(), SECONDS)) is found
+
+
+def test_of_a_silent_worker_nothing_is_known(watch: Watch) -> None:
+    """It may long be done with what it said last; its silence is judged instead."""
+    all_wait_but(watch, 2, seconds=1.0)
+    for rank in (0, 1, 3):
+        watch.heard(rank, 14.9)
+    assert stuck(watch, 14.9, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}) == set()
+
+
+def test_what_a_worker_said_in_the_end_of_a_silence_says_nothing_of_the_time_before(watch: Watch) -> None:
+    """A library held the interpreter for 8 s in the middle of an operation; the peers were silent too."""
+    seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
+    all_wait_but(watch, 2, seconds=0.5, at=10.0)
+    for tenths in range(100, 180):
+        watch.heard(1, tenths / 10)
+        watch.heard(3, tenths / 10)
+        assert stuck(watch, tenths / 10, state(), seconds) == set()
+    all_wait_but(watch, 2, seconds=8.5, at=18.0)
+    assert stuck(watch, 18.0, state(), seconds) == set()
+    for tenths in range(181, 231):  # it ought to be done, and is not
+        all_wait_but(watch, 2, seconds=8.5 + (tenths - 180) / 10, at=tenths / 10)
+        found = stuck(watch, tenths / 10, state(), seconds)
+    assert found == {2}
 
 
 def test_a_worker_that_is_debugged_is_not_stuck(watch: Watch) -> None:
     all_wait_but(watch, 2, seconds=1000.0, debugged=True)
-    assert watch.judge(11.0, state(), SECONDS) == Verdict({})
+    assert ruling(watch, 11.0, state(), SECONDS) == Ruling()
+    assert not watch.everybody_waits(11.0, state(), SECONDS)
 
 
 def test_what_has_no_usual_duration_gets_the_patience_of_the_options(watch: Watch) -> None:
     all_wait_but(watch, 2, seconds=199.0)
-    assert watch.judge(10.0, state(), {}).stuck == {}
-    assert watch.judge(12.0, state(), {}).stuck.keys() == {2}
+    assert stuck(watch, 10.0, state(), {}) == set()
+    assert stuck(watch, 12.0, state(), {}) == {2}
 
 
 @pytest.mark.parametrize(
-    "case", [state(generation=-1), state(live=ALL | {4})], ids=["before the first generation", "somebody never beat"]
+    ("case", "beating"),
+    [(state(generation=-1), 4), (state(), 3)],
+    ids=["before the first generation", "one never beat"],
 )
-def test_nobody_is_judged(watch: Watch, case: MembershipState) -> None:
-    all_wait_but(watch, 2, seconds=1000.0)
-    assert watch.judge(10.0, case, SECONDS) == Verdict({})
+def test_nobodys_progress_is_judged(watch: Watch, case: MembershipState, beating: int) -> None:
+    for rank in range(beating):
+        watch.beat(rank, beat(rank, 1000.0, waits=rank != 2), 10.0)
+    watch.heard(3, 10.0)
+    assert ruling(watch, 10.0, case, SECONDS) == Ruling()
+    assert not watch.everybody_waits(10.0, case, SECONDS)
 
 
 def test_who_has_reported_waits_for_the_rest_whatever_its_last_heartbeat_said(watch: Watch) -> None:
     for rank in range(4):
         watch.beat(rank, beat(rank, 100.0), 10.0)
-    assert watch.judge(10.0, regrouping(0, 1, 2), SECONDS).stuck.keys() == {3}
+    assert stuck(watch, 10.0, regrouping(0, 1, 2), SECONDS) == {3}
 
 
 def test_all_waiting_is_a_deadlock_but_not_in_a_regroup(watch: Watch) -> None:
     all_wait_but(watch, None, 100.0)
-    assert watch.judge(10.0, state(), SECONDS) == Verdict({}, deadlocked=True)
-    assert watch.judge(10.0, regrouping(0, 1, 2, 3), SECONDS) == Verdict({}, deadlocked=False)
+    assert watch.everybody_waits(10.0, state(), SECONDS)
+    assert not watch.everybody_waits(10.0, regrouping(0, 1, 2, 3), SECONDS)
+    assert ruling(watch, 10.0, state(), SECONDS) == Ruling()
+
+
+def test_it_is_no_deadlock_if_one_that_is_silent_may_be_at_work(watch: Watch) -> None:
+    all_wait_but(watch, None, 100.0)
+    for rank in (0, 1, 2):
+        watch.heard(rank, 13.0)
+    assert not watch.everybody_waits(13.0, state(), SECONDS)
 
 
 def test_waits_of_the_generation_before_are_no_deadlock_of_this_one(watch: Watch) -> None:
     """Right after the regroup that ended a deadlock, the newest heartbeats may still tell of it."""
     for rank in range(4):
         watch.beat(rank, beat(rank, 100.0, waits=True, generation=0), 10.0)
-    assert watch.judge(10.2, state(), SECONDS) == Verdict({}, deadlocked=False)
+    assert not watch.everybody_waits(10.2, state(), SECONDS)
 
 
 def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch: Watch) -> None:
@@ -303,7 +383,7 @@ def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch: W
         for rank in range(4):
             watch.beat(rank, beat(rank, 0.1, waits=True, generation=1), received)
         watch.beat(1, beat(1, seconds, waits=waits, generation=generation), received)
-        return set(watch.judge(received, regrouping(0, 2, 3), {}).stuck)
+        return stuck(watch, received, regrouping(0, 2, 3), {})
 
     assert judged(14.9, seconds=7.0) == set()
     assert judged(15.1, seconds=5.0) == set()  # it began after the announcement: another one will end it

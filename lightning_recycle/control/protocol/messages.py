@@ -57,6 +57,7 @@ class Activity:
         since: when that began, in seconds of the worker's monotonic clock.
         kind: the operation's kind if its usual duration is known ("F", "B", ...), else empty.
         coordinated: whether what it waits for comes from the coordinator, and not from another worker.
+        microbatch: the index in the global batch of the micro-batch that it works on; -1 if it works on none.
     """
 
     step: int
@@ -65,6 +66,7 @@ class Activity:
     since: float
     kind: str = ""
     coordinated: bool = False
+    microbatch: int = -1
 
 
 @dataclass(frozen=True, slots=True)

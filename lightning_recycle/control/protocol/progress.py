@@ -1,12 +1,13 @@
-"""Who holds everybody up: judges workers that send heartbeats but make no progress. Pure.
+"""Who holds everybody up: what speaks against workers that send heartbeats but make no progress. Pure.
 
 Concept: in a pipeline nearly everybody waits nearly always, and a wait says nothing about the worker that
 waits. Where workers wait for each other the culprit is the one that does not: it has been inside one operation for
-longer than that operation can take. So only workers that do *not* wait are judged, each by the usual time of its own
-operation (as measured in this run), times a factor, with the heartbeat's timeout as a floor.
+longer than that operation can take. So only workers that do *not* wait are suspected, each by the usual time of its own
+operation (as measured in this run), times a factor, with the heartbeat's timeout as a floor. Whether a suspected worker
+is given up is decided elsewhere (:mod:`~lightning_recycle.control.protocol.suspicion`).
 
-What has no usual time is given ``patience``, half an hour: the first steps, reading data, hooks and callbacks,
-validation, checkpoints. A process that is being debugged is never judged.
+What has no usual time is given ``patience``, half an hour: the first steps, reading data, the optimizer, hooks and
+callbacks, validation, checkpoints. A process that is being debugged is never suspected.
 
 If everybody waits and nobody works, a message was lost: nobody is to blame, and the same workers connect again. If all
 wait for the coordinator, however, it is merely busy, for example with the parts of a large checkpoint.
@@ -19,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["PATIENCE", "Observation", "Verdict", "judge"]
+from lightning_recycle.control.protocol.suspicion import Place, Sign
+
+__all__ = ["PATIENCE", "Observation", "everybody_waits", "sign_of_work"]
 
 _FACTOR = 10.0  # times the usual duration of an operation
 _RECOVERY_SECONDS = 5.0  # at least, for a worker's own work during a recovery
@@ -38,6 +41,7 @@ class Observation:
         seconds: how long it has been doing so.
         debugged: whether a debugger may have stopped it.
         coordinated: whether it waits for the coordinator, not for another worker.
+        place: what it is at, the same for all that do the same work; None if that is not known.
     """
 
     operation: str
@@ -46,51 +50,44 @@ class Observation:
     seconds: float
     debugged: bool = False
     coordinated: bool = False
+    place: Place | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is wrong, if anything.
+def sign_of_work(seen: Observation, usual: float | None, timeout: float, patience: float = PATIENCE) -> Sign | None:
+    """For how long a worker has been at the same work; None if it waits for others or is being debugged.
 
     Args:
-        stuck: for each rank that holds the others up, the reason to think so.
-        deadlocked: whether all wait for each other.
+        seen: what the worker does.
+        usual: usual seconds of that kind of operation there; None if not known, or if there are none.
+        timeout: seconds that every operation may take.
+        patience: seconds for what has no usual duration.
     """
+    if seen.waiting or seen.debugged:
+        return None
+    limit = _limit(seen.kind, usual, timeout, patience)
+    cause = (
+        f"it has been in {seen.operation!r} for {seen.seconds:.1f} s without waiting for anybody, more than the"
+        f" {limit:.1f} s that it may take"
+    )
+    return Sign(cause, seen.seconds, limit, patience, seen.place)
 
-    stuck: Mapping[int, str]
-    deadlocked: bool = False
 
-
-def judge(
-    observations: Mapping[int, Observation],
-    usual: Callable[[int, str], float | None],
-    timeout: float,
-    patience: float = PATIENCE,
-) -> Verdict:
-    """Judges the workers of a generation.
+def everybody_waits(
+    observations: Mapping[int, Observation], usual: Callable[[int, str], float | None], timeout: float
+) -> bool:
+    """Whether all workers wait for each other for longer than any operation can take.
 
     Args:
         observations: what each worker does, by rank.
         usual: (rank, kind) -> usual seconds of that kind of operation there, None if not known.
         timeout: seconds that every operation may take.
-        patience: seconds for what has no usual duration.
     """
-    stuck: dict[int, str] = {}
-    for rank, seen in observations.items():
-        if seen.waiting or seen.debugged:
-            continue
-        limit = _limit(seen.kind, usual(rank, seen.kind) if seen.kind else None, timeout, patience)
-        if seen.seconds > limit:
-            stuck[rank] = (
-                f"it has been in {seen.operation!r} for {seen.seconds:.1f} s without waiting for anybody, more than the"
-                f" {limit:.1f} s that it may take"
-            )
-    if stuck or not observations:
-        return Verdict(stuck)
+    if not observations:
+        return False
     times = [usual(rank, kind) or 0.0 for rank in observations for kind in ("F", "B", "W", "BW", "REDUCE", "STEP")]
     limit = max(2 * timeout, _FACTOR * max(times))
     waiting = all(seen.waiting and seen.seconds > limit for seen in observations.values())
-    return Verdict({}, waiting and not all(seen.coordinated for seen in observations.values()))
+    return waiting and not all(seen.coordinated for seen in observations.values())
 
 
 def _limit(kind: str, usual: float | None, timeout: float, patience: float) -> float:

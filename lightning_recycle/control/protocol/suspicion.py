@@ -1,0 +1,276 @@
+"""Suspicion is not proof: which workers are given up because they are silent or slow, and which are waited for. Pure.
+
+An exit or a broken connection is a fact. Silence and slowness are not: a library may hold the interpreter, a model may
+be recompiled, one sequence may be long. Giving up a worker helps only if another one can do its work, so:
+
+- A worker is given up only while a peer that holds its stage is *well*: heard and at work within half of what it may
+  take. Its time runs only meanwhile. So the last holder of a stage is never given up on suspicion, nor are all
+  replicas that stall at once, nor all workers of a machine that stalls.
+- What a worker was slow at may be slow by itself. Whoever begins the same afterwards (the micro-batch in the same step;
+  for silence the same step in the same stage) may take ten times as long.
+- Everything has an end: after its *bound* a worker is given up whoever else there is.
+
+Contract: :func:`review` is called again and again with what is known at that moment, and with the memory that it
+returned the time before. Workers that it gives up may be gone at the next call.
+
+Must not know: messages, sockets, clocks, how a sign was found (:mod:`~lightning_recycle.control.protocol.progress`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightning_recycle.planning.grid import Grid
+
+__all__ = ["GivenUp", "Memory", "Place", "Ruling", "Sign", "Standing", "Waited", "review"]
+
+_RISE = 10.0  # factor on a limit for each worker that was held up at the same place before
+
+Place: TypeAlias = tuple[int, str]
+"""What a worker is at: the step, and the micro-batch or else the kind of operation."""
+
+_Intervals: TypeAlias = tuple[tuple[float, float], ...]  # (begin, end), in order, apart from each other
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Something that speaks against a worker once it lasts for too long.
+
+    Args:
+        cause: what it is, in words that go on after "worker (0, 1) was lost: ".
+        seconds: for how long it has lasted.
+        limit: seconds that it may last where a peer is well.
+        bound: seconds that it may last anyway; ``limit`` if that is more.
+        place: what the worker is at; None if that is not known.
+    """
+
+    cause: str
+    seconds: float
+    limit: float
+    bound: float
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is known of a worker.
+
+    Args:
+        silence: for how long nothing was heard of it.
+        work: for how long it has been at the same work; None if it waits for others, or nothing is known.
+    """
+
+    silence: Sign
+    work: Sign | None = None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it was heard recently, so that what it said of its work still holds."""
+        return self.silence.seconds <= self.silence.limit / 2
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing speaks against it: it can do the work of others."""
+        return self.is_heard and (self.work is None or self.work.seconds <= self.work.limit / 2)
+
+    @property
+    def exceeded(self) -> float:
+        """Seconds of the longest sign that has exceeded its limit; 0 if none has."""
+        signs = (self.silence,) if self.work is None else (self.silence, self.work)
+        return max((sign.seconds for sign in signs if sign.seconds > sign.limit), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A worker that is to be ended: why, and after how many ``seconds`` of the ``limit`` that it was given."""
+
+    cause: str
+    seconds: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A worker that has exceeded its limit and is waited for: ``reason`` says why, ``limit`` for how many seconds."""
+
+    cause: str
+    seconds: float
+    limit: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What follows, by rank.
+
+    Args:
+        evict: who is given up.
+        waits: who is waited for from now on.
+        cleared: who was waited for and is well again, with the seconds that it lasted.
+    """
+
+    evict: Mapping[int, GivenUp] = field(default_factory=dict)
+    waits: Mapping[int, Waited] = field(default_factory=dict)
+    cleared: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldUp:
+    """A worker was suspected at ``time``: in ``step``, and at ``place`` if that is known."""
+
+    rank: int
+    stage: int
+    step: int
+    time: float
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What :func:`review` remembers. All times are in seconds of one monotonic clock.
+
+    Args:
+        time: of the newest review; None before the first.
+        alone: for each rank, when no peer was well.
+        unheard: for each rank, when nothing was known of its work.
+        held_up: who was suspected in recent steps.
+        waited: the ranks that are waited for, with the seconds that it has lasted.
+    """
+
+    time: float | None = None
+    alone: Mapping[int, _Intervals] = field(default_factory=dict)
+    unheard: Mapping[int, _Intervals] = field(default_factory=dict)
+    held_up: tuple[_HeldUp, ...] = ()
+    waited: Mapping[int, float] = field(default_factory=dict)
+
+
+def review(
+    memory: Memory, now: float, standings: Mapping[int, Standing], holders: Collection[int], grid: Grid, step: int
+) -> tuple[Memory, Ruling]:
+    """Rules over all workers at once.
+
+    Args:
+        memory: what the previous call returned.
+        now: seconds of a monotonic clock.
+        standings: what is known, by rank; also of processes that are about to join.
+        holders: the ranks that hold the state of their stage.
+        grid: the grid of the run.
+        step: the number of committed steps.
+    """
+    well: dict[int, set[int]] = {}
+    for rank in holders:
+        if rank in standings and standings[rank].is_well:
+            well.setdefault(grid.worker(rank).stage, set()).add(rank)
+    vouched = {rank for rank in standings if well.get(grid.worker(rank).stage, set()) - {rank}}
+    memory = _follow(memory, now, standings, vouched, step)
+    evict: dict[int, GivenUp] = {}
+    waits: dict[int, Waited] = {}
+    for rank, standing in sorted(standings.items()):
+        for sign in (standing.silence, standing.work):
+            if sign is None or sign.seconds <= sign.limit:
+                continue
+            found = _judge(memory, now, rank, sign, sign is standing.silence, rank in vouched, grid, step)
+            if isinstance(found, GivenUp):
+                evict[rank] = found
+                break
+            if found is not None:
+                waits.setdefault(rank, found)
+    return _conclude(memory, now, standings, grid, step, evict, waits)
+
+
+def _judge(
+    memory: Memory, now: float, rank: int, sign: Sign, is_silence: bool, vouched: bool, grid: Grid, step: int
+) -> GivenUp | Waited | None:
+    """Rules over a sign that has exceeded its limit; None if that is about to be decided."""
+    before = [held for held in memory.held_up if _is_alike(held, rank, grid, sign, is_silence, step, now)]
+    bound = max(sign.limit, sign.bound)
+    limit = min(bound, sign.limit * _RISE ** len(before)) if vouched else bound
+    reason = _why_waited(before, vouched, rank, grid)
+    excuses = memory.alone.get(rank, ())
+    if not is_silence:
+        excuses = _merged([*excuses, *memory.unheard.get(rank, ())])
+    if sign.seconds > bound or (vouched and _counted(sign.seconds, excuses, now) > limit):
+        note = f"; it was given {limit:g} s because {reason}" if limit > sign.limit else ""
+        return GivenUp(sign.cause + note, sign.seconds, limit)
+    return None if sign.seconds > limit else Waited(sign.cause, sign.seconds, limit, reason)
+
+
+def _follow(
+    memory: Memory, now: float, standings: Mapping[int, Standing], vouched: Collection[int], step: int
+) -> Memory:
+    """Returns the memory with what the time since the newest review was for each worker."""
+    since = now if memory.time is None else memory.time
+    alone: dict[int, _Intervals] = {}
+    unheard: dict[int, _Intervals] = {}
+    for rank, standing in standings.items():
+        oldest = now - max(sign.seconds for sign in (standing.silence, standing.work) if sign is not None)
+        alone[rank] = _after(oldest, memory.alone.get(rank, ()))
+        if rank not in vouched and now > since:
+            alone[rank] = _merged([*alone[rank], (since, now)])
+        unheard[rank] = _after(oldest, memory.unheard.get(rank, ()))
+        if not standing.is_heard:
+            unheard[rank] = _merged([*unheard[rank], (now - standing.silence.seconds, now)])
+    held_up = tuple(held for held in memory.held_up if held.step >= step - 1)  # stages differ by one step at most
+    return Memory(now, alone, unheard, held_up, memory.waited)
+
+
+def _conclude(
+    memory: Memory,
+    now: float,
+    standings: Mapping[int, Standing],
+    grid: Grid,
+    step: int,
+    evict: Mapping[int, GivenUp],
+    waits: Mapping[int, Waited],
+) -> tuple[Memory, Ruling]:
+    """Remembers the ruling; who is waited for is named once."""
+    begun = {rank: found for rank, found in waits.items() if rank not in memory.waited}
+    left = {rank: seconds for rank, seconds in memory.waited.items() if rank in standings and rank not in evict}
+    cleared = {rank: seconds for rank, seconds in left.items() if standings[rank].is_well}
+    waited = {rank: standings[rank].exceeded or left[rank] for rank in left.keys() - cleared.keys()}
+    waited.update({rank: found.seconds for rank, found in begun.items()})
+    held_up = list(memory.held_up)
+    for rank in (*evict, *begun):
+        work = standings[rank].work
+        held_up.append(_HeldUp(rank, grid.worker(rank).stage, step, now, None if work is None else work.place))
+    return Memory(now, memory.alone, memory.unheard, tuple(held_up), waited), Ruling(evict, begun, cleared)
+
+
+def _is_alike(held: _HeldUp, rank: int, grid: Grid, sign: Sign, is_silence: bool, step: int, now: float) -> bool:
+    """Whether a worker that was held up earlier explains ``sign``: it began afterwards, at the same place."""
+    if held.rank == rank or held.time > now - sign.seconds:
+        return False
+    if is_silence:  # what the worker is at is not known
+        return held.stage == grid.worker(rank).stage and held.step == step
+    return sign.place is not None and held.place == sign.place
+
+
+def _why_waited(before: Collection[_HeldUp], vouched: bool, rank: int, grid: Grid) -> str:
+    if not vouched:
+        return f"no other worker that holds stage {grid.worker(rank).stage} is well"
+    names = sorted({str(grid.worker(held.rank)) for held in before})
+    workers, were = ("workers", "were") if len(names) > 1 else ("worker", "was")
+    return f"{workers} {' and '.join(names)} {were} held up there before"
+
+
+def _counted(seconds: float, excuses: _Intervals, now: float) -> float:
+    """What remains of the newest ``seconds`` without ``excuses``."""
+    begin = now - seconds
+    return seconds - sum(end - max(begin, start) for start, end in excuses if end > begin)
+
+
+def _after(oldest: float, intervals: _Intervals) -> _Intervals:
+    return tuple(interval for interval in intervals if interval[1] > oldest)
+
+
+def _merged(intervals: Iterable[tuple[float, float]]) -> _Intervals:
+    """The union of ``intervals``."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return tuple(found)

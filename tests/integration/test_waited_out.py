@@ -1,0 +1,168 @@
+"""Suspicion is not proof: a slow worker is given up only if a healthy peer can do its work, the last one never."""
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support.growth import happened
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import TOLERANCE, committed_steps, difference, failures, fit, plain_loop
+from torch import Tensor, nn
+
+from lightning_recycle.callbacks import Fault, HeartbeatCallback
+
+TIMEOUT = 1.5  # seconds
+LONG = 2.5 * TIMEOUT
+STEP = 5  # the one that takes long
+
+
+def hold_gil(seconds: float) -> None:
+    """Sleeps without letting another thread run, the heartbeat's for example, as some libraries do."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def watched(model: Regression, pipelines: int = 2, stages: int = 2, **arguments: Any) -> L.Trainer:
+    """Trains with the heartbeat of these tests, and for as long as LONG; the weights must be exact."""
+    callbacks = [HeartbeatCallback(interval=0.2, timeout=TIMEOUT), *arguments.pop("callbacks", [])]
+    started = time.monotonic()
+    run = fit(model, pipelines, stages, callbacks=callbacks, **arguments)
+    assert time.monotonic() - started > LONG
+    assert difference(model.state_dict(), plain_loop(Regression().double(), dataset())) < TOLERANCE
+    assert committed_steps(run) == list(range(10))
+    return run
+
+
+def undisturbed(run: L.Trainer) -> bool:
+    return {event.kind for event in run.strategy.history} <= {"resumed", "regrouped", "step", "saved"}
+
+
+# ---------------------------------------------------------------------- users' code around an operation
+
+
+class SlowHook(L.Callback):
+    """A hook of the optimizer's step that takes long once, on the workers ``ranks``."""
+
+    def __init__(self, hook: str, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        setattr(self, hook, self._pause)
+
+    def _pause(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == STEP and trainer.global_rank in self.ranks:
+            time.sleep(LONG)
+
+
+class SlowClipping(Regression):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        if self.trainer.global_step == STEP:
+            time.sleep(LONG)
+
+
+class SlowOutputs(Regression):
+    def on_training_output(self, output: Tensor, target: Tensor) -> None:
+        if self.trainer.global_step == STEP and self.trainer.global_rank == 3 and not hasattr(self, "paused"):
+            self.paused = True
+            time.sleep(LONG)
+
+
+class RarelyExpensive(torch.optim.AdamW):
+    """As one that computes a new preconditioner every few steps."""
+
+    calls = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        self.calls += 1
+        if self.calls == STEP + 1:
+            time.sleep(LONG)
+        return result
+
+
+class WithRarelyExpensive(Regression):
+    def configure_optimizers(self) -> Any:
+        return RarelyExpensive(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (3,)], ids=["on all workers", "on one worker"])
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_before_optimizer_step"])
+def test_a_slow_hook_around_the_optimizer_is_no_fault(hook: str, ranks: tuple[int, ...]) -> None:
+    assert undisturbed(watched(Regression().double(), callbacks=[SlowHook(hook, ranks)]))
+
+
+@pytest.mark.parametrize("model", [SlowClipping, WithRarelyExpensive, SlowOutputs])
+def test_slow_code_of_the_user_around_an_operation_is_no_fault(model: type[Regression]) -> None:
+    assert undisturbed(watched(model().double()))
+
+
+# ---------------------------------------------------------------------- one slow micro-batch
+
+
+class SlowSample(Regression):
+    """The loss of one sample takes long wherever it is computed; ``pause`` is how."""
+
+    pause = staticmethod(time.sleep)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        slow = dataset().tensors[1][GLOBAL_BATCH * STEP]
+        if (target == slow).any():
+            self.pause(LONG)
+        return super().loss(output, target)
+
+
+class StallingSample(SlowSample):
+    pause = staticmethod(hold_gil)
+
+
+@pytest.mark.parametrize("model", [SlowSample, StallingSample])
+@pytest.mark.parametrize("pipelines", [1, 2, 3])
+def test_one_slow_micro_batch_takes_out_one_worker_at_most(model: type[Regression], pipelines: int) -> None:
+    """A peer redoes it, and is as slow: that is the micro-batch's fault, not the peer's."""
+    run = watched(model().double(), pipelines)
+    assert len(failures(run)) <= min(1, pipelines - 1)
+
+
+# ---------------------------------------------------------------------- all at once
+
+
+class Stalls(nn.Tanh):
+    """Holds the interpreter for long once, on each worker that has this layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += x.requires_grad or x.grad_fn is not None or self.training
+        if self.calls == 20:
+            hold_gil(LONG)
+        return super().forward(x)
+
+
+class OneStageStalls(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return [Stalls() if isinstance(layer, nn.Tanh) else layer for layer in super().configure_pipeline()]
+
+
+class AllStall(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == STEP:
+            hold_gil(LONG)
+
+
+def test_a_stall_of_all_workers_at_once_is_waited_out() -> None:
+    assert failures(watched(Regression().double(), callbacks=[AllStall()])) == []
+
+
+def test_a_stall_of_all_replicas_of_a_stage_is_waited_out_and_the_record_says_so() -> None:
+    run = watched(OneStageStalls().double())
+    assert failures(run) == []
+    assert happened(run, "evicted") == []
+
+
+def test_the_last_worker_of_a_stage_may_stall() -> None:
+    faults = [Fault("kill", 0, 0, 2), Fault("kill", 1, 1, 3)]
+    run = watched(Regression().double(), faults=faults, callbacks=[AllStall()])
+    assert failures(run) == [(0, 0), (1, 1)]
