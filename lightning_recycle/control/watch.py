@@ -103,7 +103,7 @@ class Watch:
         connected: Iterable[int],
         seconds: Mapping[int, Mapping[str, float]],
     ) -> Ruling:
-        """Rules over who is silent or makes no progress; ``seconds``: the usual times, by stage and kind of operation.
+        """Rules over who is silent or makes no progress.
 
         Args:
             now: the time.
@@ -126,10 +126,11 @@ class Watch:
         """Whether a message was lost: all wait for each other in this generation, and have for too long."""
         if state.generation < 0 or state.regrouping or not state.live <= self._beats.keys():
             return False
-        # What was waited for in an earlier generation says nothing about this one, nor does what a silent worker said.
         for rank in state.live:
-            silence = self._silence(now, rank)
-            if self._beats[rank][0].generation != state.generation or not Standing(silence).is_heard:
+            beat, _ = self._beats[rank]
+            # What was waited for in an earlier generation says nothing about this one, nor does what a silent one said.
+            current = beat.generation == state.generation and Standing(self._silence(now, rank)).is_heard
+            if not beat.activity.waiting_for or not current:
                 return False
         observations = {rank: self._observe(now, rank, state) for rank in state.live}
         return everybody_waits(

@@ -10,6 +10,7 @@ from lightning_recycle.control import history as module
 from lightning_recycle.control.history import Event, History
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import MembershipState, Record
+from lightning_recycle.control.protocol.suspicion import Waited
 from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(2, 2, 1)
@@ -52,6 +53,24 @@ def test_an_event_says_when_in_which_generation_and_step_and_who(recorder: Recor
 def test_without_a_step_an_event_is_of_the_present_version(recorder: Recorder) -> None:
     recorder.history.add("suspected", STATE, 0, {"cause": "silence"})
     assert recorder.history.events == [Event("suspected", 1000.0, 4, 7, (0, 0), None, {"cause": "silence"})]
+
+
+def test_a_suspicion_that_is_waited_out_is_recorded_and_logged_with_its_limit_and_reason(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    waited = Waited("it was silent for more than 5 s", 5.125, 300.0, "no other worker that holds stage 0 is well")
+    recorder.history.suspect(2, waited, STATE)
+    recorder.history.clear(2, 8.25, STATE)
+    details = {"cause": waited.cause, "seconds": 5.125, "limit": 300.0, "waits": waited.reason}
+    assert recorder.history.events == [
+        Event("suspected", 1000.0, 4, 7, (1, 0), None, details),
+        Event("cleared", 1000.0, 4, 7, (1, 0), 8.25, {}),
+    ]
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "Worker (1, 0) is suspected at step 7: it was silent for more than 5 s. It is waited for until 300 s have"
+        " passed, because no other worker that holds stage 0 is well.",
+        "Worker (1, 0) is well again after 8.2 s.",
+    ]
 
 
 def test_a_step_takes_from_the_end_of_the_one_before(recorder: Recorder) -> None:

@@ -76,10 +76,13 @@ class Standing:
         return self.is_heard and (self.work is None or self.work.seconds <= self.work.limit / 2)
 
     @property
+    def signs(self) -> tuple[Sign, ...]:
+        return (self.silence,) if self.work is None else (self.silence, self.work)
+
+    @property
     def exceeded(self) -> float:
         """Seconds of the longest sign that has exceeded its limit; 0 if none has."""
-        signs = (self.silence,) if self.work is None else (self.silence, self.work)
-        return max((sign.seconds for sign in signs if sign.seconds > sign.limit), default=0.0)
+        return max((sign.seconds for sign in self.signs if sign.seconds > sign.limit), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +171,8 @@ def review(
     evict: dict[int, GivenUp] = {}
     waits: dict[int, Waited] = {}
     for rank, standing in sorted(standings.items()):
-        for sign in (standing.silence, standing.work):
-            if sign is None or sign.seconds <= sign.limit:
+        for sign in standing.signs:
+            if sign.seconds <= sign.limit:
                 continue
             found = _judge(memory, now, rank, sign, sign is standing.silence, rank in vouched, grid, step)
             if isinstance(found, GivenUp):
@@ -205,13 +208,20 @@ def _follow(
     alone: dict[int, _Intervals] = {}
     unheard: dict[int, _Intervals] = {}
     for rank, standing in standings.items():
-        oldest = now - max(sign.seconds for sign in (standing.silence, standing.work) if sign is not None)
-        alone[rank] = _after(oldest, memory.alone.get(rank, ()))
-        if rank not in vouched and now > since:
-            alone[rank] = _merged([*alone[rank], (since, now)])
-        unheard[rank] = _after(oldest, memory.unheard.get(rank, ()))
-        if not standing.is_heard:
-            unheard[rank] = _merged([*unheard[rank], (now - standing.silence.seconds, now)])
+        is_alone, is_heard = rank not in vouched, standing.is_heard
+        if not is_alone and is_heard and rank not in memory.alone and rank not in memory.unheard:
+            continue  # nearly always
+        oldest = now - max(sign.seconds for sign in standing.signs)
+        times = _after(oldest, memory.alone.get(rank, ()))
+        if is_alone and now > since:
+            times = _merged([*times, (since, now)])
+        if times:
+            alone[rank] = times
+        times = _after(oldest, memory.unheard.get(rank, ()))
+        if not is_heard:
+            times = _merged([*times, (now - standing.silence.seconds, now)])
+        if times:
+            unheard[rank] = times
     held_up = tuple(held for held in memory.held_up if held.step >= step - 1)  # stages differ by one step at most
     return Memory(now, alone, unheard, held_up, memory.waited)
 
