@@ -114,10 +114,11 @@ class Watch:
         begun = state.generation >= 0 and state.live <= self._beats.keys()
         standings = {}
         for rank in connected:
-            silence = self._silence(now, rank)
-            work = self._work(now, rank, state, seconds) if begun and rank in state.live else None
-            standing = Standing(silence, work)
-            standings[rank] = standing if standing.is_heard else Standing(silence)
+            standing = Standing(self._silence(now, rank))
+            if begun and rank in state.live and standing.is_heard:  # of a silent worker nothing else is known
+                work = self._work(now, rank, state, seconds)
+                standing = standing if work is None else Standing(standing.silence, (work,))
+            standings[rank] = standing
         holders = state.live - state.joining
         self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.version)
         return ruling

@@ -17,7 +17,7 @@ TICK = 0.5
 
 
 def stands(silent: float = 0.0, working: float | None = None, place: Place | None = None) -> Standing:
-    work = None if working is None else Sign("it is stuck", working, LIMIT, WORK_BOUND, place)
+    work = () if working is None else (Sign("it is stuck", working, LIMIT, WORK_BOUND, place),)
     return Standing(Sign("it is silent", silent, LIMIT, BOUND), work)
 
 
@@ -247,13 +247,12 @@ def test_nobody_is_given_up_before_its_bound_without_a_peer_that_is_well(
             run.now += TICK
             standings, found = run.look()
             for rank in found.evict:
-                signs = [s for s in (standings[rank].silence, standings[rank].work) if s is not None]
+                signs = standings[rank].signs
                 peers = [p for p in run.live if p % 2 == rank % 2 and p != rank and standings[p].is_well]
                 assert any(sign.seconds > sign.limit for sign in signs)
                 assert set(peers) - found.evict.keys() or any(sign.seconds > sign.bound for sign in signs)
             for rank, standing in standings.items():  # nothing is waited for beyond its bound
-                signs = [s for s in (standing.silence, standing.work) if s is not None]
-                assert rank in found.evict or all(sign.seconds <= sign.bound for sign in signs)
+                assert rank in found.evict or all(sign.seconds <= sign.bound for sign in standing.signs)
             run.live -= found.evict.keys()
         for rank in ranks:
             if how == "dead":

@@ -18,11 +18,11 @@ Must not know: messages, sockets, clocks, how a sign was found (:mod:`~lightning
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Worker
 
 __all__ = ["GivenUp", "Memory", "Place", "Ruling", "Sign", "Standing", "Waited", "review"]
 
@@ -59,25 +59,30 @@ class Standing:
 
     Args:
         silence: for how long nothing was heard of it.
-        work: for how long it has been at the same work; None if it waits for others, or nothing is known.
+        others: what else speaks against it, by what it said when it was heard last: how long it has been at its work.
     """
 
     silence: Sign
-    work: Sign | None = None
+    others: tuple[Sign, ...] = ()
+
+    @property
+    def signs(self) -> tuple[Sign, ...]:
+        return (self.silence, *self.others)
 
     @property
     def is_heard(self) -> bool:
-        """Whether it was heard recently, so that what it said of its work still holds."""
+        """Whether it was heard recently, so that what it said still holds."""
         return self.silence.seconds <= self.silence.limit / 2
 
     @property
     def is_well(self) -> bool:
         """Whether nothing speaks against it: it can do the work of others."""
-        return self.is_heard and (self.work is None or self.work.seconds <= self.work.limit / 2)
+        return all(sign.seconds <= sign.limit / 2 for sign in self.signs)
 
     @property
-    def signs(self) -> tuple[Sign, ...]:
-        return (self.silence,) if self.work is None else (self.silence, self.work)
+    def place(self) -> Place | None:
+        """What it is at, if that is known."""
+        return next((sign.place for sign in self.others if sign.place is not None), None)
 
     @property
     def exceeded(self) -> float:
@@ -162,11 +167,12 @@ def review(
         grid: the grid of the run.
         step: the number of committed steps.
     """
+    stages = {rank: grid.worker(rank).stage for rank in standings}
     well: dict[int, set[int]] = {}
     for rank in holders:
         if rank in standings and standings[rank].is_well:
-            well.setdefault(grid.worker(rank).stage, set()).add(rank)
-    vouched = {rank for rank in standings if well.get(grid.worker(rank).stage, set()) - {rank}}
+            well.setdefault(stages[rank], set()).add(rank)
+    vouched = {rank for rank, stage in stages.items() if well.get(stage, set()) - {rank}}
     memory = _follow(memory, now, standings, vouched, step)
     evict: dict[int, GivenUp] = {}
     waits: dict[int, Waited] = {}
@@ -174,27 +180,31 @@ def review(
         for sign in standing.signs:
             if sign.seconds <= sign.limit:
                 continue
-            found = _judge(memory, now, rank, sign, sign is standing.silence, rank in vouched, grid, step)
+            before = _held_up_alike(memory.held_up, now, rank, stages[rank], sign, step)
+            reason = _why_waited([grid.worker(other) for other in sorted(before)], rank in vouched, stages[rank])
+            excuses = _excuses(memory, rank, sign is standing.silence)
+            found = _judge(sign, _counted(sign.seconds, excuses, now), rank in vouched, len(before), reason)
             if isinstance(found, GivenUp):
                 evict[rank] = found
                 break
             if found is not None:
                 waits.setdefault(rank, found)
-    return _conclude(memory, now, standings, grid, step, evict, waits)
+    return _conclude(memory, now, standings, stages, step, evict, waits)
 
 
-def _judge(
-    memory: Memory, now: float, rank: int, sign: Sign, is_silence: bool, vouched: bool, grid: Grid, step: int
-) -> GivenUp | Waited | None:
-    """Rules over a sign that has exceeded its limit; None if that is about to be decided."""
-    before = [held for held in memory.held_up if _is_alike(held, rank, grid, sign, is_silence, step, now)]
+def _judge(sign: Sign, counted: float, vouched: bool, before: int, reason: str) -> GivenUp | Waited | None:
+    """Rules over a sign that has exceeded its limit; None if that is about to be decided.
+
+    Args:
+        sign: the sign.
+        counted: the seconds of it that count against the worker.
+        vouched: whether a peer is well.
+        before: how many others were held up at the same place before.
+        reason: why the worker is waited for, if it is.
+    """
     bound = max(sign.limit, sign.bound)
-    limit = min(bound, sign.limit * _RISE ** len(before)) if vouched else bound
-    reason = _why_waited(before, vouched, rank, grid)
-    excuses = memory.alone.get(rank, ())
-    if not is_silence:
-        excuses = _merged([*excuses, *memory.unheard.get(rank, ())])
-    if sign.seconds > bound or (vouched and _counted(sign.seconds, excuses, now) > limit):
+    limit = min(bound, sign.limit * _RISE**before) if vouched else bound
+    if sign.seconds > bound or (vouched and counted > limit):
         note = f"; it was given {limit:g} s because {reason}" if limit > sign.limit else ""
         return GivenUp(sign.cause + note, sign.seconds, limit)
     return None if sign.seconds > limit else Waited(sign.cause, sign.seconds, limit, reason)
@@ -230,7 +240,7 @@ def _conclude(
     memory: Memory,
     now: float,
     standings: Mapping[int, Standing],
-    grid: Grid,
+    stages: Mapping[int, int],
     step: int,
     evict: Mapping[int, GivenUp],
     waits: Mapping[int, Waited],
@@ -241,28 +251,34 @@ def _conclude(
     cleared = {rank: seconds for rank, seconds in left.items() if standings[rank].is_well}
     waited = {rank: standings[rank].exceeded or left[rank] for rank in left.keys() - cleared.keys()}
     waited.update({rank: found.seconds for rank, found in begun.items()})
-    held_up = list(memory.held_up)
-    for rank in (*evict, *begun):
-        work = standings[rank].work
-        held_up.append(_HeldUp(rank, grid.worker(rank).stage, step, now, None if work is None else work.place))
-    return Memory(now, memory.alone, memory.unheard, tuple(held_up), waited), Ruling(evict, begun, cleared)
+    new = (_HeldUp(rank, stages[rank], step, now, standings[rank].place) for rank in (*evict, *begun))
+    held_up = (*memory.held_up, *new)
+    return Memory(now, memory.alone, memory.unheard, held_up, waited), Ruling(evict, begun, cleared)
 
 
-def _is_alike(held: _HeldUp, rank: int, grid: Grid, sign: Sign, is_silence: bool, step: int, now: float) -> bool:
-    """Whether a worker that was held up earlier explains ``sign``: it began afterwards, at the same place."""
-    if held.rank == rank or held.time > now - sign.seconds:
-        return False
-    if is_silence:  # what the worker is at is not known
-        return held.stage == grid.worker(rank).stage and held.step == step
-    return sign.place is not None and held.place == sign.place
+def _held_up_alike(
+    held_up: Iterable[_HeldUp], now: float, rank: int, stage: int, sign: Sign, step: int
+) -> frozenset[int]:
+    """The other workers whose delay explains ``sign``: it began afterwards, at the same place."""
+    began = now - sign.seconds
+    if sign.place is None:  # what the worker is at is not known
+        alike = (held for held in held_up if (held.stage, held.step) == (stage, step))
+    else:
+        alike = (held for held in held_up if held.place == sign.place)
+    return frozenset(held.rank for held in alike if held.rank != rank and held.time <= began)
 
 
-def _why_waited(before: Collection[_HeldUp], vouched: bool, rank: int, grid: Grid) -> str:
+def _why_waited(before: Sequence[Worker], vouched: bool, stage: int) -> str:
     if not vouched:
-        return f"no other worker that holds stage {grid.worker(rank).stage} is well"
-    names = sorted({str(grid.worker(held.rank)) for held in before})
-    workers, were = ("workers", "were") if len(names) > 1 else ("worker", "was")
-    return f"{workers} {' and '.join(names)} {were} held up there before"
+        return f"no other worker that holds stage {stage} is well"
+    workers, were = ("workers", "were") if len(before) > 1 else ("worker", "was")
+    return f"{workers} {' and '.join(map(str, before))} {were} held up there before"
+
+
+def _excuses(memory: Memory, rank: int, is_silence: bool) -> _Intervals:
+    """When time did not count against ``rank``: no peer was well; or it was silent, which is a matter of its own."""
+    alone = memory.alone.get(rank, ())
+    return alone if is_silence else _merged([*alone, *memory.unheard.get(rank, ())])
 
 
 def _counted(seconds: float, excuses: _Intervals, now: float) -> float:
