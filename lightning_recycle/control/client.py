@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Client
 from typing import Any, NoReturn, TypeVar
 
-from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.connection import connect
 from lightning_recycle.control.payload import pack, unpack_all
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.recovery import WorkerStatus
@@ -77,7 +77,7 @@ class ControlClient:
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
-        self._connection = MessageConnection(Client(address, authkey=authkey))
+        self._connection = connect(address, authkey)
         self._changed = threading.Condition()
         self._leaving = False
         self._main_thread = threading.main_thread().ident
@@ -340,6 +340,8 @@ class ControlClient:
                 message = self._connection.receive()
             except (EOFError, OSError):
                 self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
+            except BadMessageError as error:
+                self._exit(f"got a message that is none from the coordinator ({error})", EXIT_LOST_COORDINATOR)
             if isinstance(message, messages.Stop):
                 if message.reason in (StopReason.FINISHED, StopReason.LEFT):
                     self._leaving = True  # the results are delivered, or others go on: nothing is left to do here

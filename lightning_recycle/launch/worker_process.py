@@ -24,6 +24,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerState
 
 from lightning_recycle.control.client import EXIT_STOPPED, ControlClient
+from lightning_recycle.control.handshake import Refused, VersionMismatch
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
@@ -144,7 +145,9 @@ def run_outside(
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
-    except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
+    except VersionMismatch as error:
+        raise ConfigurationError(f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: {error}.") from error
+    except (OSError, Refused) as error:
         raise ConfigurationError(
             f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: no run can be joined there ({type(error).__name__}:"
             f" {error}). Start a recycle-coordinator there, or the launching process with RECYCLE_LISTEN set to that"

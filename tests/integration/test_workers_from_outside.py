@@ -41,13 +41,13 @@ def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     monkeypatch.setenv("RECYCLE_LISTEN", f"127.0.0.1:{port}")
-    monkeypatch.setenv("RECYCLE_KEY", "of this test")
+    monkeypatch.setenv("RECYCLE_KEY", "the key of this test")
     monkeypatch.setenv("MARKS", str(tmp_path))
     return port
 
 
 @contextlib.contextmanager
-def spare(port: int, key: str = "of this test") -> Iterator[subprocess.Popen[str]]:
+def spare(port: int, key: str = "the key of this test") -> Iterator[subprocess.Popen[str]]:
     """A process that runs :func:`train` as a worker of the run at ``port``, for which it waits."""
     script = (
         "from test_workers_from_outside import train\n"
@@ -125,12 +125,14 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_p
         ({"RECYCLE_COORDINATOR": "somewhere"}, ["RECYCLE_COORDINATOR='somewhere'", "host:port"]),
         ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
         ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
+        ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "at least 16"]),
+        ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "/dev/urandom"]),
     ],
 )
 def test_a_wrong_address_or_a_missing_key_is_refused(
     variables: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RECYCLE_KEY": "any", "MARKS": ".", **variables}.items():
+    for name, value in {"RECYCLE_KEY": "any key of the run", "MARKS": ".", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker_process, "_COORDINATOR_SECONDS", 0.5)  # to wait for one that starts late
     with pytest.raises(ConfigurationError) as caught:
@@ -139,11 +141,11 @@ def test_a_wrong_address_or_a_missing_key_is_refused(
 
 
 def test_a_wrong_key_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    listener = Listener(("127.0.0.1", 0), b"the run's key", timeout=5.0, backlog=4, wake=lambda: None)
+    listener = Listener(("127.0.0.1", 0), b"the key of the run", workers=4, wake=lambda: None)
     listener.start()
     try:
         monkeypatch.setenv("RECYCLE_COORDINATOR", f"127.0.0.1:{listener.address[1]}")
-        monkeypatch.setenv("RECYCLE_KEY", "another key")
+        monkeypatch.setenv("RECYCLE_KEY", "another key of a run")
         monkeypatch.setenv("MARKS", ".")
         with pytest.raises(ConfigurationError, match="RECYCLE_KEY the same value"):
             train()
