@@ -72,7 +72,10 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             indices = message.losses.keys() | message.outputs.keys()
             if any(not 0 <= index < state.grid.global_microbatches for index in indices):
                 return f"there are no micro-batches {sorted(indices)}"
-            return _unless(0 <= message.step <= newest, f"step {message.step} cannot have begun")
+            if state.stage_of(rank) != state.grid.stages - 1:
+                return "it has no losses: it is not of the last stage"
+            # It applies a step only once the loss of that step is known.
+            return _unless(0 <= message.step <= state.summed, f"step {message.step} cannot have begun")
         case messages.Commit() | messages.Paused() | messages.AtBoundary() | messages.Saved():
             return _unless(-1 <= message.step <= newest, f"step {message.step} cannot have begun")
         case messages.Report():
@@ -80,7 +83,9 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
                 -1 <= message.begun <= newest, f"step {message.begun} cannot have begun"
             )
         case messages.Restored():
-            return _unless(message.version >= 0, f"there is no version {message.version}")
+            has_begun = state.generation >= 0 and (not state.regrouping or rank in state.reports)
+            if has_begun or message.version < 0:
+                return f"it cannot go on from version {message.version}: the training has begun"
         case messages.Arrive():
             number = message.number
             return _unless(0 <= number <= state.next_collective, f"collective {number} cannot be the next one")
