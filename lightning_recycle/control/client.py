@@ -59,7 +59,7 @@ class ControlClient:
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that ends; ``regroup`` from the main thread while
-    it waits in :meth:`arrive`.
+    it waits in :meth:`arrive`; ``on_lost`` from any thread when the coordinator is gone, before the process ends.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class ControlClient:
         self.activity = messages.Activity(0, "start", "", time.monotonic())
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
+        self.on_lost: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
         self._connection = connect(address, authkey)
         self._changed = threading.Condition()
@@ -281,6 +282,13 @@ class ControlClient:
         answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
         return unpack_all(answer.payloads)
 
+    def limit_silence(self, seconds: float) -> None:
+        """From now on this worker ends when the coordinator's machine has not answered for ``seconds``.
+
+        A coordinator that is merely stopped or busy does not count: its machine still answers.
+        """
+        self._connection.limit_silence(seconds)
+
     def leave(self) -> None:
         """From now on a closed connection is no failure."""
         self._leaving = True
@@ -384,6 +392,8 @@ class ControlClient:
             )
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.on_lost is not None and code == EXIT_LOST_COORDINATOR and not self._leaving:
+            self.on_lost()
         os._exit(0 if self._leaving else code)
 
 
