@@ -108,7 +108,10 @@ class MessageConnection(_Socket):
 
     def send(self, message: Any) -> None:
         """Raises OSError when the other side is gone, ReCycleError for a message that cannot be sent."""
-        frame = encode(message)
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, frame: bytes | bytearray) -> None:
+        """Sends the bytes of one or more frames; raises OSError when the other side is gone."""
         with self._send_lock:
             if len(frame) > _LARGE and not self._is_patient:
                 self._is_patient = True

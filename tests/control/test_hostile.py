@@ -15,15 +15,13 @@ from control_plane import PATIENCE, ControlPlane, in_thread, together
 from control_worker import Member
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.hostile import any_message, bytes_like_frames, damaged_frames
+from support.hostile import any_message, assault, bytes_like_frames, damaged_frames, hostile_inputs
 
-from lightning_recycle import __version__
 from lightning_recycle.control import coordinator as coordinator_module
-from lightning_recycle.control.connection import MessageConnection, NonBlockingConnection, connect
-from lightning_recycle.control.handshake import Handshake, Role
+from lightning_recycle.control.connection import MessageConnection, NonBlockingConnection
 from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol import messages as m
-from lightning_recycle.control.protocol.encoding import SCHEMA, BadMessageError, encode
+from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.profile import StageProfile
 
@@ -62,8 +60,7 @@ _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
 
 def say(member: Member, what: Any) -> None:
     """Sends a message, or bytes, in the name of ``member``."""
-    with member.client._connection._send_lock:
-        member.client._connection._socket.sendall(what if isinstance(what, bytes) else encode(what))
+    member.client._connection.send_bytes(what if isinstance(what, bytes) else encode(what))
 
 
 @pytest.mark.parametrize("name", _IMPOSSIBLE)
@@ -124,7 +121,7 @@ def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced: bool) 
         if introduced:
             slow.send(m.Hello(None, 1))
         half = bytes(encode(m.Heartbeat(-1, -1, _HEARTBEAT.activity) if introduced else m.Hello(None, 1)))
-        slow._socket.sendall(half[:-3])
+        slow.send_bytes(half[:-3])
         time.sleep(0.3)  # so that it has been read, or is being read
         members = plane.members()
         together(*(member.step for member in members))
@@ -133,7 +130,7 @@ def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced: bool) 
 def test_a_message_that_comes_in_pieces_arrives(plane: ControlPlane) -> None:
     connection = plane.connection()
     for byte in bytes(encode(m.Hello(3, 1))):
-        connection._socket.sendall(bytes([byte]))
+        connection.send_bytes(bytes([byte]))
         time.sleep(0.001)
     members = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
     connection.receive()  # the first generation, of all four
@@ -196,17 +193,6 @@ def test_an_announced_length_costs_no_memory() -> None:
 # ---------------------------------------------------------------------- anything, in any order
 
 
-_ITEMS = st.lists(
-    st.one_of(
-        any_message(),
-        damaged_frames(),
-        bytes_like_frames(),
-        st.builds(m.Hello, st.none() | st.integers(-1, 4), st.integers(0, 9), st.booleans()),
-    ),
-    max_size=4,
-)
-
-
 class Attack:
     """A run of four workers, which take steps all the time, and a stranger who says things to its coordinator."""
 
@@ -221,22 +207,8 @@ class Attack:
             member.step()
             time.sleep(0.02)
 
-    def say(self, items: list[Any], has_key: bool, greets: bool) -> None:
-        """Opens a connection, says ``items``, and closes it."""
-        address, key = self.plane.coordinator.address, self.plane.coordinator.authkey
-        try:
-            if has_key:
-                connection = connect(address, key)
-            else:
-                stranger = socket.create_connection(address)
-                connection = MessageConnection(stranger, Inbox(()))
-                if greets:
-                    stranger.sendall(Handshake(Role.WORKER, os.urandom(16), __version__, SCHEMA).greeting)
-            for item in items:
-                connection._socket.sendall(item if isinstance(item, bytes) else encode(item))
-        except OSError:  # it has been refused already
-            pass
-        connection.close()
+    def say(self, hostile: tuple[list[Any], bool, bool]) -> None:
+        assault(self.plane.coordinator.address, self.plane.coordinator.authkey, hostile)
 
     def check_that_it_goes_on(self) -> None:
         before = self.members[0].version
@@ -265,15 +237,15 @@ def attack(plane: ControlPlane, examples: int) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(items=_ITEMS, has_key=st.booleans(), greets=st.booleans())
-    def hostile(items: list[Any], has_key: bool, greets: bool) -> None:
+    @given(hostile=hostile_inputs())
+    def besiege(hostile: tuple[list[Any], bool, bool]) -> None:
         nonlocal said
-        siege.say(items, has_key, greets)
+        siege.say(hostile)
         said += 1
         if said % 50 == 0:
             siege.check_that_it_goes_on()
 
-    hostile()
+    besiege()
     siege.check_that_it_goes_on()
     assert said >= examples
     siege.end()

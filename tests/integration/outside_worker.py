@@ -1,6 +1,7 @@
 """A training script as a cluster manager starts it, once for each worker.
 
-``outside_worker.py STEPS SECONDS OUTPUT [validate]`` writes the trained weights to OUTPUT, unless another worker did.
+``outside_worker.py STEPS SECONDS OUTPUT [validate] [await]`` writes the trained weights to OUTPUT, unless another
+worker did. With ``await`` the training does not go on beyond its first steps while a worker is missing.
 """
 
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from support.growth import AwaitReplacement
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import QUIET
 from torch.utils.data import DataLoader
@@ -42,6 +44,7 @@ def main() -> None:
         num_nodes=2,
         strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6),
         max_steps=steps,
+        callbacks=[AwaitReplacement(range(8, steps))] if "await" in sys.argv else [],
         **QUIET,
     )
     loader = DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // 2)

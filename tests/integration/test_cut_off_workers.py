@@ -17,7 +17,7 @@ from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch import rejoin
 
-STEPS = 150
+STEPS = 40
 TIMEOUT = 4.0  # seconds
 pytestmark = pytest.mark.timeout(240)
 
@@ -53,7 +53,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A run that has begun its fifth step; the parameter is what the workers have in their environment."""
+    """A run that has begun its fifth step; the parameter is for how long the workers try to rejoin, in seconds."""
     near, far = Machine("n", "10.77.30.1"), Machine("f", "10.77.30.2")
     with namespaces(near, far):
         near.ip("link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", far.name)
@@ -62,15 +62,16 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
             machine.ip("link", "set", "cable", "up")
         served = coordinator(near, 1, "--timeout", str(TIMEOUT), "--start-timeout", "90")
         output = tmp_path / "trained.pt"
-        environment = {"RECYCLE_COORDINATOR": f"{near.address}:{PORT}", **request.param}
+        environment = {"RECYCLE_COORDINATOR": f"{near.address}:{PORT}", "RECYCLE_REJOIN_SECONDS": request.param}
         script = [sys.executable, str(HERE / "outside_worker.py"), str(STEPS), "0.15", str(output)]
+        script += ["await"] if request.param == "100" else []
         workers = [machine.start(*script, **environment) for machine in (near, near, far, far)]
         for process in workers:
             await_line(process, "step", 5)
         yield Cluster(near, far, workers[:2], workers[2:], served, output)
 
 
-@pytest.mark.parametrize("cluster", [{}], indirect=True, ids=["by default"])
+@pytest.mark.parametrize("cluster", ["0"], indirect=True)
 def test_workers_that_are_cut_off_for_good_end(cluster: Cluster) -> None:
     cluster.cut()
     for process in cluster.far_workers:
@@ -80,7 +81,7 @@ def test_workers_that_are_cut_off_for_good_end(cluster: Cluster) -> None:
     cluster.end(*cluster.near_workers)
 
 
-@pytest.mark.parametrize("cluster", [{"RECYCLE_REJOIN_SECONDS": "100"}], indirect=True, ids=["to rejoin"])
+@pytest.mark.parametrize("cluster", ["100"], indirect=True)
 def test_workers_that_are_cut_off_for_a_while_come_back_as_spares(cluster: Cluster) -> None:
     cluster.cut()
     for process in cluster.far_workers:  # nobody else prints where its program begins
@@ -92,7 +93,8 @@ def test_workers_that_are_cut_off_for_a_while_come_back_as_spares(cluster: Clust
     assert record.count('"kind": "rejoined"') == 2, record
 
 
-@pytest.mark.parametrize("cluster", [{"RECYCLE_REJOIN_SECONDS": "3"}], indirect=True, ids=["in vain"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cluster", ["3"], indirect=True)
 def test_workers_that_cannot_come_back_in_time_end(cluster: Cluster) -> None:
     cluster.cut()
     for process in cluster.far_workers:

@@ -6,13 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+from hypothesis import Phase, given, settings
 from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
+from support.hostile import assault, hostile_inputs
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import committed_steps, difference, failures, fit, plain_loop
 from support.waiting import wait_for
@@ -116,6 +119,44 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_p
     assert difference(model.state_dict(), plain_loop(Regression().double(), data, 30)) < 1e-10
     assert process.returncode > 0
     assert "connection to the coordinator" in errors
+
+
+def test_a_training_goes_on_whatever_strangers_say_to_its_port(port: int, tmp_path: Path) -> None:
+    ended = threading.Event()
+    said = 0
+
+    @settings(max_examples=2000, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(hostile=hostile_inputs())
+    def besiege(hostile: Any) -> None:
+        nonlocal said
+        if not ended.is_set() and wait_for(lambda: ended.is_set() or connections(port) >= 4, 60):
+            with contextlib.suppress(ConnectionRefusedError):  # it has just ended
+                assault(("127.0.0.1", port), b"the key of this test", hostile)
+            said += 1
+
+    siege = threading.Thread(target=besiege, daemon=True)
+    siege.start()
+    model, run = train(callbacks=[Unhurried(tmp_path, lambda: said >= 100)])
+    ended.set()
+    siege.join(30)
+    assert said >= 100
+    assert {event.kind for event in run.strategy.history} == {"resumed", "regrouped", "step"}
+    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < 1e-10
+
+
+class Unhurried(L.Callback):
+    """In the middle of the training, waits until the launching process has met what it is to meet."""
+
+    def __init__(self, directory: Path, enough: Callable[[], bool]) -> None:
+        self._sign = directory / "enough"
+        threading.Thread(target=self._watch, args=(enough,), daemon=True).start()
+
+    def _watch(self, enough: Callable[[], bool]) -> None:
+        wait_for(enough, 60)
+        self._sign.touch()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        wait_for(lambda: trainer.global_step != 8 or self._sign.exists(), 60)
 
 
 @pytest.mark.parametrize(
