@@ -25,8 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_recycle import __version__
-from lightning_recycle.control.handshake import Handshake, Refused, Role
+from lightning_recycle.control.handshake import VERSION, Handshake, Refused, Role
 from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol.encoding import SCHEMA, encode
 from lightning_recycle.control.protocol.messages import TO_WORKERS
@@ -228,7 +227,7 @@ def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SEC
     """
     deadline = time.monotonic() + timeout
     sock = socket.create_connection(address, timeout=timeout)
-    handshake = Handshake(Role.WORKER, key, __version__, SCHEMA)
+    handshake = Handshake(Role.WORKER, key, VERSION, SCHEMA)
     try:
         sock.sendall(handshake.greeting)
         for data in _pieces(sock, deadline, handshake):

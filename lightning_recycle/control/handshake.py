@@ -14,13 +14,18 @@ Must not know: sockets, clocks, messages.
 from __future__ import annotations
 
 import hmac
+import importlib
 import os
 import struct
 from enum import Enum
 
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
-__all__ = ["KEY_BYTES", "Handshake", "Refused", "Role", "VersionMismatch", "check_key"]
+__all__ = ["KEY_BYTES", "VERSION", "Handshake", "Refused", "Role", "VersionMismatch", "check_key"]
+
+# Dynamically: this package imports nothing above itself.
+VERSION: str = importlib.import_module("lightning_recycle").__version__
+"""The version of this package."""
 
 KEY_BYTES = 16
 """The least that a key may have."""

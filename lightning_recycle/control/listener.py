@@ -16,9 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_recycle import __version__
 from lightning_recycle.control.connection import HANDSHAKE_SECONDS, NonBlockingConnection
-from lightning_recycle.control.handshake import Handshake, Refused, Role, VersionMismatch
+from lightning_recycle.control.handshake import VERSION, Handshake, Refused, Role, VersionMismatch
 from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol.encoding import SCHEMA
 from lightning_recycle.control.protocol.messages import Hello
@@ -124,7 +123,7 @@ class Listener:
         if len(self._strangers) >= self._max_strangers:
             self._refuse(next(iter(self._strangers.values())), "too many others came after it")
         sock.setblocking(False)
-        handshake = Handshake(Role.COORDINATOR, self._key, __version__, SCHEMA)
+        handshake = Handshake(Role.COORDINATOR, self._key, VERSION, SCHEMA)
         name = f"{address[0]}:{address[1]}"
         stranger = _Stranger(sock, name, handshake, time.monotonic() + self._handshake_seconds)
         self._strangers[sock.fileno()] = stranger

@@ -194,7 +194,7 @@ def test_a_worker_of_another_version_says_which_versions_differ(
     doors: list[Door], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     door = open_door(doors)
-    monkeypatch.setattr(connection_module, "__version__", "9.9")
+    monkeypatch.setattr(connection_module, "VERSION", "9.9")
     with pytest.raises(VersionMismatch, match=rf"'9\.9'.*'{__version__}'"):
         connect(door.listener.address, KEY)
     assert wait_for(lambda: "'9.9'" in caplog.text and repr(__version__) in caplog.text, 10)
