@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Client
 from typing import Any, NoReturn, TypeVar
 
-from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.connection import connect
 from lightning_recycle.control.payload import pack, unpack_all
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.recovery import WorkerStatus
@@ -59,7 +59,7 @@ class ControlClient:
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that ends; ``regroup`` from the main thread while
-    it waits in :meth:`arrive`.
+    it waits in :meth:`arrive`; ``on_lost`` from any thread when the coordinator is gone, before the process ends.
     """
 
     def __init__(
@@ -76,8 +76,9 @@ class ControlClient:
         self.activity = messages.Activity(0, "start", "", time.monotonic())
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
+        self.on_lost: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
-        self._connection = MessageConnection(Client(address, authkey=authkey))
+        self._connection = connect(address, authkey)
         self._changed = threading.Condition()
         self._leaving = False
         self._main_thread = threading.main_thread().ident
@@ -281,6 +282,13 @@ class ControlClient:
         answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
         return unpack_all(answer.payloads)
 
+    def limit_silence(self, seconds: float) -> None:
+        """From now on this worker ends when the coordinator's machine has not answered for ``seconds``.
+
+        A coordinator that is merely stopped or busy does not count: its machine still answers.
+        """
+        self._connection.limit_silence(seconds)
+
     def leave(self) -> None:
         """From now on a closed connection is no failure."""
         self._leaving = True
@@ -347,6 +355,8 @@ class ControlClient:
                 message = self._connection.receive()
             except (EOFError, OSError):
                 self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
+            except BadMessageError as error:
+                self._exit(f"got a message that is none from the coordinator ({error})", EXIT_LOST_COORDINATOR)
             if isinstance(message, messages.Stop):
                 if message.reason in (StopReason.FINISHED, StopReason.LEFT):
                     self._leaving = True  # the results are delivered, or others go on: nothing is left to do here
@@ -389,6 +399,8 @@ class ControlClient:
             )
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.on_lost is not None and code == EXIT_LOST_COORDINATOR and not self._leaving:
+            self.on_lost()
         os._exit(0 if self._leaving else code)
 
 

@@ -1,79 +1,253 @@
-"""Messages over a ``multiprocessing.connection``."""
+"""Messages over sockets: the worker's end, which may wait, and the coordinator's, which never does.
+
+Concept: both ends put messages together from whatever pieces the network delivers
+(:mod:`~lightning_recycle.control.inbox`). A worker's threads block in :meth:`MessageConnection.receive` and
+:meth:`~MessageConnection.send`. The coordinator has one thread for all workers, so one that stops in the middle of a
+message, or takes none, must not hold it up: :class:`NonBlockingConnection` keeps what is incomplete, both ways.
+
+Contract: what breaks a connection is an OSError or EOFError, what is no message a
+:class:`~lightning_recycle.control.protocol.encoding.BadMessageError`; after either it is to be closed. A peer whose
+machine does not answer breaks it too, in the time of :meth:`MessageConnection.set_answer_timeout`: the kernel of a
+process that is merely stopped still answers.
+"""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import fcntl
+import select
 import socket
 import struct
+import termios
 import threading
-from multiprocessing.connection import (
-    Connection,
-    answer_challenge,
-    deliver_challenge,
-)
+import time
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
-from lightning_recycle.control.protocol import encoding
+from lightning_recycle.control.handshake import VERSION, Handshake, Refused, Role
+from lightning_recycle.control.inbox import Inbox
+from lightning_recycle.control.protocol.encoding import SCHEMA, encode
+from lightning_recycle.control.protocol.messages import TO_WORKERS
 
-__all__ = ["MessageConnection"]
+__all__ = ["HANDSHAKE_SECONDS", "MessageConnection", "NonBlockingConnection", "connect"]
+
+_ANSWER_SECONDS = 30.0  # until a machine that does not answer counts as gone, if nobody knows better
+_LONG_ANSWER_SECONDS = 600.0  # likewise, while so much is under way that a stopped process cannot take it
+_LARGE = 32 << 10  # bytes; less than any receive buffer
+_READ = 64 << 10  # bytes
+_LONG_READ = 1 << 20  # bytes, of a message that is known to have as many
+
+HANDSHAKE_SECONDS = 20.0
+"""For the whole handshake: a busy machine starts many workers at the same time."""
 
 
-class MessageConnection:
-    """One end of a duplex channel of messages; :meth:`send` may be called from any thread."""
+class _Socket:
+    """What both ends do with their socket."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._send_lock = threading.Lock()
-        with socket.socket(fileno=os.dup(connection.fileno())) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+        self.inbox = inbox
+        self._socket = sock
+        self._over_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        if self._over_tcp:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def local_host(self) -> str:
         """The address of this end."""
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as sock:
-            return str(sock.getsockname()[0])
+        return str(self._socket.getsockname()[0])
 
-    def set_timeout(self, seconds: float) -> None:
-        """Bounds each read and write, so that a peer that stops in the middle of a message cannot block this process.
+    def set_answer_timeout(self, seconds: float) -> None:
+        """Breaks the connection when the other machine has not answered for ``seconds``.
 
-        A read or write that takes longer raises OSError; the connection is unusable then.
+        Also when nothing is sent, and whatever its processes do: the kernel answers.
         """
-        value = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-
-    def authenticate(self, key: bytes) -> None:
-        """The server's side of the handshake of ``multiprocessing.connection.Client``.
-
-        Raises:
-            AuthenticationError, EOFError, OSError: if the other side does not know the key or the protocol.
-        """
-        deliver_challenge(self._connection, key)
-        answer_challenge(self._connection, key)
+        if not self._over_tcp:
+            return
+        options = {"TCP_USER_TIMEOUT": max(1, int(seconds * 1000)), "TCP_KEEPIDLE": max(1, int(seconds / 2))}
+        options["TCP_KEEPINTVL"] = max(1, int(seconds / 6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if hasattr(socket, name):  # not on every system; there the connection breaks later
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self._socket.fileno()
 
-    @staticmethod
-    def encode(message: Any) -> bytearray:
-        return encoding.encode(message)
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # wakes a thread that reads; perhaps the other side was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class MessageConnection(_Socket):
+    """A worker's end; :meth:`send` may be called from any thread, :meth:`receive` from one.
+
+    Args:
+        sock: a connected socket, which blocks.
+        inbox: what may arrive.
+        answer_timeout: seconds, see :meth:`set_answer_timeout`.
+    """
+
+    def __init__(self, sock: socket.socket, inbox: Inbox, answer_timeout: float = _ANSWER_SECONDS) -> None:
+        super().__init__(sock, inbox)
+        self._send_lock = threading.Lock()
+        self._answer_timeout = answer_timeout
+        self._is_patient = False
+        self.set_answer_timeout(answer_timeout)
+
+    def limit_silence(self, seconds: float) -> None:
+        """Sets the answer timeout of this end. It does not count while a large message is under way: a stopped process
+        takes nothing once its buffer is full, and the kernel then treats it like a machine that is gone.
+        """
+        with self._send_lock:
+            self._answer_timeout = seconds
+            self._is_patient = False
+            self.set_answer_timeout(seconds)
 
     def send(self, message: Any) -> None:
-        """Raises OSError when the other side is gone."""
-        self.send_encoded(self.encode(message))
+        """Raises OSError when the other side is gone, ReCycleError for a message that cannot be sent."""
+        self.send_bytes(encode(message))
 
-    def send_encoded(self, data: bytes | bytearray) -> None:
-        """Sends what :meth:`encode` made, for a message to many; raises like :meth:`send`."""
+    def send_bytes(self, frame: bytes | bytearray) -> None:
+        """Sends the bytes of one or more frames; raises OSError when the other side is gone."""
         with self._send_lock:
-            self._connection.send_bytes(data)
+            if len(frame) > _LARGE and not self._is_patient:
+                self._is_patient = True
+                self.set_answer_timeout(max(_LONG_ANSWER_SECONDS, self._answer_timeout))
+            elif self._is_patient and len(frame) <= _LARGE and not self._unacknowledged():
+                self._is_patient = False
+                self.set_answer_timeout(self._answer_timeout)
+            self._socket.sendall(frame)
+
+    def _unacknowledged(self) -> int:
+        """Bytes that the other machine has not confirmed."""
+        found = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
+        return int(struct.unpack("i", found)[0])
 
     def receive(self) -> Any:
         """Blocks for the next message; raises EOFError or OSError when the other side is gone, and BadMessageError."""
-        frame = memoryview(self._connection.recv_bytes())
-        kind, size = encoding.parse_header(frame[: encoding.HEADER_BYTES])
-        return encoding.decode(kind, frame[encoding.HEADER_BYTES :][:size])
+        while (message := self.inbox.take()) is None:
+            data = self._socket.recv(max(_READ, min(self.inbox.missing, _LONG_READ)))
+            if not data:
+                raise EOFError
+            self.inbox.feed(data)
+        return message
 
-    def close(self) -> None:
-        self._connection.close()
+
+class NonBlockingConnection(_Socket):
+    """The coordinator's end, used by its thread alone.
+
+    Attributes:
+        unsent_since: since when nothing could be sent although there is something, in seconds of the monotonic clock;
+            None if all was sent.
+    """
+
+    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+        super().__init__(sock, inbox)
+        sock.setblocking(False)
+        self.set_answer_timeout(_ANSWER_SECONDS)
+        self.unsent_since: float | None = None
+        self._unsent: deque[memoryview] = deque()
+
+    def read(self) -> int:
+        """Takes in what has arrived, a bounded part of it; returns the number of bytes. Ask the inbox for messages.
+
+        Raises:
+            EOFError, OSError: when the other side is gone.
+        """
+        try:
+            data = self._socket.recv(max(_READ, min(self.inbox.missing, _LONG_READ)))
+        except (BlockingIOError, InterruptedError):
+            return 0
+        if not data:
+            raise EOFError
+        self.inbox.feed(data)
+        return len(data)
+
+    def send(self, message: Any) -> None:
+        """As :meth:`send_frame`."""
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes | bytearray) -> None:
+        """Sends what :func:`encode` made, as far as the other side takes it now; the rest is sent by :meth:`flush`.
+
+        Raises:
+            OSError: when the other side is gone.
+        """
+        self._unsent.append(memoryview(frame))
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what is left, as far as the other side takes it; raises like :meth:`send_frame`."""
+        while self._unsent:
+            data = self._unsent.popleft()
+            try:
+                sent = self._socket.send(data)
+            except (BlockingIOError, InterruptedError):
+                self._unsent.appendleft(data)
+                if self.unsent_since is None:
+                    self.unsent_since = time.monotonic()
+                return
+            self.unsent_since = None
+            if sent < len(data):
+                self._unsent.appendleft(data[sent:])
+        self.unsent_since = None
+
+    def stalled(self, now: float) -> float:
+        """Seconds for which the other side has taken nothing although there is something for it."""
+        return 0.0 if self.unsent_since is None else now - self.unsent_since
+
+    def forgive(self, now: float) -> None:
+        """This process could send nothing until now."""
+        if self.unsent_since is not None:
+            self.unsent_since = now
+
+    def flush_within(self, seconds: float) -> None:
+        """Waits at most ``seconds`` until all is sent; raises like :meth:`send_frame`."""
+        deadline = time.monotonic() + seconds
+        self.flush()
+        while self._unsent and (left := deadline - time.monotonic()) > 0:
+            select.select([], [self._socket], [], left)
+            self.flush()
+
+
+def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SECONDS) -> MessageConnection:
+    """A worker's connection to the coordinator at ``address``, after the handshake.
+
+    Args:
+        address: host and port.
+        key: the key of the run.
+        timeout: seconds for the connection and the whole handshake.
+
+    Raises:
+        VersionMismatch: if the coordinator runs another version.
+        Refused: if it has another key, or none listens there.
+        OSError: if it cannot be reached.
+    """
+    deadline = time.monotonic() + timeout
+    sock = socket.create_connection(address, timeout=timeout)
+    handshake = Handshake(Role.WORKER, key, VERSION, SCHEMA)
+    try:
+        sock.sendall(handshake.greeting)
+        for data in _pieces(sock, deadline, handshake):
+            sock.sendall(handshake.receive(data))
+        sock.settimeout(None)
+        return MessageConnection(sock, Inbox(TO_WORKERS, handshake.rest))
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _pieces(sock: socket.socket, deadline: float, handshake: Handshake) -> Iterator[bytes]:
+    """What arrives until ``handshake`` is done."""
+    while not handshake.done:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the coordinator did not finish the handshake in time")
+        sock.settimeout(left)
+        data = sock.recv(4096)
+        if not data:
+            why = "it has another key" if handshake.met else "it has too many strangers at the moment, or is ending"
+            raise Refused(f"the coordinator closed the connection during the handshake; perhaps {why}")
+        yield data

@@ -20,7 +20,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.connection import NonBlockingConnection
+from lightning_recycle.control.handshake import check_key
 from lightning_recycle.control.history import Event, History
 from lightning_recycle.control.listener import Listener
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
@@ -28,6 +29,8 @@ from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol import state as protocol
+from lightning_recycle.control.protocol.admission import objection
+from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.vacancies import Vacancies
 from lightning_recycle.control.watch import Watch
@@ -41,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, messages.Publish)
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
+_LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
 
 
 class Coordinator:
@@ -52,7 +56,7 @@ class Coordinator:
         options: time bounds, and how lost workers are replaced.
         host: the interface to listen on.
         port: the port to listen on; 0 for a free one.
-        authkey: the key that workers must know; random by default.
+        authkey: the key that workers must know, at least 16 bytes; random by default.
         on_profile: called in the coordinator's thread with the model's profile once all stages have measured.
         start_worker: starts a replacement for a rank, given its incarnation and the rank whose device it runs on; None
             if there are no replacements.
@@ -76,7 +80,7 @@ class Coordinator:
     ) -> None:
         self.grid = grid
         self.options = options or CoordinatorOptions()
-        self.authkey = os.urandom(32) if authkey is None else authkey
+        self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
         self._history = History(grid)
         self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._wake)
         if self._plans.watches_drift:
@@ -84,11 +88,10 @@ class Coordinator:
         self._setup = setup
         self._wake_reader, self._wake_writer = os.pipe()
         self._wake_lock = threading.Lock()
-        self._listener = Listener(
-            (host, port), self.authkey, max(1.0, self.options.heartbeat_timeout), grid.num_workers, self._wake
-        )
+        self._listener = Listener((host, port), self.authkey, grid.num_workers, self._wake)
         self._state = protocol.initial_state(grid)
-        self._connections: dict[int, MessageConnection] = {}
+        self._connections: dict[int, NonBlockingConnection] = {}
+        self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._watch = Watch(grid, self.options)
@@ -138,12 +141,12 @@ class Coordinator:
         self._closing = True
         self._wake()
         if self._thread.is_alive():
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=_LAST_WORDS_SECONDS + 5.0)
         self._plans.close()
         self._listener.close()
         self._vacancies.close()
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, MessageConnection):
+            if isinstance(key.fileobj, NonBlockingConnection):
                 key.fileobj.close()
         self._selector.close()
         with self._wake_lock:
@@ -166,17 +169,35 @@ class Coordinator:
                 self._watch_exit(rank, process)
             last_tick = time.monotonic()
             while not self._closing:
-                for key, _ in self._selector.select(_TICK):
-                    if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one
+                for key, events in self._selector.select(_TICK):
+                    if not self._is_registered(key):
+                        continue
+                    if events & selectors.EVENT_WRITE:
+                        self._on_writable(key)
+                    if events & selectors.EVENT_READ and self._is_registered(key):
                         key.data()
                 now = time.monotonic()
                 if now - last_tick > 10 * _TICK:  # this process itself was suspended: nobody's silence counts
                     self._watch.forgive(now)
+                    for connection in self._connections.values():
+                        connection.forgive(now)
                 last_tick = now
                 self._on_tick(now)
+                while self._unread:
+                    self._on_messages(self._unread.pop())
+            self._say_last_words()
         except Exception as error:
-            log.exception("The coordinator failed")
-            self._finish(protocol.Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the run for an error of the coordinator itself."""
+        log.error("The coordinator failed", exc_info=error)
+        self._finish(protocol.Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
+
+    def _is_registered(self, key: selectors.SelectorKey) -> bool:
+        """Whether what an event is about has not been closed, or replaced, by an earlier one."""
+        found = self._selector.get_map().get(key.fd)
+        return found is not None and (found.fileobj, found.data) == (key.fileobj, key.data)
 
     def _on_tick(self, now: float) -> None:
         if self._state.outcome is not None:
@@ -195,7 +216,8 @@ class Coordinator:
     def _review(self, now: float) -> None:
         """Looks at who is silent or makes no progress, and does what follows."""
         seconds = self._plans.operation_seconds
-        ruling = self._watch.review(now, self._state, self._connections, seconds)
+        stalled = {rank: connection.stalled(now) for rank, connection in self._connections.items()}
+        ruling = self._watch.review(now, self._state, stalled, seconds)
         for rank, waited in ruling.waits.items():
             self._history.suspect(rank, waited, self._state)
         for rank, lasted in ruling.cleared.items():
@@ -225,15 +247,20 @@ class Coordinator:
         for plan in self._plans.better():
             self._handle(plan)
 
-    def _on_stranger(self, connection: MessageConnection) -> None:
+    def _on_stranger(self, connection: NonBlockingConnection) -> None:
         """The first message of a connection: it must be a worker's hello."""
-        self._selector.unregister(connection)
         try:
-            hello = connection.receive()
-        except (EOFError, OSError):
+            connection.read()
+            hello = connection.inbox.take()
+        except (EOFError, OSError, BadMessageError) as error:
+            log.warning("Refused a connection: %s", error or "it left without a word")
+            self._selector.unregister(connection)
             connection.close()
             return
-        if not isinstance(hello, messages.Hello) or not self._fits(hello):
+        if hello is None:  # a part of it
+            return
+        self._selector.unregister(connection)
+        if not self._fits(hello):
             log.warning("Refused a connection that began with %r", hello)
             connection.close()
             return
@@ -241,6 +268,7 @@ class Coordinator:
             with contextlib.suppress(OSError):  # it is gone already
                 connection.send(messages.Stop(StopReason.of(self._state.outcome)))
         if hello.rank is None:
+            connection.inbox.expects = messages.FROM_SPARES
             self._vacancies.spares.append((connection, hello.node))
             self._selector.register(connection, selectors.EVENT_READ, partial(self._on_spare, connection))
             self._place_spares()
@@ -254,22 +282,29 @@ class Coordinator:
             return False
         return (hello.rank in self._state.live) is not hello.joining
 
-    def _admit(self, rank: int, connection: MessageConnection, joining: bool) -> None:
+    def _admit(self, rank: int, connection: NonBlockingConnection, joining: bool) -> None:
+        connection.inbox.expects = messages.FROM_WORKERS
         self._connections[rank] = connection
+        self._unread.append(rank)
         self._watch.heard(rank, time.monotonic())
         if joining:
             self._watch.expect(rank, time.monotonic())
         elif self._state.generation < 0:
             self._watch.begin_start(time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ, partial(self._on_readable, rank))
+        self._watch_unsent(connection)
         if not joining:
             self._handle(protocol.Joined(rank))
 
-    def _on_spare(self, connection: MessageConnection) -> None:
+    def _on_spare(self, connection: NonBlockingConnection) -> None:
         """A worker without a position only shows that it lives, or that it is gone."""
         try:
-            connection.receive()
-        except (EOFError, OSError):
+            connection.read()
+            while connection.inbox.take() is not None:
+                pass
+        except (EOFError, OSError, BadMessageError) as error:
+            if isinstance(error, BadMessageError):
+                log.warning("Closed the connection of a spare: %s.", error)
             self._selector.unregister(connection)
             self._vacancies.forget_spare(connection)
             connection.close()
@@ -324,11 +359,53 @@ class Coordinator:
     def _on_readable(self, rank: int) -> None:
         connection = self._connections[rank]
         try:
-            message = connection.receive()
+            connection.read()
         except (EOFError, OSError):
             self._gone(rank, self._describe_exit(rank) or "its connection to the coordinator broke")
             return
-        self._on_message(rank, message)
+        self._on_messages(rank)
+
+    def _on_messages(self, rank: int) -> None:
+        """Handles what a worker's inbox holds. Whatever is wrong with a message costs its sender, and nobody else."""
+        connection = self._connections.get(rank)
+        try:
+            while connection is not None and self._connections.get(rank) is connection:
+                message = connection.inbox.take()
+                if message is None:
+                    return
+                why = objection(self._state, rank, message)
+                if why is not None:
+                    raise BadMessageError(f"{type(message).__name__}: {why}")
+                self._on_message(rank, message)
+        except BadMessageError as error:
+            log.warning("Closed the connection of worker %s: %s.", self.grid.worker(rank), error)
+            self._gone(rank, f"it sent a message that no worker sends ({error})")
+        except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
+            log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
+            self._gone(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
+
+    def _on_writable(self, key: selectors.SelectorKey) -> None:
+        """A worker takes messages again."""
+        connection = key.fileobj
+        assert isinstance(connection, NonBlockingConnection)
+        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+            connection.flush()
+        self._watch_unsent(connection)
+
+    def _watch_unsent(self, connection: NonBlockingConnection) -> None:
+        """Waits for the moment when ``connection`` takes what it did not take at once."""
+        key = self._selector.get_key(connection)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent_since is not None else 0)
+        if events != key.events:
+            self._selector.modify(connection, events, key.data)
+
+    def _say_last_words(self) -> None:
+        """Lets the workers take what they have not taken yet: the answer with the results, and that the run is over."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, NonBlockingConnection):
+                with contextlib.suppress(OSError):  # the run is ending; a worker that is gone needs no message
+                    key.fileobj.flush_within(max(0.0, deadline - time.monotonic()))
 
     def _on_exit(self, rank: int) -> None:
         cause = self._describe_exit(rank)
@@ -337,10 +414,9 @@ class Coordinator:
         connection = self._connections.get(rank)
         if connection is not None:
             # What it said before it died; its last words may be the exception that ended it.
-            with contextlib.suppress(EOFError, OSError), selectors.DefaultSelector() as unread:
-                unread.register(connection, selectors.EVENT_READ)
-                while self._connections.get(rank) is connection and unread.select(0):
-                    self._on_message(rank, connection.receive())
+            with contextlib.suppress(EOFError, OSError):
+                while self._connections.get(rank) is connection and connection.read():
+                    self._on_messages(rank)
         self._gone(rank, cause)
 
     def _describe_exit(self, rank: int) -> str | None:
@@ -384,6 +460,7 @@ class Coordinator:
             self._selector.unregister(connection)
             with contextlib.suppress(OSError):  # it could not wait
                 connection.send(messages.Stop(StopReason.LEFT))
+                connection.flush_within(_TICK)
             connection.close()
         process = self._processes.pop(rank, None)
         if process is not None:
@@ -486,7 +563,11 @@ class Coordinator:
         message = command.message
         if isinstance(message, messages.Resume):
             joining = [self.grid.worker(rank) for rank in self._state.joining]
-            schedule = self._plans.begin_generation(self._failed(), joining, self._state.version)
+            try:
+                schedule = self._plans.begin_generation(self._failed(), joining, self._state.version)
+            except Exception as error:  # whoever sent the last report is not to blame
+                self._fail(error)
+                return
             message = replace(message, schedule=schedule)
             self._watch.end_regroup()
             self._connected = set()
@@ -498,16 +579,18 @@ class Coordinator:
             counters = {"live_workers": float(len(self._state.live)), **self._history.counters}
             newest = self._state.applied.get(self._state.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
-        data = MessageConnection.encode(message)
+        frame = encode(message)
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
         for rank in sorted(command.ranks, key=lambda rank: (self.grid.worker(rank).stage, rank)):
             connection = self._connections.get(rank)
             if connection is None:
                 continue
             try:
-                connection.send_encoded(data)
-            except OSError:  # gone, or stopped with a full buffer: a message cut short cannot be completed later
+                connection.send_frame(frame)
+            except OSError:
                 self._unreachable.append(rank)
+            else:
+                self._watch_unsent(connection)
 
     def _failed(self) -> frozenset[Worker]:
         return frozenset(
@@ -532,4 +615,5 @@ class Coordinator:
         for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
             with contextlib.suppress(OSError):  # the run is ending; a worker that is gone needs no message
                 connection.send(messages.Stop(StopReason.of(outcome)))
+                self._watch_unsent(connection)
         self._done.set()

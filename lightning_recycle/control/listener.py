@@ -1,24 +1,44 @@
-"""Accepts connections and admits those that know the key. Knows nothing of what they carry."""
+"""Accepts connections and admits those that know the key. Knows nothing of what they carry.
+
+One thread serves all strangers, so they cost a descriptor each and no more: each has a bounded time for the whole
+handshake, however slowly it speaks, and their number is bounded. Where one too many comes, the one that has waited
+longest goes: who knows the key is done within milliseconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import queue
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 
-from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.connection import HANDSHAKE_SECONDS, NonBlockingConnection
+from lightning_recycle.control.handshake import VERSION, Handshake, Refused, Role, VersionMismatch
+from lightning_recycle.control.inbox import Inbox
+from lightning_recycle.control.protocol.encoding import SCHEMA
+from lightning_recycle.control.protocol.messages import Hello
 
 __all__ = ["Listener"]
 
 log = logging.getLogger(__name__)
 
 _PAUSE_AFTER_ERROR = 0.1  # seconds
+_STRANGERS = 64  # at the same time, besides one for each worker
+_LONGEST_SELECT = 1.0  # seconds
+
+
+class _Stranger:
+    """A connection whose other side has proved nothing yet."""
+
+    def __init__(self, sock: socket.socket, name: str, handshake: Handshake, deadline: float) -> None:
+        self.socket = sock
+        self.name = name
+        self.handshake = handshake
+        self.deadline = deadline
 
 
 class Listener:
@@ -26,23 +46,35 @@ class Listener:
 
     Args:
         address: where to listen.
-        authkey: the key that the other side must know.
-        timeout: seconds that one read or write of a connection may take.
-        backlog: connections that may wait to be accepted.
-        wake: called in one of the listener's threads when :attr:`accepted` has a new connection.
+        key: the key that the other side must know.
+        workers: how many may come at the same time.
+        wake: called in the listener's thread when :attr:`accepted` has a new connection.
+        handshake_seconds: until a stranger must have proved that it knows the key.
+        max_strangers: how many connections may be in the handshake; by default some more than ``workers``.
     """
 
     def __init__(
-        self, address: tuple[str, int], authkey: bytes, timeout: float, backlog: int, wake: Callable[[], None]
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        workers: int,
+        wake: Callable[[], None],
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+        max_strangers: int | None = None,
     ) -> None:
-        self.accepted: queue.SimpleQueue[MessageConnection] = queue.SimpleQueue()
-        self._authkey = authkey
-        self._timeout = timeout
+        self.accepted: queue.SimpleQueue[NonBlockingConnection] = queue.SimpleQueue()
+        self._key = key
         self._wake = wake
+        self._handshake_seconds = handshake_seconds
+        self._max_strangers = workers + _STRANGERS if max_strangers is None else max_strangers
         self._closing = False
         self._lock = threading.Lock()
-        self._socket = socket.create_server(address, backlog=max(16, backlog))
-        self._thread = threading.Thread(target=self._accept, name="recycle-acceptor", daemon=True)
+        self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order in which they came
+        self._selector = selectors.DefaultSelector()
+        self._socket = socket.create_server(address, backlog=max(16, workers))
+        self._socket.setblocking(False)
+        self._waker, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="recycle-acceptor", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -55,34 +87,87 @@ class Listener:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        with contextlib.suppress(OSError):  # the system says "not connected", yet ends the accept
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._waker.close()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
+        self._socket.close()
+        self._woken.close()
+        for stranger in self._strangers.values():
+            stranger.socket.close()
+        self._selector.close()
         while not self.accepted.empty():
             self.accepted.get().close()
 
-    def _accept(self) -> None:
+    def _serve(self) -> None:
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         while not self._closing:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError as error:
-                if not self._closing:
-                    log.warning("The coordinator could not accept a connection: %s", error)
-                    time.sleep(_PAUSE_AFTER_ERROR)
-                continue
-            threading.Thread(target=self._welcome, args=(sock,), name="recycle-welcome", daemon=True).start()
+            for key, _ in self._selector.select(_LONGEST_SELECT):
+                if key.fileobj is self._socket:
+                    self._accept()
+                elif key.fd in self._strangers:  # it may have made room for another one just now
+                    self._listen_to(self._strangers[key.fd])
+            now = time.monotonic()
+            for stranger in [s for s in self._strangers.values() if now > s.deadline]:
+                self._refuse(stranger, f"it proved nothing within {self._handshake_seconds:g} s")
 
-    def _welcome(self, sock: socket.socket) -> None:
-        """Admits a peer that knows the key; in a thread of its own, since a stranger may say nothing."""
-        connection = MessageConnection(Connection(sock.detach()))
-        connection.set_timeout(self._timeout)
+    def _accept(self) -> None:
         try:
-            connection.authenticate(self._authkey)
-        except (AuthenticationError, EOFError, OSError) as error:
-            log.warning("The coordinator refused a connection: %s", error)
-            connection.close()
+            sock, address = self._socket.accept()
+        except BlockingIOError:  # it has gone again
+            return
+        except OSError as error:
+            log.warning("The coordinator could not accept a connection: %s", error)
+            time.sleep(_PAUSE_AFTER_ERROR)
+            return
+        if len(self._strangers) >= self._max_strangers:
+            self._refuse(next(iter(self._strangers.values())), "too many others came after it")
+        sock.setblocking(False)
+        handshake = Handshake(Role.COORDINATOR, self._key, VERSION, SCHEMA)
+        name = f"{address[0]}:{address[1]}"
+        stranger = _Stranger(sock, name, handshake, time.monotonic() + self._handshake_seconds)
+        self._strangers[sock.fileno()] = stranger
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._say(stranger, handshake.greeting)
+
+    def _listen_to(self, stranger: _Stranger) -> None:
+        try:
+            data = stranger.socket.recv(4096)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._refuse(stranger, str(error))
+            return
+        if not data:
+            self._refuse(stranger, "it left")
+            return
+        try:
+            answer = stranger.handshake.receive(data)
+        except VersionMismatch as error:
+            self._refuse(stranger, str(error), logging.ERROR)
+            return
+        except Refused as error:
+            self._refuse(stranger, str(error))
+            return
+        if self._say(stranger, answer) and stranger.handshake.done:
+            self._admit(stranger)
+
+    def _say(self, stranger: _Stranger, data: bytes) -> bool:
+        """Sends ``data``, which fits any buffer of a side that takes what it gets; whether that succeeded."""
+        try:
+            if data and stranger.socket.send(data) < len(data):
+                raise BlockingIOError("it takes nothing")
+        except OSError as error:
+            self._refuse(stranger, str(error))
+            return False
+        return True
+
+    def _admit(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        try:
+            connection = NonBlockingConnection(stranger.socket, Inbox((Hello,), stranger.handshake.rest))
+        except OSError:  # it has gone again
+            stranger.socket.close()
             return
         with self._lock:
             if self._closing:
@@ -90,3 +175,14 @@ class Listener:
                 return
             self.accepted.put(connection)
         self._wake()
+
+    def _refuse(self, stranger: _Stranger, why: str, level: int = logging.WARNING) -> None:
+        log.log(level, "The coordinator refused a connection from %s: %s.", stranger.name, why)
+        self._forget(stranger)
+        with contextlib.suppress(OSError):
+            stranger.socket.shutdown(socket.SHUT_WR)
+        stranger.socket.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.socket.fileno()]
+        self._selector.unregister(stranger.socket)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_recycle.control.coordinator import Coordinator
+from lightning_recycle.control.handshake import check_key
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
@@ -50,7 +51,7 @@ def key_from_environment() -> bytes:
     """The secret that the workers of a run share.
 
     Raises:
-        ConfigurationError: if ``RECYCLE_KEY`` is not set.
+        ConfigurationError: if ``RECYCLE_KEY`` is not set, or shorter than 16 bytes.
     """
     key = os.environ.get("RECYCLE_KEY", "")
     if not key:
@@ -58,7 +59,7 @@ def key_from_environment() -> bytes:
             "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
             ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)".'
         )
-    return key.encode()
+    return check_key(key.encode(), "RECYCLE_KEY")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

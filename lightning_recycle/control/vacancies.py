@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 
-from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.connection import NonBlockingConnection
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
 
 __all__ = ["Vacancies"]
@@ -40,7 +40,7 @@ class Vacancies:
         wake: Callable[[], None],
         stages: int = 1,
     ) -> None:
-        self.spares: list[tuple[MessageConnection, str]] = []
+        self.spares: list[tuple[NonBlockingConnection, str]] = []
         self.may_move = options.normalize
         self._stages = stages
         self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
@@ -56,7 +56,7 @@ class Vacancies:
 
     # ------------------------------------------------------------------ spares
 
-    def place_spare(self, free: Collection[int]) -> tuple[int, MessageConnection] | None:
+    def place_spare(self, free: Collection[int]) -> tuple[int, NonBlockingConnection] | None:
         """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one."""
         if not free or not self.spares:
             return None
@@ -77,7 +77,7 @@ class Vacancies:
         """The worker at ``rank`` is gone."""
         self._nodes.pop(rank, None)
 
-    def forget_spare(self, connection: MessageConnection) -> None:
+    def forget_spare(self, connection: NonBlockingConnection) -> None:
         """The spare behind ``connection`` is gone."""
         self.spares = [spare for spare in self.spares if spare[0] is not connection]
 

@@ -6,7 +6,8 @@ What is known goes to :mod:`~lightning_recycle.control.protocol.suspicion`, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.messages import Heartbeat
@@ -20,6 +21,7 @@ __all__ = ["Watch"]
 
 _LEAST_START_TIMEOUT = 10.0  # seconds of silence
 _LEAST_DEAF_SECONDS = 5.0
+_LEAST_STALL_SECONDS = 1.0
 
 
 class Watch:
@@ -100,7 +102,7 @@ class Watch:
         self,
         now: float,
         state: MembershipState,
-        connected: Iterable[int],
+        stalled: Mapping[int, float],
         seconds: Mapping[int, Mapping[str, float]],
     ) -> Ruling:
         """Rules over who is silent or makes no progress.
@@ -108,17 +110,20 @@ class Watch:
         Args:
             now: the time.
             state: who is in.
-            connected: the ranks that have a connection, also of replacements that set up.
+            stalled: for each rank that has a connection, also of a replacement that sets up, the seconds for which it
+                has taken no message.
             seconds: the usual times of operations, by stage and kind.
         """
         begun = state.generation >= 0 and state.live <= self._beats.keys()
         standings = {}
-        for rank in connected:
+        for rank, unable in stalled.items():
             standing = Standing(self._silence(now, rank))
+            others = []
             if begun and rank in state.live and standing.is_heard:  # of a silent worker nothing else is known
-                work = self._work(now, rank, state, seconds)
-                standing = standing if work is None else Standing(standing.silence, (work,))
-            standings[rank] = standing
+                others.append(self._work(now, rank, state, seconds))
+            if unable > 0:
+                others.append(self._stalled(unable))
+            standings[rank] = replace(standing, others=tuple(sign for sign in others if sign is not None))
         holders = state.live - state.joining
         self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.version)
         return ruling
@@ -162,6 +167,11 @@ class Watch:
             timeout = max(timeout, _LEAST_START_TIMEOUT)
         seconds = now - self._heard.get(rank, now)
         return Sign(f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.last_holder_timeout)
+
+    def _stalled(self, seconds: float) -> Sign:
+        timeout = max(_LEAST_STALL_SECONDS, self._options.heartbeat_timeout)
+        cause = f"it took no message for more than {timeout:g} s"
+        return Sign(cause, seconds, timeout, self._options.last_holder_timeout)
 
     def _observe(self, now: float, rank: int, state: MembershipState) -> Observation:
         beat, received = self._beats[rank]

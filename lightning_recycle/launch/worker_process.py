@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
 import lightning.pytorch as pl
@@ -23,10 +25,12 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerState
 
-from lightning_recycle.control.client import EXIT_STOPPED, ControlClient
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED, ControlClient
+from lightning_recycle.control.handshake import Refused, VersionMismatch
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
+from lightning_recycle.launch import rejoin
 from lightning_recycle.parent import die_with_parent, end_with
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -35,6 +39,7 @@ from lightning_recycle.session.session import Session
 
 __all__ = ["Call", "Extras", "WorkerStart", "global_state", "run_outside", "worker_main"]
 
+log = logging.getLogger(__name__)
 
 _COORDINATOR_SECONDS = 60.0  # that an outside worker waits for the coordinator to listen
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
@@ -129,28 +134,42 @@ def run_outside(
         function_call: the function to run.
 
     Raises:
-        ConfigurationError: if nobody listens at ``address``, or the key is not the run's.
+        ConfigurationError: if nobody listens at ``address``, the key is not the run's, or another version runs there.
+        SystemExit: if this worker was cut off and could not get back in.
     """
     global _run_ended
+    patience, rejoin_until = rejoin.rejoin_seconds(), rejoin.take_deadline()
     if (since := time.monotonic() - _run_ended) < _BETWEEN_RUNS_SECONDS:
         time.sleep(_BETWEEN_RUNS_SECONDS - since)
-    deadline = time.monotonic() + _COORDINATOR_SECONDS
+    # While it starts, or between two runs, nobody listens. On the way back in anything may go wrong for a while.
+    passing = (ConnectionRefusedError,) if rejoin_until is None else (OSError, Refused)
+    deadline = time.monotonic() + _COORDINATOR_SECONDS if rejoin_until is None else rejoin_until
     try:
         while True:
             try:
                 client = ControlClient(None, address, authkey, heartbeat_interval=0.5, survives=True)
                 break
-            except ConnectionRefusedError:  # it is starting, or between two runs
+            except VersionMismatch:
+                raise
+            except passing:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
-    except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
+    except VersionMismatch as error:
+        raise ConfigurationError(f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: {error}.") from error
+    except (OSError, Refused) as error:
+        if rejoin_until is not None:
+            log.warning("This worker could not get back into its run within %g s and ends: %s", patience, error)
+            sys.exit(EXIT_LOST_COORDINATOR)
         raise ConfigurationError(
             f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: no run can be joined there ({type(error).__name__}:"
             f" {error}). Start a recycle-coordinator there, or the launching process with RECYCLE_LISTEN set to that"
             " address, and give RECYCLE_KEY the same value here and there."
         ) from error
+    if patience:
+        client.on_lost = partial(rejoin.start_afresh, patience)
     assignment = client.await_assignment()
+    client.limit_silence(assignment.timeout)
     returned = None
     with _crashes_reported(client):
         setup = own_setup(assignment.grid) if assignment.setup is None else unpack(assignment.setup)

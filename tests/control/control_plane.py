@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 from control_worker import Member
 from support.thread_client import ThreadClient
 
-from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.connection import MessageConnection, connect
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.history import Event
 from lightning_recycle.control.payload import pack
@@ -138,7 +137,7 @@ class ControlPlane:
 
     def connection(self) -> MessageConnection:
         """A connection that has the key and sends what the test sends."""
-        connection = MessageConnection(Client(self.coordinator.address, authkey=self.coordinator.authkey))
+        connection = connect(self.coordinator.address, self.coordinator.authkey)
         self.raw.append(connection)
         return connection
 
@@ -207,4 +206,4 @@ def die(plane: ControlPlane, member: Member, cause: str = "it was killed by SIGK
 
 
 def beat(connection: MessageConnection, rank: int) -> None:
-    connection.send(Heartbeat(rank, 0, Activity(0, "start", "", time.monotonic())))
+    connection.send(Heartbeat(rank, -1, Activity(0, "start", "", time.monotonic())))

@@ -31,6 +31,7 @@ from simulated_workers import (
 )
 
 from lightning_recycle.control.protocol import membership, messages
+from lightning_recycle.control.protocol.admission import objection
 from lightning_recycle.control.protocol.links import Pair
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
@@ -184,7 +185,7 @@ class Run:
         if self.duplicates and self.random() < (0.6 if isinstance(message, messages.Report) else 0.2):
             # At once, or so late that it is outdated.
             again = arrival if self.random() < 0.5 else arrival + 5 * self.delay()
-            self._at_time(again, self._on_message, worker, message)
+            self._at_time(again, self._on_message, worker, message, True)
 
     def tell(self, worker: SimulatedWorker, what: str, step: int, value: Any) -> None:
         self.promises.on_exchange(worker)
@@ -322,8 +323,11 @@ class Run:
 
     # ------------------------------------------------------------------ the coordinator's shell
 
-    def _on_message(self, worker: SimulatedWorker, message: Any) -> None:
+    def _on_message(self, worker: SimulatedWorker, message: Any, repeated: bool = False) -> None:
         if self._connections.get(worker.rank) is worker and worker.process not in self._cut:
+            # A connection repeats nothing, so what is said of repeated messages holds for the state machine alone.
+            if not repeated and (why := objection(self.state, worker.rank, message)):
+                raise Violation(f"worker {worker.rank} would lose its connection for {message}: {why}")
             self._handle(message)
 
     def _handle(self, event: Any) -> None:

@@ -68,6 +68,11 @@ def test_the_fields_of_one_message_are_another_only_if_they_fit(message: Any, ot
     assert isinstance(found, other)
 
 
+def test_every_message_has_a_side_that_may_say_it() -> None:
+    said = {*messages.FROM_WORKERS, *messages.FROM_SPARES, *messages.TO_WORKERS, messages.Hello}
+    assert set(MESSAGES) - said == {messages.Activity, messages.Facts}, "parts of other messages"
+
+
 def test_numbers_keep_their_type() -> None:
     facts = messages.Facts({"step": 2**62 + 1, "on": True}, {"lr": 0.5, "nan": math.nan})
     assert same(transfer(facts), facts)

@@ -127,7 +127,7 @@ def all_wait_but(watch: Watch, culprit: int | None, seconds: float, at: float = 
 
 
 def ruling(watch: Watch, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> Ruling:
-    return watch.review(now, case, sorted(case.live), seconds)
+    return watch.review(now, case, dict.fromkeys(sorted(case.live), 0.0), seconds)
 
 
 def stuck(watch: Watch, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> set[int]:
@@ -193,8 +193,17 @@ def test_a_heartbeat_is_a_sign_of_life_as_any_message_is(watch: Watch) -> None:
 
 def test_only_who_is_connected_can_be_silent(watch: Watch) -> None:
     watch.heard(0, 100.0)
-    assert watch.review(100.0, state(generation=-1), (0,), {}).evict == {}
-    assert watch.review(100.0, state(generation=-1), (0, 2), {}).evict.keys() == {2}
+    assert watch.review(100.0, state(generation=-1), {0: 0.0}, {}).evict == {}
+    assert watch.review(100.0, state(generation=-1), {0: 0.0, 2: 0.0}, {}).evict.keys() == {2}
+
+
+def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch: Watch) -> None:
+    for rank in ALL:
+        watch.heard(rank, 10.0)
+    one = watch.review(10.0, state(generation=-1), {0: 5.1, 1: 0.0, 2: 0.0, 3: 0.0}, {})
+    assert {rank: given_up.cause for rank, given_up in one.evict.items()} == {0: "it took no message for more than 5 s"}
+    both = watch.review(10.0, state(generation=-1), {0: 5.1, 1: 0.0, 2: 5.1, 3: 0.0}, {})
+    assert both.evict == {} and both.waits.keys() == {0, 2}
 
 
 def test_while_it_starts_a_worker_may_be_silent_for_longer() -> None:

@@ -38,7 +38,7 @@ class Machine:
             ["ip", "netns", "exec", self.name, *command],
             env={
                 **os.environ,
-                "RECYCLE_KEY": "a secret",
+                "RECYCLE_KEY": "a secret of 16 bytes or more",
                 "RECYCLE_NODE": self.name,
                 "OMP_NUM_THREADS": "1",
                 **environment,

@@ -1,6 +1,7 @@
 """A training script as a cluster manager starts it, once for each worker.
 
-``outside_worker.py STEPS SECONDS OUTPUT [validate]`` writes the trained weights to OUTPUT, unless another worker did.
+``outside_worker.py STEPS SECONDS OUTPUT [validate] [await]`` writes the trained weights to OUTPUT, unless another
+worker did. With ``await`` the training does not go on beyond its first steps while a worker is missing.
 """
 
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from support.growth import AwaitReplacement
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import QUIET
 from torch.utils.data import DataLoader
@@ -30,6 +32,9 @@ class Slow(Regression):
 
 
 def main() -> None:
+    runs = int(os.environ.get("RUNS_OF_THIS_PROGRAM", "0")) + 1
+    os.environ["RUNS_OF_THIS_PROGRAM"] = str(runs)
+    print("begins", runs, flush=True)
     steps, seconds, output = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
     model = Slow().double()
     model.seconds = seconds
@@ -39,6 +44,7 @@ def main() -> None:
         num_nodes=2,
         strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6),
         max_steps=steps,
+        callbacks=[AwaitReplacement(range(8, steps))] if "await" in sys.argv else [],
         **QUIET,
     )
     loader = DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // 2)

@@ -6,13 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+from hypothesis import Phase, given, settings
 from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of, rejoined
+from support.hostile import assault, hostile_inputs
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import committed_steps, difference, failures, fit, plain_loop
 from support.waiting import wait_for
@@ -41,13 +44,13 @@ def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     monkeypatch.setenv("RECYCLE_LISTEN", f"127.0.0.1:{port}")
-    monkeypatch.setenv("RECYCLE_KEY", "of this test")
+    monkeypatch.setenv("RECYCLE_KEY", "the key of this test")
     monkeypatch.setenv("MARKS", str(tmp_path))
     return port
 
 
 @contextlib.contextmanager
-def spare(port: int, key: str = "of this test") -> Iterator[subprocess.Popen[str]]:
+def spare(port: int, key: str = "the key of this test") -> Iterator[subprocess.Popen[str]]:
     """A process that runs :func:`train` as a worker of the run at ``port``, for which it waits."""
     script = (
         "from test_workers_from_outside import train\n"
@@ -118,6 +121,44 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_p
     assert "connection to the coordinator" in errors
 
 
+def test_a_training_goes_on_whatever_strangers_say_to_its_port(port: int, tmp_path: Path) -> None:
+    ended = threading.Event()
+    said = 0
+
+    @settings(max_examples=2000, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(hostile=hostile_inputs())
+    def besiege(hostile: Any) -> None:
+        nonlocal said
+        if not ended.is_set() and wait_for(lambda: ended.is_set() or connections(port) >= 4, 60):
+            with contextlib.suppress(ConnectionRefusedError):  # it has just ended
+                assault(("127.0.0.1", port), b"the key of this test", hostile)
+            said += 1
+
+    siege = threading.Thread(target=besiege, daemon=True)
+    siege.start()
+    model, run = train(callbacks=[Unhurried(tmp_path, lambda: said >= 100)])
+    ended.set()
+    siege.join(30)
+    assert said >= 100
+    assert {event.kind for event in run.strategy.history} == {"resumed", "regrouped", "step"}
+    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < 1e-10
+
+
+class Unhurried(L.Callback):
+    """In the middle of the training, waits until the launching process has met what it is to meet."""
+
+    def __init__(self, directory: Path, enough: Callable[[], bool]) -> None:
+        self._sign = directory / "enough"
+        threading.Thread(target=self._watch, args=(enough,), daemon=True).start()
+
+    def _watch(self, enough: Callable[[], bool]) -> None:
+        wait_for(enough, 60)
+        self._sign.touch()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        wait_for(lambda: trainer.global_step != 8 or self._sign.exists(), 60)
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
@@ -125,12 +166,14 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_p
         ({"RECYCLE_COORDINATOR": "somewhere"}, ["RECYCLE_COORDINATOR='somewhere'", "host:port"]),
         ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
         ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": ""}, ["RECYCLE_KEY is not set"]),
+        ({"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "at least 16"]),
+        ({"RECYCLE_LISTEN": "127.0.0.1:0", "RECYCLE_KEY": "guess me"}, ["RECYCLE_KEY has 8 bytes", "/dev/urandom"]),
     ],
 )
 def test_a_wrong_address_or_a_missing_key_is_refused(
     variables: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RECYCLE_KEY": "any", "MARKS": ".", **variables}.items():
+    for name, value in {"RECYCLE_KEY": "any key of the run", "MARKS": ".", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker_process, "_COORDINATOR_SECONDS", 0.5)  # to wait for one that starts late
     with pytest.raises(ConfigurationError) as caught:
@@ -139,11 +182,11 @@ def test_a_wrong_address_or_a_missing_key_is_refused(
 
 
 def test_a_wrong_key_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    listener = Listener(("127.0.0.1", 0), b"the run's key", timeout=5.0, backlog=4, wake=lambda: None)
+    listener = Listener(("127.0.0.1", 0), b"the key of the run", workers=4, wake=lambda: None)
     listener.start()
     try:
         monkeypatch.setenv("RECYCLE_COORDINATOR", f"127.0.0.1:{listener.address[1]}")
-        monkeypatch.setenv("RECYCLE_KEY", "another key")
+        monkeypatch.setenv("RECYCLE_KEY", "another key of a run")
         monkeypatch.setenv("MARKS", ".")
         with pytest.raises(ConfigurationError, match="RECYCLE_KEY the same value"):
             train()

@@ -1,6 +1,6 @@
 """The announcement of a generation, as it reaches the executor and its communicator."""
 
-import multiprocessing
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_recycle.control import client as client_module
 from lightning_recycle.control.connection import MessageConnection
-from lightning_recycle.control.protocol.messages import Regroup
+from lightning_recycle.control.inbox import Inbox
+from lightning_recycle.control.protocol.messages import TO_WORKERS, Regroup
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.gradients import GradientBuffers
@@ -46,8 +47,8 @@ class HeldBack(threading.Condition):
 def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_just_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    monkeypatch.setattr(client_module, "Client", lambda *_, **__: ours)
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(client_module, "connect", lambda *_: MessageConnection(ours, Inbox(TO_WORKERS)))
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)
     client._changed = held = HeldBack()
     communicator: Any = Recorder()
@@ -56,7 +57,7 @@ def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_j
     gradients = GradientBuffers(parameters, torch.device("cpu"))
     Executor(Worker(0, 0), Grid(1, 1, 1), client, communicator, stage, parameters, gradients, lambda data: data)
 
-    coordinator = MessageConnection(theirs)
+    coordinator = MessageConnection(theirs, Inbox(()))
     coordinator.send(Regroup(0, (0,)))
     client.await_announcement(10.0)
     client.enter_generation()

@@ -1,23 +1,40 @@
-"""Strategies of hypothesis for what a stranger may say: messages of any content, damaged ones, any bytes."""
+"""Strategies of hypothesis for what a stranger may say: messages of any content, damaged ones, any bytes.
+
+:func:`assault` says it to a coordinator.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import types
 from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from lightning_recycle import __version__
+from lightning_recycle.control.connection import MessageConnection, connect
+from lightning_recycle.control.handshake import Handshake, Refused, Role
+from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.encoding import HEADER_BYTES, encode
+from lightning_recycle.control.protocol.encoding import HEADER_BYTES, SCHEMA, encode
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 from lightning_recycle.planning.profile import StageProfile
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["MESSAGES", "any_message", "bytes_like_frames", "damaged_frames", "values_of"]
+__all__ = [
+    "MESSAGES",
+    "any_message",
+    "assault",
+    "bytes_like_frames",
+    "damaged_frames",
+    "hostile_inputs",
+    "values_of",
+]
 
 MESSAGES: tuple[type[Any], ...] = tuple(
     value
@@ -98,6 +115,38 @@ def bytes_like_frames() -> st.SearchStrategy[bytes]:
         st.integers(0, 100) | st.integers(0, 2**64 - 1),
     )
     return st.binary(max_size=300) | st.builds(lambda head, body: head + body, headers, st.binary(max_size=100))
+
+
+def hostile_inputs() -> st.SearchStrategy[tuple[list[Any], bool, bool]]:
+    """What a stranger says on one connection, whether he knows the key, and, if not, whether he knows the protocol."""
+    said = st.one_of(
+        any_message(),
+        damaged_frames(),
+        bytes_like_frames(),
+        st.builds(messages.Hello, st.none() | st.integers(-1, 4), st.integers(0, 9), st.booleans()),
+    )
+    return st.tuples(st.lists(said, max_size=4), st.booleans(), st.booleans())
+
+
+def assault(address: tuple[str, int], key: bytes, hostile: tuple[list[Any], bool, bool]) -> None:
+    """Opens a connection to a coordinator, says what :func:`hostile_inputs` made, and closes it."""
+    items, has_key, greets = hostile
+    if has_key:
+        try:
+            connection = connect(address, key)
+        except (OSError, Refused):  # it is ending
+            return
+    else:
+        stranger = socket.create_connection(address)
+        connection = MessageConnection(stranger, Inbox(()))
+        if greets:
+            stranger.sendall(Handshake(Role.WORKER, os.urandom(16), __version__, SCHEMA).greeting)
+    try:
+        for item in items:
+            connection.send_bytes(item if isinstance(item, bytes) else encode(item))
+    except OSError:  # it has been refused already
+        pass
+    connection.close()
 
 
 @st.composite

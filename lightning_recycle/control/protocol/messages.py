@@ -448,3 +448,48 @@ class Stop:
     """The run is over, or goes on without this worker; leave."""
 
     reason: StopReason
+
+
+# ---------------------------------------------------------------------- who says what
+
+FROM_WORKERS: tuple[type[Any], ...] = (
+    Heartbeat,
+    Ready,
+    Leave,
+    Paused,
+    AtBoundary,
+    Entered,
+    Restored,
+    Saved,
+    Confirm,
+    Report,
+    Broken,
+    Losses,
+    Applied,
+    Profiled,
+    Commit,
+    Arrive,
+    Crash,
+    Connected,
+    Publish,
+    FaultInjected,
+)
+"""What a worker may say once it has a position; its first message is a :class:`Hello`."""
+
+FROM_SPARES: tuple[type[Any], ...] = (Heartbeat, Leave, Crash)
+"""What a worker may say that waits for a position."""
+
+TO_WORKERS: tuple[type[Any], ...] = (
+    Assign,
+    Pause,
+    Boundary,
+    Confirmed,
+    Regroup,
+    Resume,
+    Committed,
+    StepLoss,
+    Answer,
+    Publish,
+    Stop,
+)
+"""What the coordinator may say."""

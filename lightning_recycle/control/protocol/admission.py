@@ -1,0 +1,130 @@
+"""What a worker may say, given what is known of the run. Pure.
+
+Concept: a message that arrived is well formed; it may still be one that no worker can send: for another rank, of a
+generation that has not begun, about a step that lies far ahead, with a duration that is no number. :func:`objection`
+says so, and the coordinator closes that connection, before the message can reach the state machine, the clocks or the
+planner, which rely on what workers say.
+
+Contract: never objects to a worker of this package, however late its messages arrive: messages of one worker arrive in
+order, so each is judged by what the same worker has said before.
+
+Who knows the key and follows the protocol is believed: it may report that its training failed, or different values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.state import MembershipState
+
+__all__ = ["objection"]
+
+_AHEAD = 2  # steps beyond the newest applied one: it runs the next, and a hook within it is already in the one after
+_OF_MEMBERS = (
+    messages.Paused,
+    messages.AtBoundary,
+    messages.Entered,
+    messages.Restored,
+    messages.Saved,
+    messages.Report,
+    messages.Broken,
+    messages.Losses,
+    messages.Applied,
+    messages.Profiled,
+    messages.Commit,
+    messages.Arrive,
+    messages.Connected,
+    messages.Publish,
+)
+_MAY_BE_ANY_NUMBER = ("losses", "facts")
+"""Fields with what the user computes: a loss that diverges is the user's business."""
+
+_PUBLISHED_BYTES = 1 << 20
+
+
+def objection(state: MembershipState, rank: int, message: Any) -> str | None:
+    """Why the worker at ``rank`` cannot have sent ``message``; None if it can."""
+    if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
+        return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
+    if isinstance(message, _OF_MEMBERS) and rank not in state.live:
+        return "it is not a member"
+    generation = getattr(message, "generation", None)
+    if generation is not None and not -1 <= generation <= state.generation:
+        return f"generation {generation} has not begun"
+    for name, value in _numbers(message):
+        if not math.isfinite(value) or (value < 0 and isinstance(value, float)):
+            return f"its {name} is {value!r}"
+    return _out_of_range(state, rank, message)
+
+
+def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None:
+    applied = state.applied.get(rank, state.version - 1)
+    newest = applied + _AHEAD
+    match message:
+        case messages.Applied():
+            return _unless(0 <= message.step <= applied + 1, f"it has applied step {applied}, not {message.step}")
+        case messages.Losses():
+            indices = message.losses.keys() | message.outputs.keys()
+            if any(not 0 <= index < state.grid.global_microbatches for index in indices):
+                return f"there are no micro-batches {sorted(indices)}"
+            if state.stage_of(rank) != state.grid.stages - 1:
+                return "it has no losses: it is not of the last stage"
+            # It applies a step only once the loss of that step is known.
+            return _unless(0 <= message.step <= state.summed, f"step {message.step} cannot have begun")
+        case messages.Commit() | messages.Paused() | messages.AtBoundary() | messages.Saved():
+            return _unless(-1 <= message.step <= newest, f"step {message.step} cannot have begun")
+        case messages.Report():
+            return _impossible(state, rank, message.status, applied) or _unless(
+                -1 <= message.begun <= newest, f"step {message.begun} cannot have begun"
+            )
+        case messages.Restored():
+            has_begun = state.generation >= 0 and (not state.regrouping or rank in state.reports)
+            if has_begun or message.version < 0:
+                return f"it cannot go on from version {message.version}: the training has begun"
+        case messages.Arrive():
+            number = message.number
+            return _unless(0 <= number <= state.next_collective, f"collective {number} cannot be the next one")
+        case messages.Confirm():
+            return _unless(message.number >= 0, f"there is no confirmation {message.number}")
+        case messages.Broken():
+            others = range(state.grid.num_workers)
+            return _unless(all(r in others for r in message.unreachable), f"there are no ranks {message.unreachable}")
+        case messages.Publish():
+            size = len(message.key) + len(message.value)
+            return _unless(size <= _PUBLISHED_BYTES, f"it publishes {size} bytes")
+        case messages.Profiled():
+            return _unless(message.steps > 0, f"it measured {message.steps} steps")
+    return None
+
+
+def _impossible(state: MembershipState, rank: int, status: WorkerStatus, applied: int) -> str | None:
+    """Why the worker cannot hold what it reports. It reports the next version from within the hooks of a step."""
+    if status.stage != state.stage_of(rank):
+        return f"it is of stage {state.stage_of(rank)}, not {status.stage}"
+    if status.version == -1 and rank in state.joining:
+        return None
+    possible = range(applied + 1, applied + 1 + _AHEAD)
+    return _unless(status.version in possible, f"it has applied {applied + 1} steps, not {status.version}")
+
+
+def _unless(condition: bool, why: str) -> str | None:
+    return None if condition else why
+
+
+def _numbers(message: Any) -> Iterator[tuple[str, float]]:
+    """The numbers in ``message``, with the names of the fields that hold them."""
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        if field.name in _MAY_BE_ANY_NUMBER:
+            continue
+        if isinstance(value, (int, float)):
+            yield field.name, value
+        elif isinstance(value, Mapping):
+            yield from ((field.name, number) for number in value.values() if isinstance(number, (int, float)))
+        elif dataclasses.is_dataclass(value):
+            yield from _numbers(value)

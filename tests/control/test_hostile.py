@@ -1,0 +1,318 @@
+"""Strangers, damaged workers and slow readers: whatever they say costs them their connection, and the run goes on."""
+
+import logging
+import math
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from control_plane import PATIENCE, ControlPlane, in_thread, together
+from control_worker import Member
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from support.hostile import any_message, assault, bytes_like_frames, damaged_frames, hostile_inputs
+
+from lightning_recycle.control import coordinator as coordinator_module
+from lightning_recycle.control.connection import MessageConnection, NonBlockingConnection
+from lightning_recycle.control.inbox import Inbox
+from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol.encoding import BadMessageError, encode
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.planning.profile import StageProfile
+
+pytestmark = pytest.mark.timeout(120)
+
+_HEARTBEAT = m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0))
+_IMPOSSIBLE: dict[str, tuple[Any, str]] = {
+    "noise": (b"\xff" * 64, "message type 65535 does not exist"),
+    "a message without a body": (bytes(encode(_HEARTBEAT))[:2] + bytes(8), "no Heartbeat"),
+    "a wrong type": (bytes(encode(_HEARTBEAT)).replace(b"\xa4rank\x03", b"\xa4rank\xc3"), "Heartbeat"),
+    "an endless heartbeat": (bytes(encode(_HEARTBEAT))[:2] + b"\x00" + b"\xff" * 7, "is too long"),
+    "what only the coordinator says": (m.Regroup(1, (0, 1, 2, 3)), "Regroup may not be sent here"),
+    "a second hello": (m.Hello(3, 1), "Hello may not be sent here"),
+    "a part of a message": (m.Facts(), "Facts may not be sent here"),
+    "another rank": (m.Leave(0), "it speaks for rank 0"),
+    "a crash of another rank": (m.Crash(2, False, "", None, ""), "it speaks for rank 2"),
+    "a future generation": (m.Connected(3, 7), "generation 7 has not begun"),
+    "a negative generation": (m.Connected(3, -9), "generation -9 has not begun"),
+    "no number": (m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0), math.nan), "its seconds is nan"),
+    "no nested number": (m.Heartbeat(3, 0, m.Activity(0, "F", "", math.inf)), "its since is inf"),
+    "a negative duration": (m.Applied(3, 0, {"F": -1.0}), "its operation_seconds is -1.0"),
+    "no bandwidth": (m.Profiled(3, StageProfile(1.0, 1.0, 1.0), 0.0, math.nan, 1), "its bandwidth is nan"),
+    "a step far ahead": (m.Applied(3, 10**12, {}), "it has applied step -1, not 1000000000000"),
+    "losses of a future step": (m.Losses(3, 5, {0: 1.0}), "step 5 cannot have begun"),
+    "losses of no micro-batch": (m.Losses(3, 0, {99: 1.0}), r"no micro-batches \[99\]"),
+    "a boundary far ahead": (m.Paused(3, 0, 10**9), "step 1000000000 cannot have begun"),
+    "a collective far ahead": (m.Arrive(3, 44, "fit", None), "collective 44 cannot be the next one"),
+    "a negative confirmation": (m.Confirm(3, -2), "confirmation -2"),
+    "a checkpoint after the start": (m.Restored(3, 732), "the training has begun"),
+    "another stage": (m.Report(3, 0, WorkerStatus(0, 0, False)), "it is of stage 1, not 0"),
+    "another version": (m.Report(3, 0, WorkerStatus(1, 40, False)), "it has applied 0 steps, not 40"),
+    "no rank": (m.Broken(3, 0, "reset", (17,)), r"no ranks \(17,\)"),
+    "too much to publish": (m.Publish(3, 0, "key", bytes(2 << 20)), "it publishes 2097155 bytes"),
+}
+
+
+def say(member: Member, what: Any) -> None:
+    """Sends a message, or bytes, in the name of ``member``."""
+    member.client._connection.send_bytes(what if isinstance(what, bytes) else encode(what))
+
+
+@pytest.mark.parametrize("name", _IMPOSSIBLE)
+def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: ControlPlane, name: str) -> None:
+    what, why = _IMPOSSIBLE[name]
+    members = plane.members()
+    say(members[3], what)
+    together(*(member.step for member in members[:3]))
+    (failure,) = plane.events("failure")
+    assert failure.worker == (1, 1)
+    assert re.search(why, failure.details["cause"])
+    assert plane.processes[3].killed.is_set()
+    assert plane.coordinator.wait(0) is None
+
+
+def test_a_loss_that_is_no_number_is_the_users_business(plane: ControlPlane) -> None:
+    members = plane.members()
+    waiting = in_thread(members[0].client.await_loss, 0)
+    members[1].client.send(m.Losses(1, 0, {0: 1.0, 1: math.nan}))
+    assert math.isnan(waiting.result(PATIENCE).loss)
+    assert not plane.events("failure")
+
+
+@pytest.mark.parametrize("culprit", ["membership", "history"])
+def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and_is_logged(
+    plane: ControlPlane, culprit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = plane.members()
+    original = coordinator_module.membership.transition
+
+    def transition(state: Any, event: Any) -> Any:
+        if isinstance(event, m.Confirm | m.Entered):
+            raise KeyError("a defect")
+        return original(state, event)
+
+    def fault_injected(message: Any) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(coordinator_module.membership, "transition", transition)
+    monkeypatch.setattr(plane.coordinator._history, "fault_injected", fault_injected)
+    message = m.Entered(3, 0) if culprit == "membership" else m.FaultInjected(3, "kill", "F", 1.0)
+    members[3].client.send(message)
+    together(*(member.step for member in members[:3]))
+    (failure,) = plane.events("failure")
+    assert failure.worker == (1, 1)
+    assert "could not handle its message (KeyError: 'a defect')" in failure.details["cause"]
+    assert any(record.exc_info and record.levelno == logging.ERROR for record in caplog.records)
+    assert plane.coordinator.wait(0) is None
+
+
+# ---------------------------------------------------------------------- who is slow
+
+
+@pytest.mark.parametrize("introduced", [False, True], ids=["before its hello", "as a spare"])
+def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced: bool) -> None:
+    with ControlPlane(heartbeat_timeout=600.0) as plane:
+        slow = plane.connection()
+        if introduced:
+            slow.send(m.Hello(None, 1))
+        half = bytes(encode(m.Heartbeat(-1, -1, _HEARTBEAT.activity) if introduced else m.Hello(None, 1)))
+        slow.send_bytes(half[:-3])
+        time.sleep(0.3)  # so that it has been read, or is being read
+        members = plane.members()
+        together(*(member.step for member in members))
+
+
+def test_a_message_that_comes_in_pieces_arrives(plane: ControlPlane) -> None:
+    connection = plane.connection()
+    for byte in bytes(encode(m.Hello(3, 1))):
+        connection.send_bytes(bytes([byte]))
+        time.sleep(0.001)
+    members = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
+    connection.receive()  # the first generation, of all four
+    assert len(members) == 3
+
+
+def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody() -> None:
+    with ControlPlane(heartbeat_timeout=3.0) as plane:
+        deaf = plane.connection()
+        deaf.send(m.Hello(3, os.getpid()))
+        joining = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
+        deaf.receive()  # the generation begins; from now on it takes nothing
+        deaf.send(m.Report(3, 0, WorkerStatus(1, 0, False)))
+        members = [found.result(PATIENCE) for found in joining]
+        stop = threading.Event()
+
+        def live() -> None:
+            while not stop.wait(0.2):
+                deaf.send(m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0)))
+
+        beating = in_thread(live)
+        large = os.urandom(20_000_000)
+        deaf.send(m.Arrive(3, 0, "state", None))
+        parts = together(*(lambda w=w: w.client.arrive("state", (w.client.rank, large)) for w in members))
+        assert [sorted(part) for part in parts] == [[0, 1, 2, 3]] * 3, "it was there when all arrived"
+        plane.until(lambda: plane.events("failure"))
+        stop.set()
+        (failure,) = plane.events("failure")
+        assert failure.details["cause"] == "it took no message for more than 3 s"
+        together(*(member.step for member in members))
+        assert isinstance(beating.exception(PATIENCE), OSError | None)
+
+
+def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    sender, reader = NonBlockingConnection(ours, Inbox(())), MessageConnection(theirs, Inbox((m.Publish,)))
+    sent = [m.Publish(0, number, "key", os.urandom(300_000)) for number in range(5)]
+    for message in sent:
+        sender.send(message)
+    assert sender.unsent_since is not None
+    received = in_thread(lambda: [reader.receive() for _ in sent])
+    sender.flush_within(PATIENCE)
+    assert received.result(PATIENCE) == sent
+    assert sender.unsent_since is None
+    sender.close()
+    reader.close()
+
+
+def test_an_announced_length_costs_no_memory() -> None:
+    inbox = Inbox((m.Arrive,))
+    inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big") + b"x" * 100)
+    assert inbox.take() is None
+    assert len(inbox._buffer) == 100
+    inbox = Inbox((m.Hello,))
+    inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big"))
+    with pytest.raises(BadMessageError, match="Arrive may not be sent here"):
+        inbox.take()
+
+
+# ---------------------------------------------------------------------- anything, in any order
+
+
+class Attack:
+    """A run of four workers, which take steps all the time, and a stranger who says things to its coordinator."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.plane = plane
+        self.members = plane.members()
+        self._until = math.inf
+        self._steps = [in_thread(self._work, member) for member in self.members]
+
+    def _work(self, member: Member) -> None:
+        while member.version < self._until:
+            member.step()
+            time.sleep(0.02)
+
+    def say(self, hostile: tuple[list[Any], bool, bool]) -> None:
+        assault(self.plane.coordinator.address, self.plane.coordinator.authkey, hostile)
+
+    def check_that_it_goes_on(self) -> None:
+        before = self.members[0].version
+        self.plane.until(lambda: self.members[0].version > before + 2)
+        assert self.plane.coordinator.wait(0) is None
+        assert not [event for event in self.plane.coordinator.history if event.kind not in _PEACEFUL]
+
+    def end(self) -> None:
+        self._until = max(member.version for member in self.members) + 2
+        for steps in self._steps:
+            steps.result(PATIENCE)
+
+
+_PEACEFUL = ("resumed", "regrouped", "step")
+
+
+def attack(plane: ControlPlane, examples: int) -> None:
+    siege = Attack(plane)
+    said = 0
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(hostile=hostile_inputs())
+    def besiege(hostile: tuple[list[Any], bool, bool]) -> None:
+        nonlocal said
+        siege.say(hostile)
+        said += 1
+        if said % 50 == 0:
+            siege.check_that_it_goes_on()
+
+    besiege()
+    siege.check_that_it_goes_on()
+    assert said >= examples
+    siege.end()
+
+
+def test_the_run_goes_on_whatever_strangers_say_to_its_port(plane: ControlPlane) -> None:
+    attack(plane, 200)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_the_run_goes_on_after_10_000_hostile_inputs(plane: ControlPlane) -> None:
+    attack(plane, 10_000)
+
+
+# ---------------------------------------------------------------------- a member that has gone mad
+
+
+_ENDS_THE_RUN = (m.Crash, m.Arrive, m.Applied)
+"""A member is believed that its training failed, that it takes other decisions, or that it holds other values."""
+
+
+def _of_rank_3(message: Any) -> Any:
+    """``message`` with what makes it likely to get past the first look."""
+    changes = {name: value for name, value in (("rank", 3), ("generation", 0)) if hasattr(message, name)}
+    return type(message)(**{**{name: getattr(message, name) for name in message.__dataclass_fields__}, **changes})
+
+
+def mad_member(make_plane: Callable[[], ControlPlane], examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        items=st.lists(
+            any_message().filter(lambda item: not isinstance(item, _ENDS_THE_RUN)).map(_of_rank_3)
+            | damaged_frames()
+            | bytes_like_frames(),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    def check(items: list[Any]) -> None:
+        with make_plane() as plane:
+            members = plane.members()
+            for item in items:
+                try:
+                    say(members[3], item)
+                except OSError:  # it is out already
+                    break
+            members[3].client.leave()
+            plane.processes[3].die("it was mad")
+            together(*(member.step for member in members[:3]))
+            assert plane.coordinator.wait(0) is None
+
+    check()
+
+
+def test_the_run_goes_on_whatever_a_member_says_before_it_dies() -> None:
+    mad_member(ControlPlane, 30)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_the_run_goes_on_after_1_000_mad_members() -> None:
+    mad_member(ControlPlane, 1_000)
