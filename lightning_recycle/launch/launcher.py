@@ -173,9 +173,8 @@ class SupervisorLauncher(_Launcher):
                 if listen and address[0] == "0.0.0.0":
                     address = (_HOST, address[1])
                 argument = WorkerStart(
-                    Place(rank, incarnation, device), joining, setup, address, coordinator.authkey, crew.payload_path,
-                    os.getpid(),
-                )  # fmt: skip
+                    Place(rank, incarnation, device), joining, setup, address, coordinator.authkey, crew.payload
+                )
                 return crew.start(argument, f"recycle-worker-{rank}")
 
             coordinator = Coordinator(
