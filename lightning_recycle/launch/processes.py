@@ -25,7 +25,7 @@ from typing import Any
 
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.errors import WorkerStartError
-from lightning_recycle.launch.payload import Payload
+from lightning_recycle.launch.inherited import Payload
 from lightning_recycle.parent import die_when_closed, end_with
 
 __all__ = ["Crew", "LocalWorker", "process_context"]
@@ -40,7 +40,13 @@ def process_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_recycle.strategy", "lightning_recycle.launch.worker_process"])
+    context.set_forkserver_preload(
+        [
+            "lightning_recycle.strategy",
+            "lightning_recycle.launch.worker_process",
+            "lightning_recycle.launch.preloaded",
+        ]
+    )
     return context
 
 
@@ -116,12 +122,23 @@ class LocalWorker:
         return int.from_bytes(waiting, sys.byteorder) > 0
 
     def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def show_stack(self) -> None:
+        """Lets the process write to stderr where it is; to be called right before it is killed, as it may not survive
+        that. A stopped process writes nothing.
+        """
+        if self._forked:
+            self._send(signal.SIGUSR2)
+
+    def _send(self, signum: signal.Signals) -> None:
         if self.describe_exit(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
                 if self._pidfd is None:
-                    self._process.kill()
+                    assert self.pid is not None
+                    os.kill(self.pid, signum)
                 else:
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                    signal.pidfd_send_signal(self._pidfd, signum)
 
     def release(self) -> None:
         """Lets the crew close it once it has ended."""
