@@ -57,8 +57,8 @@ class _Strategy(Protocol):
 class WorkerStart:
     """What a worker process of this machine is started with.
 
-    ``payload``: the :class:`~lightning_recycle.launch.payload.Payload` of the run, which is
-    :class:`~lightning_recycle.launch.payload.Inherited` in the worker.
+    ``payload``: the :class:`~lightning_recycle.launch.inherited.Payload` of the run, which is
+    :class:`~lightning_recycle.launch.inherited.Inherited` in the worker.
     """
 
     place: Place
@@ -97,6 +97,8 @@ def worker_main(start: WorkerStart) -> None:
     if "fork" in multiprocessing.get_all_start_methods():
         # A fork server's child would start its own for DataLoader processes, which outlives a killed worker.
         multiprocessing.set_start_method("fork", force=True)
+    if hasattr(signal, "SIGUSR1"):  # may reach the whole job; with SIG_IGN Lightning installs no handler that saves
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     client = ControlClient(
         start.place.rank, start.address, start.authkey, start.setup.heartbeat_interval, joining=start.joining
     )
