@@ -170,12 +170,12 @@ class SupervisorLauncher(_Launcher):
     def _how_it_ended(self, outcome: Outcome | None) -> str:
         """Where a run that a signal ended can be resumed, in words."""
         saved = [event for event in self.history if event.kind == "saved"]
-        steps = sum(event.kind == "step" for event in self.history)
+        newest = next((event.step for event in reversed(self.history) if event.kind == "step"), None)
         if outcome is None:
             seconds = self._strategy.options.signal_timeout
             why = f"ended without a checkpoint, as none was complete within {seconds:g} s (signal_timeout)"
         else:
-            why = f"ended after {steps} steps" if steps else "ended before its first step"
+            why = "ended before its first step" if newest is None else f"ended after step {newest + 1}"
         if not saved:
             return f"the run {why}. There is no checkpoint."
         return f"the run {why}. Its newest checkpoint, of step {saved[-1].step}, is {saved[-1].details['path']}."
