@@ -71,6 +71,13 @@ class ReCycleStrategy(ParallelStrategy):
         save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
             one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
         seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
+        save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
+            the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
+            in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file.
+            A second signal ends the run at once.
+        signal_timeout: the seconds that such a checkpoint may take to be complete; then the run ends without it.
+        start_timeout: the seconds that workers have to connect, and replacements to be ready. A worker that takes much
+            longer than the others is given up before.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -103,6 +110,9 @@ class ReCycleStrategy(ParallelStrategy):
         in_flight_limit: int | None = None,
         save_distributed_checkpoint: bool = False,
         seed: int | None = None,
+        save_on_signal: bool | str | os.PathLike[str] = False,
+        signal_timeout: float = 60.0,
+        start_timeout: float = 300.0,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -111,7 +121,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.options = Options(
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
-            save_distributed_checkpoint, seed,
+            save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

@@ -122,7 +122,10 @@ PRIVATE = {
     "lightning_recycle.data.addressed": ["torch.utils.data._utils.worker:WorkerInfo"],
     "lightning_recycle.data.huggingface_streams": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.lightning_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
-    "lightning_recycle.launch.processes": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
+    "lightning_recycle.launch.inherited": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
+    "lightning_recycle.session.interruption": [
+        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.hpc_save_path"
+    ],
     "lightning_recycle.launch.launcher": [
         "lightning.pytorch.strategies.launchers.launcher:_Launcher",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.is_interactive_compatible",

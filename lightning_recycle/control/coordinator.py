@@ -32,6 +32,7 @@ from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.admission import objection
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.starts import Starts
 from lightning_recycle.control.vacancies import Vacancies
 from lightning_recycle.control.watch import Watch
 from lightning_recycle.planning.grid import Grid, Worker
@@ -43,6 +44,7 @@ __all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
 log = logging.getLogger(__name__)
 
 _FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, messages.Publish)
+_STOP_SECONDS = 1.0  # for the loop to end; it may be sending to a worker that does not receive
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
 
@@ -95,6 +97,8 @@ class Coordinator:
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._watch = Watch(grid, self.options)
+        self._starts = Starts(grid)
+        self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
         self._vacancies = Vacancies(self.options, start_worker, self._wake, grid.stages)
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
@@ -103,6 +107,7 @@ class Coordinator:
         self._next_review = 0.0
         self._done = threading.Event()
         self._closing = False
+        self._end_wanted = False
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
     @property
@@ -126,6 +131,8 @@ class Coordinator:
         without a process.
         """
         self._processes = dict(processes)
+        for rank in processes:
+            self._starts.began(rank, time.monotonic())
         if processes:
             self._watch.begin_start(time.monotonic())
         self._listener.start()
@@ -136,12 +143,24 @@ class Coordinator:
         self._done.wait(timeout)
         return self._state.outcome
 
-    def close(self) -> None:
-        """Stops serving and closes every connection."""
+    def end_at_boundary(self) -> None:
+        """Asks the workers to end after the step that they are at, once they have saved what is wanted; see
+        :meth:`wait`. Callable from any thread, but not from a signal handler.
+        """
+        self._end_wanted = True
+        self._wake()
+
+    def stop(self, patience: float = _STOP_SECONDS) -> None:
+        """Stops serving: from now on the end of a worker is no loss, and nobody replaces it. The connections stay."""
         self._closing = True
+        self._vacancies.stop()
         self._wake()
         if self._thread.is_alive():
-            self._thread.join(timeout=_LAST_WORDS_SECONDS + 5.0)
+            self._thread.join(patience)
+
+    def close(self) -> None:
+        """Stops serving and closes every connection."""
+        self.stop(patience=_LAST_WORDS_SECONDS + 5.0)
         self._plans.close()
         self._listener.close()
         self._vacancies.close()
@@ -204,6 +223,12 @@ class Coordinator:
             return
         for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
             self._evict(rank, cause)
+        for rank, cause in self._starts.late(now, self._connections.keys()).items():
+            if rank in self._shown:
+                self._evict(rank, cause)
+            else:
+                self._shown.add(rank)
+                self._processes[rank].show_stack()
         if now >= self._next_review:  # not after every message: it looks at all workers
             self._next_review = now + _TICK
             self._review(now)
@@ -243,9 +268,13 @@ class Coordinator:
                 self._candidate_gone(rank)
             else:
                 self._processes[rank] = process
+                if rank not in self._connections:  # it may have been quicker than this thread
+                    self._starts.began(rank, time.monotonic())
                 self._watch_exit(rank, process)
         for plan in self._plans.better():
             self._handle(plan)
+        if self._end_wanted:
+            self._handle(protocol.EndWanted())
 
     def _on_stranger(self, connection: NonBlockingConnection) -> None:
         """The first message of a connection: it must be a worker's hello."""
@@ -287,6 +316,7 @@ class Coordinator:
         self._connections[rank] = connection
         self._unread.append(rank)
         self._watch.heard(rank, time.monotonic())
+        self._starts.connected(rank, time.monotonic())
         if joining:
             self._watch.expect(rank, time.monotonic())
         elif self._state.generation < 0:
@@ -436,6 +466,8 @@ class Coordinator:
             self._selector.unregister(connection)
             connection.close()
         self._watch.forget(rank)
+        self._starts.forget(rank)
+        self._shown.discard(rank)
         self._vacancies.leave_node(rank)
         if rank in self._state.live:
             self._handle(protocol.Lost(rank, cause))

@@ -22,6 +22,9 @@ class WorkerProcess(Protocol):
 
     def kill(self) -> None: ...
 
+    def show_stack(self) -> None:
+        """Lets the process write to its stderr where it is, if it can; called right before it is killed."""
+
     def release(self) -> None:
         """Nobody asks about it any more: its resources in this process may be freed once it has ended."""
 
@@ -34,7 +37,8 @@ class CoordinatorOptions:
         heartbeat_timeout: silence after which a worker is declared dead if a peer is well; no operation counts as
             stuck before it, either.
         last_holder_timeout: silence after which a worker is declared dead whoever else there is.
-        start_timeout: time for all workers to join, and for a replacement to be ready.
+        start_timeout: time for all workers to join, and for a replacement to be ready; who takes much longer to
+            connect than the others is given up before.
         report_timeout: time for all survivors to stop and report; longer than any single operation.
         grace: time between a broken connection and a regroup of workers that are all alive.
         patience: time for operations whose usual duration is not known, and for any if no peer is well.

@@ -53,6 +53,7 @@ class Vacancies:
         self._incarnations: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
+        self._stopped = False
 
     # ------------------------------------------------------------------ spares
 
@@ -108,7 +109,8 @@ class Vacancies:
             try:
                 process = start_worker(rank, incarnation, rank if on is None else on)
             except Exception as error:
-                log.warning("A replacement for rank %d could not be started: %s", rank, error)
+                if not self._stopped:  # otherwise it was refused, because the run is over
+                    log.warning("A replacement for rank %d could not be started: %s", rank, error)
             self._started.put((rank, process))
             self._wake()
 
@@ -132,6 +134,10 @@ class Vacancies:
         self._not_before[rank] = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (failures - 1))
         if self._restarts >= self._options.max_restarts:
             log.warning("No more replacements: max_restarts=%d are used up.", self._options.max_restarts)
+
+    def stop(self) -> None:
+        """The run is over: who is being started is not wanted any more."""
+        self._stopped = True
 
     def close(self) -> None:
         """Ends the processes that were started and never taken."""

@@ -11,15 +11,12 @@ there.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import logging
 import os
-import signal
-import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,11 +35,12 @@ from lightning_recycle.control.history import Event
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
-from lightning_recycle.control.protocol.state import Finished, Outcome, StageLost
+from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.control.standalone import address_from, key_from_environment
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.processes import Crew, LocalWorker
 from lightning_recycle.launch.results import error_of, take_results
+from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.worker_process import Call, WorkerStart, global_state, run_outside, worker_main
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import stage_layers
@@ -53,6 +51,7 @@ from lightning_recycle.planning.profile import Profile, load_profile, save_profi
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.checks import check_loaders, check_module, check_trainer
 from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.interruption import saved_already, saves_on_exception
 
 __all__ = ["INCARNATIONS_PER_START", "SupervisorLauncher"]
 
@@ -62,6 +61,7 @@ _HOST = "127.0.0.1"
 INCARNATIONS_PER_START = 1_000_000
 """More than one position can have in one attempt, so a worker's incarnation tells which attempt it belongs to."""
 
+_LOOK_SECONDS = 0.1  # between two looks whether a signal has come
 _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
 _VAL_LOADERS = 2  # position of val_dataloaders among the arguments of Trainer._fit_impl
 _CKPT_PATH = 4  # position of ckpt_path among the arguments of Trainer._fit_impl
@@ -123,15 +123,41 @@ class SupervisorLauncher(_Launcher):
             self._interrupted = False
             return returned
         self.history, self.schedules = [], []
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        savers = fitting and any(map(saves_on_exception, trainer.checkpoint_callbacks))
+        saves = savers or (fitting and bool(self._strategy.options.save_on_signal))
+        try:
+            with EndSignals(gracefully=saves) as signals:
+                return self._launch((trainer, function, args, kwargs), setup, heartbeat, signals)
+        except BaseException:
+            if savers and signals.received is None:
+                log.warning(
+                    "No checkpoint is written for this error: what is to be saved was in the workers, and they have"
+                    " ended. ModelCheckpoint(every_n_train_steps=...) writes while they live."
+                )
+            saved_already(trainer)
+            raise
+
+    def _launch(self, call: Call, setup: RunSetup, heartbeat: HeartbeatCallback, signals: EndSignals) -> Any:
+        """Runs the workers, again after the loss of a stage if that is wanted; brings home what they leave."""
+        trainer, function, args, kwargs = call
+        fitting = trainer.state.fn == TrainerFn.FITTING
         for attempt in itertools.count():
-            outcome, survivors = self._run((trainer, function, args, kwargs), setup, heartbeat, attempt)
+            outcome, survivors = self._run((trainer, function, args, kwargs), setup, heartbeat, attempt, signals)
             self._has_run = True
             if isinstance(outcome, Finished):
                 self._interrupted = False
-                return take_results(trainer, outcome.results)
+                returned = take_results(trainer, outcome.results)
+                if signals.received is not None:
+                    log.warning("%s: the run was at its end; its results are here.", signals.received.name)
+                    raise signals.error()
+                return returned
+            if signals.received is not None and (outcome is None or isinstance(outcome, Ended)):
+                log.warning("%s: %s", signals.received.name, self._how_it_ended(outcome))
+                raise signals.error()
             error = error_of(outcome, setup.grid, self.history)
-            fitting = trainer.state.fn == TrainerFn.FITTING
-            if not isinstance(outcome, StageLost) or self._strategy.options.on_stage_lost != "restart" or not fitting:
+            restarts = isinstance(outcome, StageLost) and self._strategy.options.on_stage_lost == "restart" and fitting
+            if not restarts or signals.received is not None:
                 raise error
             smaller = _smaller_grid(setup.grid, survivors)
             checkpoint = _newest_checkpoint(self.history, trainer.strategy.checkpoint_io)
@@ -141,8 +167,32 @@ class SupervisorLauncher(_Launcher):
             args = (*args[:_CKPT_PATH], checkpoint, *args[_CKPT_PATH + 1 :])
             setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # this run wrote the file itself
 
+    def _how_it_ended(self, outcome: Outcome | None) -> str:
+        """Where a run that a signal ended can be resumed, in words."""
+        saved = [event for event in self.history if event.kind == "saved"]
+        newest = next((event.step for event in reversed(self.history) if event.kind == "step"), None)
+        if outcome is None:
+            seconds = self._strategy.options.signal_timeout
+            why = f"ended without a checkpoint, as none was complete within {seconds:g} s (signal_timeout)"
+        else:
+            why = "ended before its first step" if newest is None else f"ended after step {newest + 1}"
+        if not saved:
+            return f"the run {why}. There is no checkpoint."
+        return f"the run {why}. Its newest checkpoint, of step {saved[-1].step}, is {saved[-1].details['path']}."
+
+    def _await_end(self, coordinator: Coordinator, signals: EndSignals) -> Outcome | None:
+        """How the run ended; None if a signal ends it and its checkpoint is not complete in time."""
+        if not signals.gracefully:
+            return coordinator.wait()
+        while signals.received is None:  # a handler may run at any point of this thread, so it can only leave a note
+            outcome = coordinator.wait(_LOOK_SECONDS)
+            if outcome is not None:
+                return outcome
+        coordinator.end_at_boundary()
+        return coordinator.wait(self._strategy.options.signal_timeout)
+
     def _run(
-        self, call: Call, setup: RunSetup, heartbeat: HeartbeatCallback, attempt: int
+        self, call: Call, setup: RunSetup, heartbeat: HeartbeatCallback, attempt: int, signals: EndSignals
     ) -> tuple[Outcome | None, int]:
         """Runs the workers of a grid once; returns how it ended, and how many workers were alive then."""
         options, trainer, grid = self._strategy.options, call[0], setup.grid
@@ -161,6 +211,7 @@ class SupervisorLauncher(_Launcher):
         coordinator_options = CoordinatorOptions(
             heartbeat_timeout=heartbeat.timeout,
             last_holder_timeout=heartbeat.last_holder_timeout,
+            start_timeout=options.start_timeout,
             restart_workers=options.restart_workers and fitting,
             max_restarts=options.max_restarts,
             normalize=options.normalize and fitting,
@@ -176,9 +227,8 @@ class SupervisorLauncher(_Launcher):
                 if listen and address[0] == "0.0.0.0":
                     address = (_HOST, address[1])
                 argument = WorkerStart(
-                    Place(rank, incarnation, device), joining, setup, address, coordinator.authkey, crew.payload_path,
-                    os.getpid(),
-                )  # fmt: skip
+                    Place(rank, incarnation, device), joining, setup, address, coordinator.authkey, crew.payload
+                )
                 return crew.start(argument, f"recycle-worker-{rank}")
 
             coordinator = Coordinator(
@@ -194,15 +244,19 @@ class SupervisorLauncher(_Launcher):
             )
             outcome: Outcome | None = None
             try:
-                with _sigterm_raises():
-                    workers = {rank: start(rank, 0, rank, joining=False) for rank in range(grid.num_workers)}
-                    coordinator.start(workers)
-                    outcome = coordinator.wait()
+                workers = {rank: start(rank, 0, rank, joining=False) for rank in range(grid.num_workers)}
+                coordinator.start(workers)
+                outcome = self._await_end(coordinator, signals)
             finally:
-                crew.end(patience=_EXIT_SECONDS if isinstance(outcome, Finished) else 0.0)
-                coordinator.close()
-                self.history = [*self.history, *coordinator.history]
-                self.schedules = [*self.schedules, *coordinator.schedules]
+                with signals.shielded():
+                    if not isinstance(outcome, Finished):
+                        coordinator.stop()  # before the workers are killed: these are no failures to be told
+                    crew.end(patience=_EXIT_SECONDS if isinstance(outcome, Finished) else 0.0)
+                    coordinator.close()
+                    self.history = [*self.history, *coordinator.history]
+                    self.schedules = [*self.schedules, *coordinator.schedules]
+        if signals.received is not None and not signals.gracefully:
+            raise signals.error()  # it came while this run was being cleaned up
         return outcome, len(coordinator.roster)
 
     def _own_setup(self, setup: RunSetup, wanted: Grid) -> RunSetup:
@@ -225,7 +279,8 @@ class SupervisorLauncher(_Launcher):
             UnsupportedFeatureError: if the checkpoint needs more than the weights.
         """
         if self._interrupted:
-            log.warning("%s is not written: the run failed, and its newest weights were those of the workers.", path)
+            if not any(event.kind == "saved" and event.details["path"] == os.fspath(path) for event in self.history):
+                log.warning("%s is not written: the run failed, and its newest weights were in the workers.", path)
             return False
         if "optimizer_states" in checkpoint:
             raise UnsupportedFeatureError(
@@ -303,23 +358,6 @@ class SupervisorLauncher(_Launcher):
                 f" pipeline_parallel_size={len(profile.stages)}, or another path to measure again."
             )
         return path, profile
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Within the block SIGTERM ends this process like an exception, so that workers and files are cleaned up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(signum: int, frame: Any) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _smaller_grid(grid: Grid, workers: int) -> Grid | None:

@@ -1,32 +1,38 @@
-"""The worker processes of this machine: how they are started, watched and ended."""
+"""The worker processes of this machine: how they are started, watched and ended.
+
+A fork server that has done the slow imports forks them, but they do not depend on it: each ends with the launching
+process, and the launching process sees the end of each by itself. If the server dies, workers go on, the next start
+brings up a new one, and all that is lost is how the workers of the old one end.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import io
+import fcntl
 import multiprocessing
 import os
-import pickle
 import signal
-import tempfile
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from types import FunctionType
 from typing import Any
 
-import torch
-from lightning.pytorch.profilers import PyTorchProfiler
-
 from lightning_recycle.control.client import EXIT_STOPPED
-from lightning_recycle.errors import ConfigurationError, WorkerStartError
+from lightning_recycle.errors import WorkerStartError
+from lightning_recycle.launch.inherited import Payload
+from lightning_recycle.parent import die_when_closed, end_with
 
 __all__ = ["Crew", "LocalWorker", "process_context"]
 
 _EXIT_SECONDS = 10.0  # for a killed process to be gone
+_STATUS_SECONDS = 1.0  # for the fork server to tell how a process ended
+_START_ATTEMPTS = 3  # of one worker, if the fork server dies in each
 
 
 def process_context() -> BaseContext:
@@ -34,27 +40,52 @@ def process_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_recycle.strategy", "lightning_recycle.launch.worker_process"])
+    context.set_forkserver_preload(
+        [
+            "lightning_recycle.strategy",
+            "lightning_recycle.launch.worker_process",
+            "lightning_recycle.launch.preloaded",
+        ]
+    )
     return context
 
 
 class LocalWorker:
-    """A worker process on this machine that runs ``target(argument)``."""
+    """A worker process on this machine that runs ``target(argument)`` and dies with this process.
+
+    Attributes:
+        sentinel: a descriptor that becomes readable when the process ends, and not before.
+    """
 
     def __init__(self, context: BaseContext, target: Callable[[Any], None], argument: Any, name: str) -> None:
-        # Not daemonic: DataLoader processes are its children.
-        self._process = context.Process(target=target, args=(argument,), name=name, daemon=False)  # type: ignore[attr-defined]
-        try:
-            self._process.start()
-        except RuntimeError as error:
-            if "bootstrapping phase" in str(error):
-                raise WorkerStartError(
-                    "The script that calls trainer.fit() is imported again by the workers and has no main guard."
-                    " Put the code that runs under: if __name__ == '__main__':"
-                ) from error
-            raise
-        self.sentinel: int = self._process.sentinel
+        self._forked = context.get_start_method() == "forkserver"
+        self._process = self._start(context, partial(_work, os.getpid(), target, argument), name)
+        self._pidfd = _open_pidfd(self._process.pid)
+        self.sentinel: int = self._process.sentinel if self._pidfd is None else self._pidfd
+        self._end: str | None = None
         self._released = False
+
+    def _start(self, context: BaseContext, target: Callable[[], None], name: str) -> Any:
+        for attempt in range(1, _START_ATTEMPTS + 1):
+            # Not daemonic: DataLoader processes are its children.
+            process = context.Process(target=target, name=name, daemon=False)  # type: ignore[attr-defined]
+            try:
+                if self._forked:
+                    _ensure_fork_server()
+                process.start()
+            except (ConnectionError, EOFError):  # the fork server has just died; the next attempt brings up a new one
+                if attempt == _START_ATTEMPTS:
+                    raise
+            except RuntimeError as error:
+                if "bootstrapping phase" in str(error):
+                    raise WorkerStartError(
+                        "The script that calls trainer.fit() is imported again by the workers and has no main guard."
+                        " Put the code that runs under: if __name__ == '__main__':"
+                    ) from error
+                raise
+            else:
+                return process
+        raise AssertionError("unreachable")
 
     @property
     def pid(self) -> int | None:
@@ -63,18 +94,51 @@ class LocalWorker:
 
     def describe_exit(self, timeout: float) -> str | None:
         """How the process ended, or None if it is alive after ``timeout`` seconds."""
-        self._process.join(timeout)
-        code = self._process.exitcode
+        if self._end is None and wait([self.sentinel], timeout):
+            self._end = self._describe_exit()
+        return self._end
+
+    def _describe_exit(self) -> str:
+        code = self._exit_code()
         if code is None:
-            return None
+            return "it ended; how is not known, because the fork server that started it is gone"
         if code < 0:
             return f"it was killed by {signal.Signals(-code).name}"
         return "it was told to stop" if code == EXIT_STOPPED else f"it exited with code {code}"
 
+    def _exit_code(self) -> int | None:
+        """The exit code of the process, which has ended; None if nobody can tell: it was its parent, the fork server,
+        that got it, and passes it on.
+        """
+        if self._forked and not (wait([self._process.sentinel], _STATUS_SECONDS) and self._is_told()):
+            return None
+        self._process.join(_STATUS_SECONDS)
+        code: int | None = self._process.exitcode
+        return code
+
+    def _is_told(self) -> bool:
+        """Whether the fork server has written the exit code, rather than died and so closed the pipe."""
+        waiting = fcntl.ioctl(self._process.sentinel, termios.FIONREAD, bytes(4))
+        return int.from_bytes(waiting, sys.byteorder) > 0
+
     def kill(self) -> None:
-        if self._process.exitcode is None:
+        self._send(signal.SIGKILL)
+
+    def show_stack(self) -> None:
+        """Lets the process write to stderr where it is; to be called right before it is killed, as it may not survive
+        that. A stopped process writes nothing.
+        """
+        if self._forked:
+            self._send(signal.SIGUSR2)
+
+    def _send(self, signum: signal.Signals) -> None:
+        if self.describe_exit(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                if self._pidfd is None:
+                    assert self.pid is not None
+                    os.kill(self.pid, signum)
+                else:
+                    signal.pidfd_send_signal(self._pidfd, signum)
 
     def release(self) -> None:
         """Lets the crew close it once it has ended."""
@@ -83,23 +147,48 @@ class LocalWorker:
     @property
     def is_over(self) -> bool:
         """Whether it was released and has ended."""
-        return self._released and self._process.exitcode is not None
+        return self._released and self.describe_exit(0.0) is not None
 
     def close(self) -> None:
         """Frees its descriptors; it must have ended, and may not be used any more."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
         with contextlib.suppress(ValueError):  # not even killing ended it, so it cannot be closed
             self._process.close()
 
 
-class _Pickler(pickle.Pickler):
-    """Also pickles the schedule of torch's profiler, a closure that ``PyTorchProfiler`` holds."""
+def _open_pidfd(pid: int | None) -> int | None:
+    """A descriptor of the process; None where there are none, or if it has ended and its parent knows."""
+    try:
+        return os.pidfd_open(pid)  # type: ignore[arg-type]
+    except (AttributeError, OSError):
+        return None  # the sentinel of multiprocessing must do
 
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, FunctionType) or obj.__qualname__ != "schedule.<locals>.schedule_fn":
-            return NotImplemented
-        if obj is PyTorchProfiler._default_schedule():
-            return PyTorchProfiler._default_schedule, ()  # recognised by its identity
-        return partial(torch.profiler.schedule, **inspect.getclosurevars(obj).nonlocals), ()
+
+def _ensure_fork_server() -> None:
+    """Starts the fork server if there is none, deaf to Ctrl-C, as what it forks: the launching process decides.
+
+    It ignores SIGINT only after its imports, which take seconds, and what it forks until then would not.
+    """
+    resource_tracker.ensure_running()  # unblocks SIGINT if it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
+    """The main function of a worker process: makes it end with the process ``launcher``, then runs ``target``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        die_when_closed(parent.sentinel)
+        if wait([parent.sentinel], 0.0):
+            os._exit(EXIT_STOPPED)  # it was closed before
+    end_with(launcher, EXIT_STOPPED)  # the pipe may be held by others, and not every system kills so
+    target(argument)
 
 
 class Crew:
@@ -107,10 +196,13 @@ class Crew:
 
     Args:
         target: what a worker runs; takes one argument.
-        payload: what every worker needs; written once to a private file instead of to one pipe per worker.
+        payload: what every worker needs.
+
+    Attributes:
+        payload: to be passed as, or within, the argument of each worker.
 
     Raises:
-        ConfigurationError: if the payload cannot be pickled.
+        ConfigurationError: if the payload cannot be pickled, or there is no room for it.
     """
 
     def __init__(self, target: Callable[[Any], None], payload: Any) -> None:
@@ -119,19 +211,7 @@ class Crew:
         self._workers: list[LocalWorker] = []
         self._lock = threading.Lock()
         self._closed = False
-        try:
-            buffer = io.BytesIO()
-            _Pickler(buffer).dump(payload)
-            data = buffer.getvalue()
-        except Exception as error:
-            raise ConfigurationError(
-                f"The Trainer, model or data cannot be sent to the worker processes: {type(error).__name__}: {error}."
-                " Define classes and functions at module level, and open files and connections in setup() instead of"
-                " __init__."
-            ) from error
-        fd, self.payload_path = tempfile.mkstemp(prefix="lightning_recycle_", suffix=".pickle")
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
+        self.payload = Payload(payload)
 
     def start(self, argument: Any, name: str) -> LocalWorker:
         """Starts a worker; callable from any thread.
@@ -171,5 +251,4 @@ class Crew:
         self.end(0.0)
         for worker in self._workers:
             worker.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.payload_path)
+        self.payload.close()

@@ -95,6 +95,15 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
             error = pickle.loads(crash.exception)
         except Exception as reason:  # a class whose pickle does not load: only its text is left
             log.debug("The worker's exception could not be loaded: %s", reason)
+    if isinstance(error, SystemExit):
+        worker = grid.worker(crash.rank)
+        if not error.code:  # this process would report success, without a result
+            error = ReCycleError(
+                f"Worker {worker} called sys.exit({'' if error.code is None else error.code}) before the run was over,"
+                " so there is no result. To end training early, set trainer.should_stop = True on all workers."
+            )
+        else:  # it ends this process with that status, as it would on one device, and shows no traceback
+            log.error("Worker %s called sys.exit(%r):\n%s", worker, error.code, crash.traceback)
     if error is None:
         error = ReCycleError(crash.summary)
     error.__cause__ = _WorkerTraceback(grid.worker(crash.rank), crash.traceback)

@@ -25,13 +25,12 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerState
 
-from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED, ControlClient
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient
 from lightning_recycle.control.handshake import Refused, VersionMismatch
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
-from lightning_recycle.parent import die_with_parent, end_with
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.optimizer_states import to_cpu
@@ -61,15 +60,18 @@ class _Strategy(Protocol):
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker process of this machine is started with."""
+    """What a worker process of this machine is started with.
+
+    ``payload``: the :class:`~lightning_recycle.launch.inherited.Payload` of the run, which is
+    :class:`~lightning_recycle.launch.inherited.Inherited` in the worker.
+    """
 
     place: Place
     joining: bool
     setup: RunSetup
     address: tuple[str, int]
     authkey: bytes
-    payload_path: str
-    supervisor_pid: int
+    payload: Any
 
 
 @dataclass(frozen=True)
@@ -91,25 +93,23 @@ def global_state() -> tuple[Any, torch.dtype]:
 
 def worker_main(start: WorkerStart) -> None:
     """Runs in a process that the supervisor started."""
-    die_with_parent()
     # What the fork server imported is never garbage; a collection over it would hold up every thread, even the
     # heartbeat, and copy its pages (measured: 0.7 s with four workers on a busy machine).
     gc.freeze()
-    end_with(start.supervisor_pid, EXIT_STOPPED)  # also before it is connected, and when the fork server dies
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")  # Lightning 2.6 on newer torch
     # Data is addressed: any epoch can resume in the middle.
     warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
     if "fork" in multiprocessing.get_all_start_methods():
         # A fork server's child would start its own for DataLoader processes, which outlives a killed worker.
         multiprocessing.set_start_method("fork", force=True)
+    if hasattr(signal, "SIGUSR1"):  # may reach the whole job; with SIG_IGN Lightning installs no handler that saves
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     client = ControlClient(
         start.place.rank, start.address, start.authkey, start.setup.heartbeat_interval, joining=start.joining
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     with _crashes_reported(client):
-        with open(start.payload_path, "rb") as file:
-            function_call, (states, default_dtype) = pickle.load(file)
+        function_call, (states, default_dtype) = start.payload.load()
         states.restore()
         torch.set_default_dtype(default_dtype)
         _run(client, start.setup, start.place, function_call)

@@ -90,11 +90,13 @@ class StepResult:
         loss: the mean over all micro-batches.
         gradient_norm: the norm of all gradients, if needed, else NaN.
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
+        ending: whether the run is to end after this step.
     """
 
     loss: float
     gradient_norm: float
     outputs: Mapping[int, bytes] = field(default_factory=dict)
+    ending: bool = False
 
 
 class Host(Protocol):
@@ -345,7 +347,7 @@ class Executor:
         step = self._steps[number]
         norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
         known = self._client.await_loss(number)
-        result = StepResult(known.loss, norm, known.outputs)
+        result = StepResult(known.loss, norm, known.outputs, known.ending)
         self._gradients.attach(number)
         started = time.perf_counter()
         if self._shadow is not None:

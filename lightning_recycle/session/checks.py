@@ -21,6 +21,7 @@ from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.session.interruption import saves_on_exception
 
 __all__ = ["check_batch", "check_loaders", "check_module", "check_optimizers", "check_parameters", "check_trainer"]
 
@@ -29,10 +30,6 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _WEIGHT_AVERAGING = "a worker has one stage and no copy of the model to average; average the weights of checkpoints"
 _RERUNS = "it runs trial trainings inside the workers; run it with strategy='auto' and give the Trainer what it found"
 _CHANGES_PARAMETERS = "the parameters that are trained are fixed when the workers start; set requires_grad before fit"
-_LAUNCHING_PROCESS_HAS_NO_WEIGHTS = (
-    "an exception ends the workers and the launching process holds no trained weights; use"
-    " ModelCheckpoint(every_n_train_steps=...)"
-)
 _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what to do
     "StochasticWeightAveraging": _WEIGHT_AVERAGING,
     "WeightAveraging": _WEIGHT_AVERAGING,  # and EMAWeightAveraging
@@ -43,7 +40,6 @@ _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what 
     "LearningRateFinder": _RERUNS,
     "BaseFinetuning": _CHANGES_PARAMETERS,
     "ModelPruning": _CHANGES_PARAMETERS,
-    "OnExceptionCheckpoint": _LAUNCHING_PROCESS_HAS_NO_WEIGHTS,
 }
 
 _REPLACED_STEPS = {  # method of the module -> what to override instead
@@ -82,11 +78,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 raise UnsupportedFeatureError(
                     f"strategy='recycle' does not support the callback {type(callback).__name__}: {reason}."
                 )
-    for callback in trainer.checkpoint_callbacks:
-        if getattr(callback, "save_on_exception", False):
+    if "RECYCLE_COORDINATOR" in os.environ:
+        for callback in filter(saves_on_exception, trainer.checkpoint_callbacks):
             raise UnsupportedFeatureError(
-                "strategy='recycle' does not support ModelCheckpoint(save_on_exception=True):"
-                f" {_LAUNCHING_PROCESS_HAS_NO_WEIGHTS}."
+                f"strategy='recycle' does not support {type(callback).__name__} on exceptions in a worker that was"
+                " started by hand or by a cluster manager: only a launching process can tell all workers to save. Use"
+                " ModelCheckpoint(every_n_train_steps=...)."
             )
     _check_accumulation(trainer)
 

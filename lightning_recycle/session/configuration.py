@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_recycle.arguments import is_integer
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.partition import Partition
 from lightning_recycle.planning.grid import Grid
@@ -41,6 +41,9 @@ class Options:
     in_flight_limit: int | None
     save_distributed_checkpoint: bool
     seed: int | None
+    save_on_signal: bool | str | os.PathLike[str]
+    signal_timeout: float
+    start_timeout: float
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -48,6 +51,9 @@ class Options:
                 self._refuse(name, "give an integer of at least 1, or None")
         if not is_integer(self.max_restarts, 0):
             self._refuse("max_restarts", "give an integer of at least 0")
+        for name in ("signal_timeout", "start_timeout"):
+            if not is_number(getattr(self, name), 0.0, above=True):
+                self._refuse(name, "give a number of seconds, more than 0")
         for name, choices in (("shadow", ("device", "host")), ("on_stage_lost", ("raise", "restart"))):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")

@@ -44,6 +44,7 @@ from lightning_recycle.session.checks import check_batch, check_optimizers, chec
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.interruption import SaveAndEnd
 from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_progress_bar, show_whole_run
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
@@ -92,6 +93,7 @@ class Session:
         self._count_in_batches: Callable[[], None] = lambda: None
         self._gradient_norm = 0.0
         self._joined_with: WorkerSnapshot | None = None
+        self._is_ending = False  # after the newest step, which is the last one
         self._digested = -1  # the newest generation with a digest of the parameters
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
@@ -140,9 +142,15 @@ class Session:
         self._relay = LogRelay(trainer, self.collectives, self.executor)
         if self._fitting:
             PipelineFitLoop.install(trainer, self)
+            self._save_when_ending()
         if self.client.joining:
             trainer.num_sanity_val_steps = 0  # the others are past it
         self.reach("setup", 0)
+
+    def _save_when_ending(self) -> None:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
+        callbacks.append(SaveAndEnd(self.options.save_on_signal, self.collectives, lambda: self._is_ending))
 
     def _build_model(self) -> None:
         """Builds the layers of this stage, on the device, and their optimizer."""
@@ -281,7 +289,9 @@ class Session:
                 apply(result)
 
         with self.module.logging_allowed(False):
-            return self.executor.run_step(handle, apply_with_hooks)
+            result = self.executor.run_step(handle, apply_with_hooks)
+        self._is_ending = result.ending
+        return result
 
     def as_loss(self, value: float) -> Tensor:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""

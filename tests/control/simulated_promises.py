@@ -22,7 +22,7 @@ from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.links import Pair
-from lightning_recycle.control.protocol.state import Failed, Finished, MembershipState, Record, StageLost
+from lightning_recycle.control.protocol.state import Ended, Failed, Finished, MembershipState, Record, StageLost
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Promises", "Violation", "smallest_repairs"]
@@ -227,6 +227,11 @@ class Promises:
             holders = [w for w in self.members.values() if w.stage == outcome.stage and w.has_state]
             if holders:
                 raise Violation(f"stage {outcome.stage} is given up although {holders} hold it")
+            return
+        if isinstance(outcome, Ended):
+            held = {tuple(self.members[rank].parameters) for rank in state.live if rank in self.members}
+            if held - {(self.full,) * state.version} or (state.version == 0 and state.generation >= 0):
+                raise Violation(f"the run ends after {state.version} steps, and workers have saved {held}")
             return
         if isinstance(outcome, Failed):
             if state.broken_pairs:

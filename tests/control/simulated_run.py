@@ -35,6 +35,7 @@ from lightning_recycle.control.protocol.admission import objection
 from lightning_recycle.control.protocol.links import Pair
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
+    EndWanted,
     Evict,
     GraceElapsed,
     Lost,
@@ -78,9 +79,10 @@ class Run:
     Args:
         seed: the seed of everything.
         trace: called with what happens, for people.
+        ends: whether it is told to end at some moment.
     """
 
-    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None, ends: bool = False) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
         self.trace = trace
@@ -119,6 +121,8 @@ class Run:
         self._links = random.Random(f"links {seed}")
         self._cuts: dict[Pair, tuple[int, ...]] = {}  # cut links, and which of the two workers find that out
         self._held_back: dict[Fact, set[int]] = {}  # the ranks kept from it by a link that was cut on arrival
+        if ends:
+            self._at(random.Random(f"ends {seed}").random() * FAULTS_END, self._handle, EndWanted())
         self._progressed = 0.0  # when a worker last went on
         cuts = self._links.choice((0, 0, 0, 1, 1, 2))
         self._disturbances_left -= cuts  # each may cost one
@@ -590,15 +594,19 @@ class Run:
         self._at(DEADLOCK / 4, self._judge)
 
 
-def check_histories(seeds: Iterable[int]) -> Counter[str]:
+def check_histories(seeds: Iterable[int], ends: bool = False) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
+
+    Args:
+        seeds: the numbers of the histories.
+        ends: whether each is told to end at some moment.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
     """
     met: Counter[str] = Counter()
     for seed in seeds:
-        run = Run(seed)
+        run = Run(seed, ends=ends)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
-from lightning_recycle.control.protocol.state import RESULT, Joined, stage_leads
+from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined, stage_leads
 from lightning_recycle.planning.grid import Grid
 
 __all__ = [
@@ -172,6 +172,7 @@ class SimulatedWorker:
         self.version = 0
         self.reduced = False
         self.payload: Any = None
+        self.ending = False  # the newest step is the last one
         self.has_state = not joins
         self.payloads: Mapping[int, Any] = {}  # of the commit that is being applied
         self.parameters: list[int] = []  # the gradients applied, by step
@@ -261,6 +262,9 @@ class SimulatedWorker:
             kind, number = items[self.position]
             if kind == "step":
                 yield from self.run_step(number)
+                if self.ending:  # SaveAndEnd.on_train_batch_end
+                    yield from self.arrive("checkpoint", self.position)
+                    yield from self.arrive(ENDED, self.position)
             elif kind == "validation":
                 yield from self.validate(number)
             elif kind == "result":
@@ -475,6 +479,9 @@ class SimulatedWorker:
         step = self.version
         assert self.reduced, "it applies a gradient that it does not hold"
         yield from self.wait(lambda: self.member.loss(step) is not None)
+        loss = self.member.loss(step)
+        assert loss is not None
+        self.ending = loss.ending
         if self.network.commits:
             expected = {stage: (stage, step) for stage in range(self.grid.stages)}
             assert dict(self.payloads) == expected, f"it applies step {step} with the norms {dict(self.payloads)}"

@@ -1,4 +1,7 @@
-"""A training script that is started as a process of its own: ``supervised.py DIRECTORY``; it saves after every step."""
+"""A training script that is started as a process of its own: ``supervised.py DIRECTORY [restart]``.
+
+It saves after every step, and with ``restart`` it replaces lost workers.
+"""
 
 import sys
 import time
@@ -24,7 +27,7 @@ class Heavy(L.Callback):
         checkpoint["ballast"] = torch.ones(BALLAST, dtype=torch.float64)
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, restart_workers: bool) -> None:
     newest = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     fit(
         Regression().double(),
@@ -32,10 +35,11 @@ def main(directory: Path) -> None:
         2,
         data=dataset(GLOBAL_BATCH * 1000),
         max_steps=1000,
+        strategy={"restart_workers": restart_workers},
         callbacks=[Heavy(), newest],
         enable_checkpointing=True,
     )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "restart" in sys.argv[2:])

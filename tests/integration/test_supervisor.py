@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from supervised import BALLAST
 from support.growth import Meanwhile
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.process_tree import is_alive, worker_processes
+from support.process_tree import descendants, is_alive, worker_processes
+from support.scripts import output_of
 from support.training import exact_fit, trainer
 from support.waiting import wait_for
 from test_failures import Slow
@@ -84,6 +86,48 @@ def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_p
         check_end(workers, directory, seconds=1.0)
     assert "Traceback" not in errors
     assert not list(tmp_path.glob("lightning_recycle_*"))  # what the workers were started with
+
+
+@pytest.mark.parametrize("at", ["start", "training"])
+def test_ctrl_c_in_a_terminal_tells_no_failures(at: str, tmp_path: Path) -> None:
+    """It reaches every process of the job: the fork server and what it forks, too."""
+    directory = tmp_path / "checkpoints"
+    script = [sys.executable, str(HERE / "supervised.py"), str(directory), "restart"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(script, **pipes, start_new_session=True) as process:
+        if at == "start":
+            wait_for(lambda: descendants(process.pid) or any_fork_server(process.pid), 60)
+        else:
+            wait_for(lambda: len(list(directory.glob("*.ckpt"))) >= 2, 60)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    for words in ("Traceback", "lost", "could not be started", "connection", "failure"):
+        assert words not in output, output
+
+
+def any_fork_server(pid: int) -> bool:
+    return any("forkserver" in " ".join(child.cmdline()) for child in psutil.Process(pid).children())
+
+
+def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
+    """As any program of Unix that was started with SIGINT ignored."""
+    directory = tmp_path / "checkpoints"
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, str(HERE / "supervised.py"), str(directory)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        wait_for(lambda: len(list(directory.glob("*.ckpt"))) >= 2, 60)
+        os.killpg(process.pid, signal.SIGINT)
+        newest = max(directory.iterdir())
+        assert wait_for(lambda: max(directory.iterdir()) != newest, 30), "it goes on"
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+def test_a_worker_that_hangs_before_it_connects_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    output = output_of(HERE / "hanging.py", tmp_path / "hangs")
+    assert "1 it did not connect within" in output
+    assert 'hanging.py", line 19' in output, "where it hung"
 
 
 def test_a_stopped_launching_process_goes_on_where_it_was() -> None:

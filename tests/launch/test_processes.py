@@ -1,8 +1,19 @@
 """Worker processes of this machine, as the launching process holds them."""
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
+from support.process_tree import is_alive
+from support.waiting import wait_for
 
 from lightning_recycle.launch.processes import Crew, LocalWorker
 
@@ -35,3 +46,53 @@ def test_a_worker_that_somebody_may_still_ask_about_is_kept() -> None:
         crew.start(SECONDS, "another")
         assert watched.describe_exit(0.0) == "it was killed by SIGKILL"
         assert released.describe_exit(0.0) is None  # it lives
+
+
+def fork_server(of: int | None = None) -> psutil.Process:
+    (server,) = [c for c in psutil.Process(of).children() if "multiprocessing.forkserver" in " ".join(c.cmdline())]
+    return server
+
+
+def test_workers_outlive_their_fork_server() -> None:
+    with Crew(time.sleep, None) as crew:
+        killed, ends = crew.start(SECONDS, "killed"), crew.start(3.0, "ends")
+        fork_server().kill()
+        assert killed.describe_exit(1.0) is None
+        killed.kill()
+        assert wait([killed.sentinel, ends.sentinel], SECONDS) == [killed.sentinel]
+        assert "fork server" in str(killed.describe_exit(SECONDS))
+        later = crew.start(SECONDS, "started by a new fork server")
+        assert ends.describe_exit(SECONDS)
+        lose(later)
+
+
+def test_an_exit_status_of_255_is_one() -> None:
+    with Crew(os._exit, None) as crew:
+        assert crew.start(255, "ends").describe_exit(SECONDS) == "it exited with code 255"
+
+
+@pytest.mark.parametrize("server_dies", [False, True])
+def test_workers_end_with_a_killed_launching_process_even_stopped_ones(server_dies: bool) -> None:
+    script = Path(__file__).with_name("crew_script.py")
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        os.kill(workers[0], signal.SIGSTOP)
+        if server_dies:
+            fork_server(launcher.pid).kill()
+            assert not wait_for(lambda: not all(map(is_alive, workers)), 1.0)
+        launcher.kill()
+    assert wait_for(lambda: not any(map(is_alive, workers)), SECONDS)
+
+
+def exit_with_sum(payload: Any) -> None:
+    os._exit(sum(payload.load()))
+
+
+def test_every_worker_reads_what_it_is_given_and_no_folder_has_it() -> None:
+    before = set(os.listdir(tempfile.gettempdir()))
+    with Crew(exit_with_sum, [1, 2, 3] + [0] * 1_000_000) as crew:
+        workers = [crew.start(crew.payload, "reads") for _ in range(3)]
+        left = {name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("lightning_")}
+        assert not left
+        assert [worker.describe_exit(SECONDS) for worker in workers] == ["it exited with code 6"] * 3

@@ -2,7 +2,9 @@
 
 import csv
 import itertools
+import os
 import re
+import signal
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import timedelta
@@ -21,6 +23,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     ThroughputMonitor,
     Timer,
 )
@@ -384,3 +387,48 @@ def test_the_pytorch_profiler_writes_a_trace_with_the_operations_of_the_layers(t
     assert len([file for file in one.files() if file.endswith(".json")]) * same.PIPELINES * same.STAGES == len(
         [file for file in grid.files() if file.endswith(".json")]
     )
+
+
+class EndsTheRun(Callback):
+    """Sends SIGTERM to the process that called ``fit``, as a scheduler does; or raises."""
+
+    def __init__(self, raises: bool = False) -> None:
+        self.caller, self.raises = os.getpid(), raises
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and self.raises:
+            raise ArithmeticError("the user's own")
+        if trainer.global_step == 3 and trainer.is_global_zero:
+            os.kill(self.caller, signal.SIGTERM)
+
+
+def interrupted(raises: bool) -> same.Script:
+    def script(session: same.Session) -> None:
+        savers = [
+            OnExceptionCheckpoint(session.root / "any"),
+            ModelCheckpoint(session.root, "model", save_on_exception=True, every_n_train_steps=10_000),
+        ]
+        with pytest.raises(ArithmeticError if raises else SystemExit):
+            session.fit(
+                same.Classifier(),
+                max_steps=10_000,
+                callbacks=[EndsTheRun(raises), *savers],
+                enable_checkpointing=True,
+            )
+
+    return script
+
+
+def test_checkpoints_on_exceptions_are_written_when_a_signal_ends_the_run(tmp_path: Path) -> None:
+    one, grid = same.run_both(interrupted(raises=False), tmp_path)
+    assert one.files() == grid.files() == ["any/on_exception.ckpt", "model.ckpt"]
+    steps = {torch.load(grid.root / name, weights_only=True)["global_step"] for name in grid.files()}
+    assert len(steps) == 1, "of one step boundary"
+
+
+def test_an_exception_of_the_user_leaves_no_checkpoint_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = same.on_a_grid(interrupted(raises=True), tmp_path)
+    assert grid.files() == []
+    assert "No checkpoint is written for this error" in caplog.text

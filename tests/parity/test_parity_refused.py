@@ -164,14 +164,6 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
     "LearningRateFinder": (fit(callbacks=[LearningRateFinder()]), ["LearningRateFinder", "strategy='auto'"]),
     "BaseFinetuning": (fit(callbacks=[Finetuning()]), ["Finetuning", "requires_grad"]),
     "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "requires_grad"]),
-    "OnExceptionCheckpoint": (
-        fit(callbacks=[OnExceptionCheckpoint("somewhere")], enable_checkpointing=True),
-        ["OnExceptionCheckpoint", "every_n_train_steps"],
-    ),
-    "save_on_exception": (
-        fit(callbacks=[ModelCheckpoint("somewhere", save_on_exception=True)], enable_checkpointing=True),
-        ["save_on_exception=True", "every_n_train_steps"],
-    ),
     "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
     "training_step": (fit(OwnTrainingStep), ["OwnTrainingStep.training_step()", "on_training_output()"]),
     "validation_step": (fit(OwnValidationStep), ["validation_step()", "on_validation_output()"]),
@@ -212,6 +204,17 @@ def test_what_only_a_worker_sees_is_refused_in_the_launching_process_too(tmp_pat
     with pytest.raises(UnsupportedFeatureError) as caught:
         on_a_grid(script, tmp_path)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "callback", [OnExceptionCheckpoint("somewhere"), ModelCheckpoint("somewhere", save_on_exception=True)]
+)
+def test_nobody_tells_workers_from_outside_to_save(
+    callback: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECYCLE_COORDINATOR", "127.0.0.1:1")
+    with pytest.raises(UnsupportedFeatureError, match="started by hand"):
+        on_a_grid(fit(callbacks=[callback], enable_checkpointing=True), tmp_path)
 
 
 def test_after_a_fit_the_launching_process_saves_weights_and_refuses_to_save_more(tmp_path: Path) -> None:

@@ -74,10 +74,10 @@ def fit(
     model: PipelineModule, pipelines: int, stages: int, faults: Sequence[Fault] = (), data: Any = None, **kwargs: Any
 ) -> L.Trainer:
     """Trains ``model`` and returns the trainer."""
-    loader, val = kwargs.pop("loader", {}), kwargs.pop("val", None)
+    loader, val, ckpt_path = kwargs.pop("loader", {}), kwargs.pop("val", None), kwargs.pop("ckpt_path", None)
     run = trainer(pipelines, stages, faults, **kwargs)
     train = DataLoader(dataset() if data is None else data, batch_size=GLOBAL_BATCH // pipelines, **loader)
-    run.fit(model, train, val)
+    run.fit(model, train, val, ckpt_path=ckpt_path)
     return run
 
 

@@ -15,8 +15,10 @@ from typing import Any
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.state import (
+    ENDED,
     RESULT,
     Command,
+    Ended,
     Failed,
     Finished,
     MembershipState,
@@ -67,7 +69,8 @@ def add_losses(state: MembershipState, event: messages.Losses) -> tuple[Membersh
         outputs={step: value for step, value in state.outputs.items() if step > event.step},
         summed=event.step + 1,
     )
-    return state, (Send(state.roster, messages.StepLoss(event.step, loss, outputs=outputs)),)
+    # All take from this one message whether the run ends after the step, so all end after the same one.
+    return state, (Send(state.roster, messages.StepLoss(event.step, loss, outputs=outputs, ending=state.ending)),)
 
 
 def add_applied(state: MembershipState, event: messages.Applied) -> tuple[MembershipState, tuple[Command, ...]]:
@@ -168,7 +171,10 @@ def _answer_if_complete(state: MembershipState, number: int) -> tuple[Membership
     payloads = {rank: arrived[rank].payload for rank in state.roster}
     collectives = {other: value for other, value in state.collectives.items() if other != number}
     state = replace(state, collectives=collectives, next_collective=number + 1)
-    if next(iter(arrived.values())).name != RESULT:
+    name = next(iter(arrived.values())).name
+    if name == ENDED:
+        return end(state, Ended())
+    if name != RESULT:
         return state, (Send(state.roster, messages.Answer(number, payloads, state.leader)),)
     # The payloads stay here: the results are big, and only the supervisor wants them. Workers learn who delivered.
     delivered = {rank: payload is not None for rank, payload in payloads.items()}

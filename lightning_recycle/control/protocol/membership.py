@@ -36,6 +36,8 @@ from lightning_recycle.control.protocol.state import (
     CandidateLost,
     Command,
     Crashed,
+    Ended,
+    EndWanted,
     Evict,
     Failed,
     GraceElapsed,
@@ -83,6 +85,8 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return replace(state, ready=state.ready - {event.rank}, moves=moves), ()
         case MovePlanned():
             return replace(state, moves={**state.moves, event.rank: event.mover}), ()
+        case EndWanted():
+            return end(state, Ended()) if state.generation < 0 else (replace(state, ending=True), ())
         case PlanReady():
             fits = event.roster == state.roster and state.generation >= 0 and not state.regrouping
             return (replace(state, plan=event) if fits else state), ()

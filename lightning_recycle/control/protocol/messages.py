@@ -406,6 +406,7 @@ class StepLoss:
 
     ``counters``: the run's counters so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``:
     those of all micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
+    ``ending``: whether the run is to end after this step, once what is wanted of it is saved; the same for all workers.
     """
 
     step: int
@@ -413,6 +414,7 @@ class StepLoss:
     counters: Mapping[str, float] = field(default_factory=dict)
     leader_applied: int = -1
     outputs: Mapping[int, bytes] = field(default_factory=dict)
+    ending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +435,7 @@ class StopReason(Enum):
 
     FINISHED = "Finished"
     LEFT = "Left"
+    ENDED = "Ended"
     STAGE_LOST = "StageLost"
     CRASHED = "Crashed"
     FAILED = "Failed"

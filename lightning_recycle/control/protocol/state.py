@@ -19,6 +19,9 @@ from lightning_recycle.planning.schedule import Schedule
 RESULT = "result"
 """Name of the collective that delivers the results of the run; the coordinator keeps its payloads."""
 
+ENDED = "ended"
+"""Name of the collective at which a run ends that was told to: all workers have saved what was wanted."""
+
 
 # ---------------------------------------------------------------------- events (besides the workers' messages)
 
@@ -76,6 +79,11 @@ class GraceElapsed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class EndWanted:
+    """The run is to end at the next step boundary, so that a checkpoint can be written there."""
+
+
 MembershipEvent: TypeAlias = (
     Joined
     | Lost
@@ -83,6 +91,7 @@ MembershipEvent: TypeAlias = (
     | MovePlanned
     | PlanReady
     | GraceElapsed
+    | EndWanted
     | messages.Report
     | messages.Broken
     | messages.Losses
@@ -144,6 +153,11 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """The workers ended at a step boundary, as :class:`EndWanted` asked; before the first step they end at once."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageLost:
     """All replicas of ``stage`` are dead; ``causes`` by rank."""
 
@@ -165,7 +179,7 @@ class Failed:
     reason: str
 
 
-Outcome: TypeAlias = Finished | StageLost | Crashed | Failed
+Outcome: TypeAlias = Finished | Ended | StageLost | Crashed | Failed
 Command: TypeAlias = Send | StartGrace | Evict | Record | Outcome
 
 
@@ -222,6 +236,7 @@ class MembershipState:
         version: the number of steps that every live worker has applied.
         disturbances: regroups in a row without a loss or a commit.
         broken_pairs: live workers of which one reported, in the current generation, that it cannot reach the other.
+        ending: whether the run is to end at a step boundary.
         outcome: how the run ended, once it has.
     """
 
@@ -253,6 +268,7 @@ class MembershipState:
     version: int = 0
     disturbances: int = 0
     broken_pairs: frozenset[Pair] = frozenset()
+    ending: bool = False
     outcome: Outcome | None = None
 
     @property

@@ -1,0 +1,76 @@
+"""What is saved of a run that a signal ends: at one step boundary, by all workers together.
+
+A handler cannot save, as a checkpoint is a collective of all workers. So the launching process asks the coordinator,
+and the answer to a step's losses tells all workers that this is the last one (``StepResult.ending``). At its end, where
+``ModelCheckpoint`` saves too, each of them calls :meth:`SaveAndEnd.on_train_batch_end`.
+
+Lightning's callbacks that save on exceptions are called there. In the launching process, where Lightning calls
+``on_exception``, there is nothing to save.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_recycle.control.protocol.state import ENDED
+from lightning_recycle.session.collectives import Collectives
+
+__all__ = ["SaveAndEnd", "saved_already", "saves_on_exception"]
+
+
+def saves_on_exception(callback: Callback) -> bool:
+    """Whether ``callback`` is one of Lightning's that write a checkpoint in ``on_exception``."""
+    return isinstance(callback, OnExceptionCheckpoint) or (
+        isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+    )
+
+
+def saved_already(trainer: pl.Trainer) -> None:
+    """Lets ``ModelCheckpoint(save_on_exception=True)`` know in the launching process that there is nothing to save."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._last_global_step_saved = trainer.global_step
+
+
+class SaveAndEnd(Callback):
+    """Saves at the end of the last step of a run that was told to end, and ends the run. Lives in the workers, behind
+    all other callbacks.
+
+    Args:
+        save_on_signal: the option of the strategy.
+        collectives: this worker's collectives.
+        is_ending: whether the step that ends is the last one.
+    """
+
+    def __init__(
+        self, save_on_signal: bool | str | os.PathLike[str], collectives: Collectives, is_ending: Callable[[], bool]
+    ) -> None:
+        self._save_on_signal = save_on_signal
+        self._collectives = collectives
+        self._is_ending = is_ending
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if not self._is_ending():
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if saves_on_exception(callback):
+                callback.on_exception(trainer, pl_module, SIGTERMException())
+        if self._save_on_signal:
+            trainer.save_checkpoint(self._path(trainer))
+        for logger in trainer.loggers:
+            logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
+        self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
+
+    def _path(self, trainer: pl.Trainer) -> str:
+        if not isinstance(self._save_on_signal, bool):
+            return os.fspath(self._save_on_signal)
+        path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+        return str(self._collectives.broadcast(path))  # its number is found by looking into the folder

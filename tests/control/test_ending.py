@@ -1,0 +1,44 @@
+"""A run that was told to end does so after one step, the same for all workers, and only when all have come there."""
+
+from membership_feed import ALL, GRID, feed, messages, reports
+
+from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import state as s
+
+
+def running() -> s.MembershipState:
+    state, _ = feed(s.initial_state(GRID), *(s.Joined(rank) for rank in ALL), *reports(ALL, 0))
+    return state
+
+
+def losses(step: int) -> list[m.Losses]:
+    return [m.Losses(1, step, {0: 1.0, 2: 1.0}), m.Losses(3, step, {1: 1.0, 3: 1.0})]
+
+
+def arrivals(*ranks: int, name: str = s.ENDED) -> list[m.Arrive]:
+    return [m.Arrive(rank, 0, name, None) for rank in ranks]
+
+
+def test_all_are_told_with_the_loss_of_a_step_that_it_is_the_last() -> None:
+    _, commands = feed(running(), *losses(0), s.EndWanted(), *losses(1), *losses(2))
+    assert [(told.step, told.ending) for told in messages(commands, m.StepLoss)] == [(0, False), (1, True), (2, True)]
+
+
+def test_a_failure_in_the_last_step_does_not_change_which_one_is_the_last() -> None:
+    before = [*losses(0), s.EndWanted(), *losses(1), s.Lost(3, "gone"), *reports((0, 1, 2), 1)]
+    _, commands = feed(running(), *before, m.Losses(1, 1, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}))
+    assert [(told.step, told.ending) for told in messages(commands, m.StepLoss)] == [(0, False), (1, True)]
+
+
+def test_it_ends_when_all_live_workers_have_saved() -> None:
+    state, commands = feed(running(), s.EndWanted(), *arrivals(0, 1, 2))
+    assert state.outcome is None
+    assert not messages(commands, m.Answer)
+    assert feed(state, *arrivals(3))[0].outcome == s.Ended()
+    assert feed(state, s.Lost(3, "gone"))[0].outcome == s.Ended()
+
+
+def test_before_the_first_generation_there_is_nothing_to_save() -> None:
+    state, commands = feed(s.initial_state(GRID), s.Joined(0), s.EndWanted())
+    assert (state.outcome, commands) == (s.Ended(), [s.Ended()])
+    assert m.StopReason.of(state.outcome) is m.StopReason.ENDED

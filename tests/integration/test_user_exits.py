@@ -1,0 +1,44 @@
+"""Code of the user that ends its process: the run must not look as if it had ended well."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+from support.models import Regression
+from support.training import exact_fit, failures, fit
+
+from lightning_recycle.errors import ReCycleError, StageLostError
+
+
+class Leaves(L.Callback):
+    """Calls ``leave(code)`` in its third step, on one worker or on all."""
+
+    def __init__(self, leave: Callable[[Any], Any], code: Any, everywhere: bool = False) -> None:
+        self._leave, self._code, self._everywhere = leave, code, everywhere
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and (self._everywhere or trainer.global_rank == 1):
+            self._leave(self._code)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("code", [0, None])
+def test_sys_exit_without_an_error_is_one(code: Any, everywhere: bool) -> None:
+    with pytest.raises(ReCycleError, match=r"Worker \(., .\) called sys\.exit\(0?\) before .*should_stop"):
+        fit(Regression().double(), 2, 2, callbacks=[Leaves(sys.exit, code, everywhere)])
+
+
+def test_sys_exit_with_a_status_ends_the_launching_process_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fit(Regression().double(), 2, 2, callbacks=[Leaves(sys.exit, 3)])
+    assert ended.value.code == 3
+    assert "Worker (0, 1) called sys.exit(3)" in caplog.text
+
+
+def test_a_process_that_just_ends_is_a_failure_whatever_its_status() -> None:
+    assert failures(exact_fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0)])) == [(0, 1)]
+    with pytest.raises(StageLostError, match="it exited with code 0"):
+        fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0, everywhere=True)])
