@@ -44,7 +44,7 @@ __all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
 log = logging.getLogger(__name__)
 
 _FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, messages.Publish)
-_STOP_SECONDS = 1.0  # for the loop to end; it may be sending to a worker that does not receive
+_STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
 
