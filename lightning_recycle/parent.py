@@ -31,7 +31,7 @@ def end_with(pid: int, status: int) -> None:
         while True:
             try:
                 os.kill(pid, 0)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):  # PermissionError: its number went to another user's process
                 os._exit(status)
             time.sleep(_LOOK_SECONDS)
 

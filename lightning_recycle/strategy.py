@@ -31,6 +31,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.machine_errors import MachineErrors
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.session import Session
 
@@ -71,6 +72,11 @@ class ReCycleStrategy(ParallelStrategy):
         save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
             one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
         seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
+        machine_errors: exceptions that a fault of a worker's machine may explain, besides those of
+            :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`: their classes or dotted names. Or a
+            function that takes any exception and returns whether it is one; it decides alone.
+        machine_error_retries: how often work that raised such an exception runs again, on a peer if there is one,
+            before it counts as your own; 0 for never.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -103,6 +109,8 @@ class ReCycleStrategy(ParallelStrategy):
         in_flight_limit: int | None = None,
         save_distributed_checkpoint: bool = False,
         seed: int | None = None,
+        machine_errors: MachineErrors = (),
+        machine_error_retries: int = 1,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -111,7 +119,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.options = Options(
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
-            save_distributed_checkpoint, seed,
+            save_distributed_checkpoint, seed, machine_errors, machine_error_retries,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

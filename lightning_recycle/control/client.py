@@ -10,6 +10,7 @@ it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a memb
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -18,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +39,7 @@ __all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupte
 
 log = logging.getLogger(__name__)
 
+EXIT_RAISED = 1  # the same as for an exception in the main thread
 EXIT_STOPPED = 75  # told to leave; BSD's EX_TEMPFAIL
 EXIT_LOST_COORDINATOR = 69  # BSD's EX_UNAVAILABLE
 
@@ -86,7 +89,8 @@ class ControlClient:
         node = os.environ.get("RECYCLE_NODE") or socket.gethostname()
         self.send(messages.Hello(rank, os.getpid(), joining, node))
         for target in (self._receive, self._beat):
-            threading.Thread(target=target, name=f"recycle-{target.__name__.strip('_')}", daemon=True).start()
+            name = f"recycle-{target.__name__.strip('_')}"
+            threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True).start()
 
     # ------------------------------------------------------------------ what is known
 
@@ -195,6 +199,18 @@ class ControlClient:
             ControlPlaneError: after ``timeout`` seconds.
         """
         self._wait(lambda: self.interrupted or None, "a new generation", timeout=timeout)
+
+    def is_own(self, step: int, operation: str, error: Exception, exact: bool, sticky: bool) -> bool:
+        """Whether a suspected exception is the user's own; if not, this worker is to do the work again, in a newer
+        generation. Does not return if this worker is evicted.
+
+        Args:
+            step, operation, exact, sticky: as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
+            error: the exception.
+        """
+        text = "".join(traceback.format_exception(error))
+        self.send(self.member.raised(step, operation, f"{type(error).__name__}: {error}", text, exact, sticky))
+        return self._wait(self.member.judged, "a verdict on its exception").own
 
     def report(self, status: WorkerStatus, payload: Any = None) -> messages.Resume:
         """Reports for the entered generation and waits for all others.
@@ -334,6 +350,20 @@ class ControlClient:
 
     # ------------------------------------------------------------------ threads
 
+    def _guarded(self, target: Callable[[], None]) -> None:
+        """Runs the body of a thread; an error ends the process, which would be deaf without it, or seem dead."""
+        try:
+            target()
+        except Exception as error:
+            if self._leaving:
+                return  # the main thread ends the process, and needs this one no more
+            name, summary = threading.current_thread().name, f"{type(error).__name__}: {error}"
+            log.exception("Worker %d: an error ended its thread %s", self.rank, name)
+            with contextlib.suppress(Exception):  # what is left of this process may not even be able to say so
+                what = f"its thread {name} raised {summary}"
+                self._connection.send(messages.Crash(self.rank, True, what, None, traceback.format_exc()))
+            self._exit(f"lost its thread {name} ({summary})", EXIT_RAISED)
+
     def _receive(self) -> None:
         while True:
             try:
@@ -358,13 +388,13 @@ class ControlClient:
 
     def _beat(self) -> None:
         while not self._leaving:
+            debugged = _is_debugged(self._main_thread)
             try:
                 if self._wants_to_leave:
                     self._wants_to_leave = False
                     self._connection.send(messages.Leave(self.rank))
                 activity = self.activity
                 seconds = time.monotonic() - activity.since
-                debugged = _is_debugged(self._main_thread)
                 self._connection.send(messages.Heartbeat(self.rank, self.generation, activity, seconds, debugged))
             except OSError:
                 return  # the receiver sees it too, and ends the process
@@ -400,7 +430,11 @@ def _is_debugged(main_thread: int | None) -> bool:
         pass  # no /proc on this system: debuggers of other processes are not seen
     if "bdb" not in sys.modules or not hasattr(os, "memfd_create"):
         return False
-    with open(os.memfd_create("stacks"), "w+b") as file:
+    try:
+        descriptor = os.memfd_create("stacks")
+    except OSError:
+        return False  # descriptors or memory are used up; the process counts as what it nearly always is
+    with open(descriptor, "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         stacks = file.read().decode(errors="replace")

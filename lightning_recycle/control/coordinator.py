@@ -86,7 +86,7 @@ class Coordinator:
         self._listener = Listener(
             (host, port), self.authkey, max(1.0, self.options.heartbeat_timeout), grid.num_workers, self._wake
         )
-        self._state = protocol.initial_state(grid)
+        self._state = protocol.initial_state(grid, self.options.machine_error_retries)
         self._connections: dict[int, MessageConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
@@ -429,6 +429,9 @@ class Coordinator:
                 self._plans.applied(worker, message, leads)
             case messages.Broken():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
+            case messages.Raised():
+                worker, text = self.grid.worker(rank), message.traceback.rstrip()
+                log.warning("Worker %s raised an exception that may be a fault of its machine:\n%s", worker, text)
             case messages.Crash():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
                 if message.fault:
