@@ -215,7 +215,7 @@ class Executor:
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
         self._place = (0, "")  # the step and the operation to which an exception belongs
-        self._is_applying = False
+        self._is_past = False  # whether it is past the point up to which it can do the same again
         self._reads_from: StepLoader | None = None
         self._has_own = False  # an exception was judged to be the user's own
         communicator.on_progress = client.progressed
@@ -373,14 +373,14 @@ class Executor:
         self.version += 1
         self._reduced = False
         self._payload = None
-        self._is_applying = True
+        self._is_past = True
         step.apply(result)
-        self._is_applying = False
         self._timings.add(OpKind.STEP, time.perf_counter() - started)
         step.result = result
         measured, facts = self._timings.take_step(), self._host.describe_step(number)
         seconds = dict(self._timings.seconds)
         self._client.send(messages.Applied(self._client.rank, number, seconds, measured, facts))
+        self._is_past = False
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
 
@@ -407,7 +407,14 @@ class Executor:
                 raise Interrupted
             self._place = (self.version, f"evaluation of batch {handle.index}")
             mine = self._run_forwards(handle, split, record)
-            return self._client.arrive_in_generation(f"batch {handle.index}", mine)
+            self._is_past = True  # with this part the others may have all parts, and go on
+            try:
+                parts = self._client.arrive_in_generation(f"batch {handle.index}", mine)
+            except Interrupted:
+                self._is_past = False  # nobody has them
+                raise
+            self._is_past = False
+            return parts
 
         parts = self._retried(run)
         return {index: data for _, part in sorted(parts.items()) for index, data in part.items()}
@@ -612,8 +619,8 @@ class Executor:
         Raises:
             Exception: ``error``, if it is the user's own.
         """
-        # What the optimizer and the hooks of its step have done cannot be undone.
-        exact = not self._is_applying and (self._reads_from is None or self._reads_from.can_read_again)
+        # What the optimizer and the hooks of its step have done cannot be undone, nor what others were told.
+        exact = not self._is_past and (self._reads_from is None or self._reads_from.can_read_again)
         if self._is_own(error, self._place, exact):
             raise error
         step, operation = self._place
