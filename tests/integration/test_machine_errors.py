@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import psutil
 import pytest
 import torch
 from support.growth import AwaitReplacement, causes, happened, rejoined
-from support.models import GLOBAL_BATCH, Regression, dataset
-from support.training import exact_fit, failures, fit
+from support.models import GLOBAL_BATCH, STEPS, Regression, dataset
+from support.streams import Stream
+from support.training import TOLERANCE, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -338,3 +340,33 @@ def test_without_retries_the_first_exception_ends_the_run(tmp_path: Path) -> Non
     trouble = Trouble(tmp_path, eio())
     with pytest.raises(OSError, match="shard"):
         fit(Troubled(trouble, "loss").double(), 2, 2, strategy={"machine_error_retries": 0})
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class FailingStream(Stream):
+    """Its reading is trouble, once on the way."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(STEPS * GLOBAL_BATCH)
+        self.trouble = trouble
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, sample in enumerate(super().__iter__()):
+            if number == SAMPLE:
+                self.trouble()
+            yield sample
+
+
+def test_a_worker_that_cannot_read_on_in_a_stream_is_evicted(tmp_path: Path) -> None:
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    run = fit(model, 3, 2, data=FailingStream(Trouble(tmp_path, eio())))
+    assert len(failures(run)) == 1
+    assert difference(model.state_dict(), expected) < TOLERANCE
+
+
+def test_the_only_replica_cannot_read_a_stream_again(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="shard"):
+        fit(Regression().double(), 1, 2, data=FailingStream(Trouble(tmp_path, eio())))
