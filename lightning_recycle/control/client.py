@@ -35,7 +35,7 @@ from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupted"]
+__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupted", "in_words"]
 
 log = logging.getLogger(__name__)
 
@@ -208,8 +208,8 @@ class ControlClient:
             step, operation, exact, sticky: as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
             error: the exception.
         """
-        text = "".join(traceback.format_exception(error))
-        self.send(self.member.raised(step, operation, f"{type(error).__name__}: {error}", text, exact, sticky))
+        summary, text = in_words(error)
+        self.send(self.member.raised(step, operation, summary, text, exact, sticky))
         return self._wait(self.member.judged, "a verdict on its exception").own
 
     def report(self, status: WorkerStatus, payload: Any = None) -> messages.Resume:
@@ -357,11 +357,11 @@ class ControlClient:
         except Exception as error:
             if self._leaving:
                 return  # the main thread ends the process, and needs this one no more
-            name, summary = threading.current_thread().name, f"{type(error).__name__}: {error}"
+            name, (summary, text) = threading.current_thread().name, in_words(error)
             log.exception("Worker %d: an error ended its thread %s", self.rank, name)
             with contextlib.suppress(Exception):  # what is left of this process may not even be able to say so
                 what = f"its thread {name} raised {summary}"
-                self._connection.send(messages.Crash(self.rank, True, what, None, traceback.format_exc()))
+                self._connection.send(messages.Crash(self.rank, True, what, None, text))
             self._exit(f"lost its thread {name} ({summary})", EXIT_RAISED)
 
     def _receive(self) -> None:
@@ -413,6 +413,13 @@ class ControlClient:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if self._leaving else code)
+
+
+def in_words(error: BaseException) -> tuple[str, str]:
+    """Class and message of ``error``, and its traceback, as text that can be sent: UTF-8 lacks some characters."""
+    texts = (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    summary, text = (text.encode(errors="backslashreplace").decode() for text in texts)
+    return summary, text
 
 
 def _is_debugged(main_thread: int | None) -> bool:

@@ -10,7 +10,6 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerState
 
-from lightning_recycle.control.client import EXIT_STOPPED, ControlClient
+from lightning_recycle.control.client import EXIT_STOPPED, ControlClient, in_words
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
@@ -192,8 +191,7 @@ def _crashes_reported(client: ControlClient) -> Any:
         with readers_may_die():  # otherwise the process could end without a word
             # A worker that has not entered yet cannot end the run: no member has met this error.
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
-            text = "".join(traceback.format_exception(error))
-            summary = f"{type(error).__name__}: {error}"
+            summary, text = in_words(error)
             try:
                 dumped = pickle.dumps(error)
                 pickle.loads(dumped)

@@ -3,7 +3,6 @@
 import errno
 import multiprocessing
 import os
-import pickle
 import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -13,7 +12,9 @@ import pytest
 from support.thread_client import ThreadClient
 
 from lightning_recycle.control import client as client_module
+from lightning_recycle.control.client import in_words
 from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.protocol.encoding import encode
 from lightning_recycle.control.protocol.messages import Crash, Heartbeat, Regroup
 
 
@@ -28,7 +29,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
 
 def last_words(theirs: Connection) -> Crash:
     while theirs.poll(10.0):
-        message = pickle.loads(theirs.recv_bytes())
+        message = MessageConnection(theirs).receive()
         if isinstance(message, Crash):
             return message
     raise AssertionError("it ends without a word")
@@ -71,5 +72,11 @@ def test_the_heartbeat_goes_on_without_descriptors(theirs: Connection, monkeypat
     beats = 0
     while beats < 3:
         assert theirs.poll(10.0), "the heartbeat has stopped"
-        beats += isinstance(pickle.loads(theirs.recv_bytes()), Heartbeat)
+        beats += isinstance(MessageConnection(theirs).receive(), Heartbeat)
     client.leave()
+
+
+def test_an_exception_is_told_even_if_its_words_are_no_unicode() -> None:
+    summary, text = in_words(ValueError("no such file: /data/\udcff.png"))
+    encode(Crash(0, False, summary, None, text))
+    assert summary == "ValueError: no such file: /data/\\udcff.png"
