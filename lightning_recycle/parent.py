@@ -60,10 +60,8 @@ def _await_end(pid: int) -> None:
         while True:
             try:
                 os.kill(pid, 0)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):  # PermissionError: its number went to another user's process
                 return
-            except PermissionError:
-                return  # it is another one's by now
             time.sleep(_LOOK_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

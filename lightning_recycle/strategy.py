@@ -31,6 +31,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.machine_errors import MachineErrors
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.session import Session
 
@@ -78,6 +79,11 @@ class ReCycleStrategy(ParallelStrategy):
         signal_timeout: the seconds that such a checkpoint may take to be complete; then the run ends without it.
         start_timeout: the seconds that workers have to connect, and replacements to be ready. A worker that takes much
             longer than the others is given up before.
+        machine_errors: exceptions that a fault of a worker's machine may explain, besides those of
+            :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`: their classes or dotted names. Or a
+            function that takes any exception and returns whether it is one; it decides alone.
+        machine_error_retries: how often work that raised such an exception runs again, on a peer if there is one,
+            before it counts as your own; 0 for never.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -113,6 +119,8 @@ class ReCycleStrategy(ParallelStrategy):
         save_on_signal: bool | str | os.PathLike[str] = False,
         signal_timeout: float = 60.0,
         start_timeout: float = 300.0,
+        machine_errors: MachineErrors = (),
+        machine_error_retries: int = 1,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -121,7 +129,8 @@ class ReCycleStrategy(ParallelStrategy):
         self.options = Options(
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
-            save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout,
+            save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
+            machine_error_retries,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

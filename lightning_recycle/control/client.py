@@ -10,6 +10,7 @@ it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a memb
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -18,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,10 +35,11 @@ from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupted"]
+__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupted", "in_words"]
 
 log = logging.getLogger(__name__)
 
+EXIT_RAISED = 1  # the same as for an exception in the main thread
 EXIT_STOPPED = 75  # told to leave; BSD's EX_TEMPFAIL
 EXIT_LOST_COORDINATOR = 69  # BSD's EX_UNAVAILABLE
 
@@ -87,7 +90,8 @@ class ControlClient:
         node = os.environ.get("RECYCLE_NODE") or socket.gethostname()
         self.send(messages.Hello(rank, os.getpid(), joining, node))
         for target in (self._receive, self._beat):
-            threading.Thread(target=target, name=f"recycle-{target.__name__.strip('_')}", daemon=True).start()
+            name = f"recycle-{target.__name__.strip('_')}"
+            threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True).start()
 
     # ------------------------------------------------------------------ what is known
 
@@ -196,6 +200,18 @@ class ControlClient:
             ControlPlaneError: after ``timeout`` seconds.
         """
         self._wait(lambda: self.interrupted or None, "a new generation", timeout=timeout)
+
+    def is_own(self, step: int, operation: str, error: Exception, exact: bool, sticky: bool) -> bool:
+        """Whether a suspected exception is the user's own; if not, this worker is to do the work again, in a newer
+        generation. Does not return if this worker is evicted.
+
+        Args:
+            step, operation, exact, sticky: as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
+            error: the exception.
+        """
+        summary, text = in_words(error)
+        self.send(self.member.raised(step, operation, summary, text, exact, sticky))
+        return self._wait(self.member.judged, "a verdict on its exception").own
 
     def report(self, status: WorkerStatus, payload: Any = None) -> messages.Resume:
         """Reports for the entered generation and waits for all others.
@@ -349,6 +365,20 @@ class ControlClient:
 
     # ------------------------------------------------------------------ threads
 
+    def _guarded(self, target: Callable[[], None]) -> None:
+        """Runs the body of a thread; an error ends the process, which would be deaf without it, or seem dead."""
+        try:
+            target()
+        except Exception as error:
+            if self._leaving:
+                return  # the main thread ends the process, and needs this one no more
+            name, (summary, text) = threading.current_thread().name, in_words(error)
+            log.exception("Worker %d: an error ended its thread %s", self.rank, name)
+            with contextlib.suppress(Exception):  # what is left of this process may not even be able to say so
+                what = f"its thread {name} raised {summary}"
+                self._connection.send(messages.Crash(self.rank, True, what, None, text))
+            self._exit(f"lost its thread {name} ({summary})", EXIT_RAISED)
+
     def _receive(self) -> None:
         while True:
             try:
@@ -375,13 +405,13 @@ class ControlClient:
 
     def _beat(self) -> None:
         while not self._leaving:
+            debugged = _is_debugged(self._main_thread)
             try:
                 if self._wants_to_leave:
                     self._wants_to_leave = False
                     self._connection.send(messages.Leave(self.rank))
                 activity = self.activity
                 seconds = time.monotonic() - activity.since
-                debugged = _is_debugged(self._main_thread)
                 self._connection.send(messages.Heartbeat(self.rank, self.generation, activity, seconds, debugged))
             except OSError:
                 return  # the receiver sees it too, and ends the process
@@ -404,6 +434,13 @@ class ControlClient:
         os._exit(0 if self._leaving else code)
 
 
+def in_words(error: BaseException) -> tuple[str, str]:
+    """Class and message of ``error``, and its traceback, as text that can be sent: UTF-8 lacks some characters."""
+    texts = (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    summary, text = (text.encode(errors="backslashreplace").decode() for text in texts)
+    return summary, text
+
+
 def _is_debugged(main_thread: int | None) -> bool:
     """Whether another process traces this one (gdb, strace), or its main thread is in Python's debugger.
 
@@ -419,7 +456,11 @@ def _is_debugged(main_thread: int | None) -> bool:
         pass  # no /proc on this system: debuggers of other processes are not seen
     if "bdb" not in sys.modules or not hasattr(os, "memfd_create"):
         return False
-    with open(os.memfd_create("stacks"), "w+b") as file:
+    try:
+        descriptor = os.memfd_create("stacks")
+    except OSError:
+        return False  # descriptors or memory are used up; the process counts as what it nearly always is
+    with open(descriptor, "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         stacks = file.read().decode(errors="replace")

@@ -91,7 +91,7 @@ class Coordinator:
         self._wake_reader, self._wake_writer = os.pipe()
         self._wake_lock = threading.Lock()
         self._listener = Listener((host, port), self.authkey, grid.num_workers, self._wake)
-        self._state = protocol.initial_state(grid)
+        self._state = protocol.initial_state(grid, self.options.machine_error_retries)
         self._connections: dict[int, NonBlockingConnection] = {}
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._selector = selectors.DefaultSelector()
@@ -549,6 +549,9 @@ class Coordinator:
                 self._plans.applied(worker, message, leads)
             case messages.Broken():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
+            case messages.Raised():
+                worker, text = self.grid.worker(rank), message.traceback.rstrip()
+                log.warning("Worker %s raised an exception that may be a fault of its machine:\n%s", worker, text)
             case messages.Crash():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
                 if message.fault:

@@ -42,7 +42,9 @@ class Event:
             the first commit after a failure. "disturbance": connections broke though nobody died.
             "paused": all wait at a step boundary. "rejoined": a replacement has its
             state; ``seconds``: how long the others waited for it. "left": a worker was told to end and left at a step
-            boundary. "moved": a worker left its stage for another one. "restarting": a replacement is being started.
+            boundary. "retried": the last worker that holds its stage raised an exception that may be its machine's, and
+            does the same again. "moved": a worker left its stage for another one. "restarting": a replacement is being
+            started.
             "replanned": from ``step`` on all run another plan, because the operations no longer take the times
             that the old one assumed. "saved": a checkpoint is complete.
             "stage_lost": nobody holds a stage any more.

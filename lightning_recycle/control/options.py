@@ -45,6 +45,8 @@ class CoordinatorOptions:
         restart_workers: whether replacements of lost workers are started.
         max_restarts: bound for the whole run.
         normalize: whether a healthy worker moves to another stage when that pays.
+        machine_error_retries: how often work is run again that raised an exception which a fault of the machine may
+            explain.
         drift: when to change the plan because operations do not take the times it assumes; None for never.
     """
 
@@ -57,4 +59,5 @@ class CoordinatorOptions:
     restart_workers: bool = False
     max_restarts: int = 10
     normalize: bool = False
+    machine_error_retries: int = 1
     drift: DriftOptions | None = None

@@ -71,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         address = address_from(options.listen, "--listen")
         key = key_from_environment()
         get_planner(options.planner)
+        if options.machine_error_retries < 0:
+            raise ConfigurationError(
+                f"--machine-error-retries {options.machine_error_retries}: give an integer of at least 0."
+            )
     except ConfigurationError as error:
         print(f"recycle-coordinator: {error}", file=sys.stderr)
         return 2
@@ -106,6 +110,7 @@ def _serve(grid: Grid, address: tuple[str, int], key: bytes, options: argparse.N
             heartbeat_timeout=options.timeout,
             last_holder_timeout=max(options.timeout, options.last_holder_timeout),
             start_timeout=options.start_timeout,
+            machine_error_retries=options.machine_error_retries,
             drift=DriftOptions() if options.monitor_plan else None,
         ),
         host=address[0],
@@ -142,6 +147,13 @@ def _parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="SECONDS",
         help="from the first worker to the last; the run then begins without the missing ones",
+    )
+    parser.add_argument(
+        "--machine-error-retries",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how often work that raised an exception of a machine is run again",
     )
     parser.add_argument("--runs", type=int, default=None, help="end after this many runs; by default never")
     parser.add_argument("--no-decoupled", dest="decoupled", action="store_false", help="fused backward")

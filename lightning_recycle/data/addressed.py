@@ -189,6 +189,14 @@ class MicrobatchLoader(StepLoader):
         first = step * self.global_batch_size
         return min(first + self.global_batch_size, self._num_samples) - first
 
+    @property
+    def can_read_again(self) -> bool:
+        return True
+
+    def read_again(self) -> None:
+        self._prefetcher = self._prefetched_to = None
+        self._fetched.clear()
+
     def close(self) -> None:
         self._prefetcher = None
         self._fetched.clear()

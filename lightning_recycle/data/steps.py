@@ -180,6 +180,15 @@ class StepLoader(ABC):
     def samples_in(self, handle: StepHandle) -> int:
         """Number of samples of a global batch; in an evaluation it may be smaller than :attr:`global_batch_size`."""
 
+    @property
+    @abstractmethod
+    def can_read_again(self) -> bool:
+        """Whether :meth:`read_again` is possible."""
+
+    @abstractmethod
+    def read_again(self) -> None:
+        """An exception may have ended in its middle whatever reads: reading begins anew, with the same data."""
+
     @abstractmethod
     def close(self) -> None:
         """Ends reading processes. The newest step can still be fetched, since others may have to redo it."""

@@ -175,6 +175,13 @@ class StreamLoader(StepLoader):
     def samples_in(self, handle: StepHandle) -> int:
         return len(self._step(handle).samples) if self.evaluation else self.global_batch_size
 
+    @property
+    def can_read_again(self) -> bool:
+        return False  # a reader only goes forward, and what it has lost is unknown
+
+    def read_again(self) -> None:
+        raise UnsupportedFeatureError(f"{type(self.dataset).__name__} is a stream, which only goes forward.")
+
     def close(self) -> None:
         self._reader.close()
 

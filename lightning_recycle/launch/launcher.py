@@ -215,6 +215,7 @@ class SupervisorLauncher(_Launcher):
             restart_workers=options.restart_workers and fitting,
             max_restarts=options.max_restarts,
             normalize=options.normalize and fitting,
+            machine_error_retries=options.machine_error_retries,
             drift=_drift_options(trainer) if fitting else None,
         )
         listen = setup.outsiders

@@ -11,7 +11,6 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerState
 
-from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient, in_words
 from lightning_recycle.control.handshake import Refused, VersionMismatch
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.session import Session
@@ -189,9 +189,10 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
     strategy = cast(_Strategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)
     strategy.enter(session)
-    returned = function(*args, **kwargs)
-    whole = session.checkpoints.whole_state() if setup.outsiders else None
-    session.checkpoints.deliver_result(lambda: _extras(trainer, returned))
+    with session.settled():
+        returned = function(*args, **kwargs)
+        whole = session.checkpoints.whole_state() if setup.outsiders else None
+        session.checkpoints.deliver_result(lambda: _extras(trainer, returned))
     client.leave()
     if whole is not None and keep_model:
         session.leave()
@@ -206,18 +207,18 @@ def _crashes_reported(client: ControlClient) -> Any:
     try:
         yield
     except BaseException as error:
-        # A worker that has not entered yet cannot end the run: no member has met this error.
-        fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
-        text = "".join(traceback.format_exception(error))
-        summary = f"{type(error).__name__}: {error}"
-        try:
-            dumped = pickle.dumps(error)
-            pickle.loads(dumped)
-            data: bytes | None = dumped
-        except Exception:  # its class cannot be pickled or loaded: the summary and the traceback must do
-            data = None
-        client.send(Crash(client.rank, fault, summary, data, text))
-        client.leave()
+        with readers_may_die():  # otherwise the process could end without a word
+            # A worker that has not entered yet cannot end the run: no member has met this error.
+            fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
+            summary, text = in_words(error)
+            try:
+                dumped = pickle.dumps(error)
+                pickle.loads(dumped)
+                data: bytes | None = dumped
+            except Exception:  # its class cannot be pickled or loaded: the summary and the traceback must do
+                data = None
+            client.send(Crash(client.rank, fault, summary, data, text))
+            client.leave()
         sys.exit(1)
 
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import socket
 import stat
@@ -55,6 +56,7 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp
 
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.machine_errors import is_machine_error
 from lightning_recycle.runtime.reachability import Doorbell, unreachable
 from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS, Layout, Value
 
@@ -278,8 +280,8 @@ class Communicator:
             while not done.wait(_LOOK.total_seconds()):
                 self._check()  # abandons the thread, which ends when its connections time out
             for error in errors:
-                if isinstance(error, CommunicationError):
-                    raise error
+                if isinstance(error, (CommunicationError, OSError)) or is_machine_error(error):
+                    raise error  # an OSError comes from this machine: Gloo's own errors are RuntimeErrors
                 raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         finally:
             with self._lock:
@@ -339,7 +341,9 @@ class Communicator:
             # shut down connections to DataLoader processes that were opened at that moment.)
             try:
                 held = os.dup(fd)
-            except OSError:
+            except OSError as error:
+                if error.errno != errno.EBADF:
+                    raise  # out of descriptors: what waits cannot be interrupted, and this worker must end
                 continue  # closed
             try:
                 if os.fstat(held).st_ino == inode:
@@ -529,6 +533,8 @@ class Communicator:
         try:
             yield
         except RuntimeError as error:
+            if is_machine_error(error):  # of the device, or of a DataLoader's process, whose end is told by a signal
+                raise
             raise CommunicationError(f"Generation {self._generation}: {error}") from error
 
 

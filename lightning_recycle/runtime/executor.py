@@ -27,6 +27,7 @@ from torch import nn
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.blame import OUTSIDE
 from lightning_recycle.control.protocol.recovery import (
     Action,
     Adopt,
@@ -42,7 +43,7 @@ from lightning_recycle.control.protocol.recovery import (
     part_of,
 )
 from lightning_recycle.control.protocol.state import stage_leads
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
@@ -54,6 +55,7 @@ from lightning_recycle.runtime.communicator import (
     UnreachableError,
 )
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
 from lightning_recycle.runtime.shadow import Shadow
@@ -71,6 +73,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_READING = "reading data"
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
 
@@ -113,6 +116,9 @@ class Host(Protocol):
         """Called on the last stage with the output of each micro-batch; what it returns reaches all workers with the
         step.
         """
+
+    def is_suspect(self, error: Exception) -> bool:
+        """Whether a fault of the machine may explain ``error``."""
 
     def on_generation(self) -> None:
         """The workers of a generation are connected."""
@@ -210,6 +216,10 @@ class Executor:
         self._losses: dict[int, float] = {}
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
+        self._place = (0, "")  # the step and the operation to which an exception belongs
+        self._is_past = False  # whether it is past the point up to which it can do the same again
+        self._reads_from: StepLoader | None = None
+        self._has_own = False  # an exception was judged to be the user's own
         communicator.on_progress = client.progressed
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
@@ -226,10 +236,16 @@ class Executor:
         number = self.version
         step = _Step(handle, apply)
         self._steps = {number: step, **{n: s for n, s in self._steps.items() if n == number - 1}}
-        handle.loader.begin_step(handle)
+        self._reads_from = handle.loader
         self._stage.remember_modes()
+        has_begun = False
 
         def run() -> None:
+            nonlocal has_begun
+            if not has_begun:
+                self._place = (number, _READING)
+                handle.loader.begin_step(handle)
+                has_begun = True
             if self.version == number:  # otherwise a recovery has applied it
                 schedule = self._client.begin_step(number)
                 if schedule is not None:
@@ -268,6 +284,7 @@ class Executor:
                 raise Interrupted
             kind = task.op.kind
             self._client.doing(step, task.label, kind.value, task.index)
+            self._place = (step, task.label)
             for hook in self.before_operation:
                 hook(step, task.op)
             if kind is OpKind.FORWARD:
@@ -293,8 +310,11 @@ class Executor:
         if task.op.stage == 0 or self._is_last:
             assert task.op.microbatch is not None
             data = self._steps[step]
-            with self._client.busy("reading data"):
-                inputs, target = self._host.split(data.handle.loader.fetch(data.handle, task.op.microbatch))
+            with self._client.busy(_READING):
+                self._place = (step, _READING)
+                read = data.handle.loader.fetch(data.handle, task.op.microbatch)
+                self._place = (step, task.label)
+                inputs, target = self._host.split(read)
         if task.source is not None:
             inputs = self._receive(step, task)
         with self._profiled(step), self._measured(OpKind.FORWARD):
@@ -356,6 +376,7 @@ class Executor:
         self.version += 1
         self._reduced = False
         self._payload = None
+        self._is_past = True
         with self._client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
             step.apply(result)
         self._timings.add(OpKind.STEP, time.perf_counter() - started)
@@ -363,6 +384,7 @@ class Executor:
         measured, facts = self._timings.take_step(), self._host.describe_step(number)
         seconds = dict(self._timings.seconds)
         self._client.send(messages.Applied(self._client.rank, number, seconds, measured, facts))
+        self._is_past = False
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
 
@@ -382,11 +404,21 @@ class Executor:
             What ``record`` returned, by global micro-batch, on every worker.
         """
 
+        self._reads_from = handle.loader
+
         def run() -> Mapping[int, dict[int, bytes]]:
             if self._client.interrupted:
                 raise Interrupted
+            self._place = (self.version, f"evaluation of batch {handle.index}")
             mine = self._run_forwards(handle, split, record)
-            return self._client.arrive_in_generation(f"batch {handle.index}", mine)
+            self._is_past = True  # with this part the others may have all parts, and go on
+            try:
+                parts = self._client.arrive_in_generation(f"batch {handle.index}", mine)
+            except Interrupted:
+                self._is_past = False  # nobody has them
+                raise
+            self._is_past = False
+            return parts
 
         parts = self._retried(run)
         return {index: data for _, part in sorted(parts.items()) for index, data in part.items()}
@@ -461,6 +493,10 @@ class Executor:
             except CommunicationError as error:
                 self._await_verdict(error)
                 recover = True
+            except Exception as error:
+                with readers_may_die():
+                    self._await_another_try(error)
+                recover = True
             else:
                 self._client.doing(self.version, "hooks and callbacks")
                 return result
@@ -472,6 +508,7 @@ class Executor:
         announced = self._client.enter_generation()
         status = WorkerStatus(self.worker.stage, -1 if self._joining else self.version, self._reduced)
         self._client.doing(self.version, "recovery", _RECOVER)
+        self._place = (self.version, "recovery")
         resume = self._client.report(status, self._payload)
         if resume.generation > 0:
             self._host.on_recovery(resume.decision.version)
@@ -559,6 +596,44 @@ class Executor:
             self._client.send(messages.Broken(self._client.rank, self._client.generation, str(error), unreachable))
             self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
 
+    def settle(self, error: Exception) -> None:
+        """Returns if ``error``, which was raised outside of steps, is the user's own. Does not return if a fault of the
+        machine may explain it and others go on without this worker.
+        """
+        with readers_may_die():
+            self._is_own(error, (OUTSIDE, place_of(error)), exact=False)
+
+    def _is_own(self, error: Exception, place: tuple[int, str], exact: bool) -> bool:
+        """Whether ``error`` is the user's own, which the coordinator decides if a fault of the machine may explain it.
+        Does not return if this worker is evicted.
+
+        Args:
+            error: the exception.
+            place: the step and the operation to which it belongs.
+            exact: whether this worker can do the same again.
+        """
+        if not self._has_own:
+            self._has_own = not self._host.is_suspect(error) or self._client.is_own(
+                *place, error, exact=exact, sticky=is_device_error(error)
+            )
+        return self._has_own
+
+    def _await_another_try(self, error: Exception) -> None:
+        """Returns if this worker is to do again what raised ``error``.
+
+        Raises:
+            Exception: ``error``, if it is the user's own.
+        """
+        # What the optimizer and the hooks of its step have done cannot be undone, nor what others were told.
+        exact = not self._is_past and (self._reads_from is None or self._reads_from.can_read_again)
+        if self._is_own(error, self._place, exact):
+            raise error
+        step, operation = self._place
+        log.warning("Worker %s does %s of step %d once more after %r.", self.worker, operation, step, error)
+        self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
+        if self._reads_from is not None:
+            self._reads_from.read_again()
+
     # ------------------------------------------------------------------ profiling
 
     def _profiled(self, step: int) -> AbstractContextManager[None]:
@@ -588,8 +663,10 @@ class Executor:
         if not self._has_read_ahead and step == self.version:
             self._has_read_ahead = True  # the first wait of a step is the longest: the pipeline fills
             data = self._steps[step]
-            with self._client.busy("reading data"):
+            with self._client.busy(_READING):
+                self._place = (step + 1, _READING)
                 data.handle.loader.read_ahead(data.handle)
+                self._place = (step, task.label)
         with self._client.waiting(f"rank {task.source}"):
             return self._communicator.receive(self._incoming[task])
 

@@ -12,6 +12,7 @@ from lightning_recycle.model.partition import Partition
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
+from lightning_recycle.runtime.machine_errors import MachineErrors, suspicion_of
 
 __all__ = ["Options", "Place", "RunSetup"]
 
@@ -44,16 +45,20 @@ class Options:
     save_on_signal: bool | str | os.PathLike[str]
     signal_timeout: float
     start_timeout: float
+    machine_errors: MachineErrors
+    machine_error_retries: int
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
             if getattr(self, name) is not None and not is_integer(getattr(self, name), 1):
                 self._refuse(name, "give an integer of at least 1, or None")
-        if not is_integer(self.max_restarts, 0):
-            self._refuse("max_restarts", "give an integer of at least 0")
         for name in ("signal_timeout", "start_timeout"):
             if not is_number(getattr(self, name), 0.0, above=True):
                 self._refuse(name, "give a number of seconds, more than 0")
+        for name in ("max_restarts", "machine_error_retries"):
+            if not is_integer(getattr(self, name), 0):
+                self._refuse(name, "give an integer of at least 0")
+        suspicion_of(self.machine_errors)
         for name, choices in (("shadow", ("device", "host")), ("on_stage_lost", ("raise", "restart"))):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
@@ -88,6 +89,7 @@ class Session:
         self.collectives = Collectives(run.grid, client)
         self.grid, self.worker = run.grid, self.collectives.worker
         self.at_point: list[Callable[[str, int], None]] = []
+        self._suspicion = suspicion_of(options.machine_errors)
         self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._loaders: list[StepLoader] = []
         self._count_in_batches: Callable[[], None] = lambda: None
@@ -106,6 +108,18 @@ class Session:
     def reach(self, point: str, step: int) -> None:
         for hook in self.at_point:
             hook(point, step)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """An exception that leaves the block is the user's own: if a fault of the machine may explain it and others can
+        go on without this worker, the process ends in the block.
+        """
+        try:
+            yield
+        except Exception as error:
+            if hasattr(self, "executor") and not self.client.joining:  # otherwise no member has met it
+                self.executor.settle(error)
+            raise
 
     # ------------------------------------------------------------------ setup
 
@@ -352,6 +366,9 @@ class Session:
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self._record(self.module.on_training_output, output, target, samples)
+
+    def is_suspect(self, error: Exception) -> bool:
+        return self._suspicion(error)
 
     def on_generation(self) -> None:
         """A new generation is complete: this worker may have become the leader."""

@@ -7,8 +7,11 @@
 - A worker that is ready is let in, at a step that nobody has begun; nothing is redone, and no stage loses its last one.
 - The leader is a live worker, and stays the leader as long as it lives.
 - If some cannot reach each other, the fewest are evicted so that the rest all can, and every stage keeps a holder.
-- The run ends with every stage's result, because nobody holds a stage any more, or because all that hold a stage cannot
-  reach a worker that the others need.
+- For an exception that a machine may explain, a worker is evicted only if a peer holds its stage, and in a step one of
+  each stage (or those that lost their device). It does the work again only if that is exact. It is the user's own when
+  it was raised at the same work before, or when nobody is left to try; what everybody meets always ends the run so.
+- The run ends with every stage's result, with an exception that is the user's own, because nobody holds a stage any
+  more, or because all that hold a stage cannot reach a worker that the others need.
 """
 
 from __future__ import annotations
@@ -22,10 +25,22 @@ from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.links import Pair
-from lightning_recycle.control.protocol.state import Ended, Failed, Finished, MembershipState, Record, StageLost
+from lightning_recycle.control.protocol.state import (
+    Crashed,
+    Ended,
+    Failed,
+    Finished,
+    MembershipState,
+    Record,
+    StageLost,
+)
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Promises", "Violation", "smallest_repairs"]
+
+
+EVICTED = "evicted"
+"""The verdict for a worker that raised; the others are :class:`~lightning_recycle.control.protocol.messages.Judged`."""
 
 
 class Violation(AssertionError):
@@ -61,6 +76,10 @@ class Promises:
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
         self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # the detected ones, by generation
         self._cannot_be_repaired = False
+        self.has_bug = False  # whether a stage raises in some step, whoever computes it
+        self._raised: list[tuple[int, tuple[int, str], int, Any]] = []  # stage, place, version, verdict
+        self._judged: set[tuple[int, int]] = set()  # (rank, generation)
+        self._is_own = False
 
     # ------------------------------------------------------------------ what workers do
 
@@ -184,6 +203,33 @@ class Promises:
         if set(evicted) not in possible:
             raise Violation(f"{evicted} are evicted for {state.broken_pairs} instead of one of {possible}")
 
+    def on_verdict(self, raised: messages.Raised, verdict: Any, state: MembershipState) -> None:
+        """``verdict`` follows from what a worker ``raised``."""
+        stage, place = raised.rank % self.grid.stages, (raised.step, raised.operation)
+        peers = state.holders(stage) - {raised.rank}
+        of_stage = [(other, version, done) for of, other, version, done in self._raised if of == stage]
+        before = [done for _, version, done in of_stage if version == state.version]
+        used_up = sum(other == place for other, _, _ in of_stage) >= state.retries or len(before) > state.retries
+        can_repeat = raised.exact and not raised.sticky
+        self._raised.append((stage, place, state.version, verdict))
+        if (raised.rank, raised.generation) in self._judged:
+            raise Violation(f"{raised} is judged twice")
+        self._judged.add((raised.rank, raised.generation))
+        if raised.rank in state.joining:
+            if verdict != EVICTED:
+                raise Violation(f"{raised}, and nobody needs this worker yet")
+        elif verdict == EVICTED:
+            if not peers:
+                raise Violation(f"rank {raised.rank} is evicted for {raised}, and nobody else holds its stage")
+            if used_up or (EVICTED in before and not raised.sticky):
+                raise Violation(f"one more worker of stage {stage} is evicted for {raised} after {of_stage}")
+        elif verdict.own:
+            self._is_own = True
+            if state.has_resumed and not used_up and ((peers and not before) or can_repeat):
+                raise Violation(f"{raised} counts as the user's own, and somebody can try again")
+        elif used_up or not can_repeat or (peers and not before):
+            raise Violation(f"rank {raised.rank} is to do again what raised {raised}")
+
     def on_record(self, record: Record, state: MembershipState) -> None:
         if record.kind in ("step", "failure"):
             self._cannot_be_repaired = False
@@ -238,6 +284,10 @@ class Promises:
                 self._check_irreparable(state.broken_pairs, state)
             if self._cannot_be_repaired:
                 return
+        if isinstance(outcome, Crashed) and self._is_own:
+            return
+        if isinstance(outcome, Finished) and self.has_bug:
+            raise Violation("the run finished though a stage cannot compute one of its steps")
         if not isinstance(outcome, Finished):
             raise Violation(f"the run ended with {outcome}")
         everything = (self.full,) * self.steps

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from simulated_promises import Promises, Violation
+from simulated_promises import EVICTED, Promises, Violation
 from simulated_workers import (
     CommunicationError,
     Dies,
@@ -93,7 +93,7 @@ class Run:
         self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
         self.duplicates = self.random() < 0.5
         self.now = 0.0
-        self.state: MembershipState = initial_state(self.grid)
+        self.state: MembershipState = initial_state(self.grid, random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2)))
         self.facts: dict[Fact, Any] = {}
         self.outcome: Any = None
         self.met: Counter[str] = Counter()
@@ -128,6 +128,13 @@ class Run:
         self._disturbances_left -= cuts  # each may cost one
         for _ in range(cuts):
             self._at(self._links.random() * FAULTS_END, self._cut_link)
+        self._mishaps = random.Random(f"mishaps {seed}")
+        for _ in range(self._mishaps.choice((0, 0, 0, 0, 1, 1, 2, 3))):
+            self._at(self._mishaps.random() * FAULTS_END, self._mishap)
+        self._bug = (-1, -1)  # stage and step at which whoever computes raises, or none
+        if self._mishaps.random() < 0.06:
+            self._bug = (self._mishaps.randrange(self.grid.stages), self._mishaps.randrange(self.steps))
+            self.promises.has_bug = True
 
     # ------------------------------------------------------------------ the clock
 
@@ -340,13 +347,20 @@ class Run:
         self.state, commands = membership.transition(self.state, event)
         if evicted := [command.rank for command in commands if isinstance(command, Evict)]:
             self.met["evicted"] += len(evicted)
-            self.promises.on_evictions(evicted, self.state)
+            if isinstance(event, messages.Raised):
+                self.met["evicted after an exception"] += 1
+                self.promises.on_verdict(event, EVICTED, self.state)
+            else:
+                self.promises.on_evictions(evicted, self.state)
         for command in commands:
             if isinstance(command, Send):
                 message = command.message
                 if isinstance(message, messages.Resume):
                     message = replace(message, schedule=(message.roster, self._plans.get(message.roster, 0)))
-                self.promises.on_message(command.ranks, message, self.state)
+                if isinstance(message, messages.Judged):
+                    self.promises.on_verdict(event, message, self.state)
+                else:
+                    self.promises.on_message(command.ranks, message, self.state)
                 self._follow_up(message)
                 for rank in command.ranks:
                     if rank in self._connections:
@@ -473,6 +487,9 @@ class Run:
     def _follow_up(self, message: Any) -> None:
         """Now and then the next fault comes while one is being dealt with."""
         if isinstance(message, messages.Resume):
+            for rank in message.donors:
+                if self._mishaps.random() < 0.1 and rank in self._connections:
+                    self._connections[rank].mishap = self._mishaps.randrange(1, 4)
             decision = message.decision
             self.met["adoption"] += len(decision.adoptions)
             self.met["ahead"] += bool(decision.ahead)
@@ -543,6 +560,19 @@ class Run:
                 return
             self._reset(one, other.rank, one.generation)
             self._reset(other, one.rank, one.generation)
+
+    # ------------------------------------------------------------------ exceptions
+
+    def _mishap(self) -> None:
+        """A worker raises, soon, an exception that a fault of its machine may explain."""
+        alive = [w for w in self._workers if w.alive and self._connections.get(w.rank) is w]
+        if alive:
+            worker = self._mishaps.choice(alive)
+            worker.mishap, worker.loses_device = self._mishaps.randrange(1, 8), self._mishaps.random() < 0.25
+            self._say(f"fault: {worker} raises after {worker.mishap} actions")
+
+    def has_bug(self, worker: SimulatedWorker, step: int) -> bool:
+        return (worker.stage, step) == self._bug
 
     # ------------------------------------------------------------------ links that are cut
 

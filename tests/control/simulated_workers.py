@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from lightning_recycle.control.protocol import messages, recovery
+from lightning_recycle.control.protocol.blame import OUTSIDE
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined, stage_leads
 from lightning_recycle.planning.grid import Grid
@@ -51,6 +52,14 @@ class CommunicationError(Exception):
         self.ranks = ranks
 
 
+class Mishap(Exception):
+    """An exception that a fault of the machine may explain; ``sticky``: its device is lost."""
+
+    def __init__(self, sticky: bool = False) -> None:
+        super().__init__(sticky)
+        self.sticky = sticky
+
+
 class Dies(BaseException):
     """The process ends right here."""
 
@@ -77,6 +86,8 @@ class Network(Protocol):
     def has(self, worker: SimulatedWorker, fact: Fact) -> bool: ...
 
     def unreachable(self, worker: SimulatedWorker) -> tuple[int, ...]: ...
+
+    def has_bug(self, worker: SimulatedWorker, step: int) -> bool: ...
 
     def delay(self) -> float: ...
 
@@ -159,6 +170,8 @@ class SimulatedWorker:
         # what the world knows of the process
         self.alive = True
         self.fuse = 0  # actions until it dies, 0 for never
+        self.mishap = 0  # actions until it raises, 0 for never
+        self.loses_device = False  # and then its device is lost
         self.frozen = 0.0  # no thread of it runs before that time
         self.stuck = 0.0  # its main thread does not run before that time
         self.unread: list[Any] = []  # while it is frozen
@@ -178,6 +191,8 @@ class SimulatedWorker:
         self.parameters: list[int] = []  # the gradients applied, by step
         self.shadow = -1  # version that the shadow holds
         self.buffers: list[tuple[int, int]] = [(-1, 0), (-1, 0)]  # (step, reduced gradient), of even and odd steps
+        self.place = (OUTSIDE, "set-up")  # of an exception
+        self.is_past = False
         self.position = 0  # in the script
         self.done = False
         self.thread = self.main()
@@ -200,6 +215,10 @@ class SimulatedWorker:
             self.fuse -= 1
             if not self.fuse:
                 raise Dies
+        if self.mishap and self.generation >= 0 and not self.member.joining:
+            self.mishap -= 1
+            if not self.mishap:
+                raise Mishap(self.loses_device)
 
     # ------------------------------------------------------------------ what it knows
 
@@ -247,10 +266,29 @@ class SimulatedWorker:
     # ------------------------------------------------------------------ the main thread
 
     def main(self) -> Waits:
+        """Session.settled."""
+        try:
+            yield from self.life()
+        except Mishap as error:
+            yield from self.settle((OUTSIDE, f"hook at {self.position}"), error, exact=False)
+
+    def settle(self, place: tuple[int, str], error: Mishap, exact: bool) -> Waits:
+        """Returns if it is to do the same again: ControlClient.is_own, and what follows."""
+        self.network.send(self, self.member.raised(*place, "OSError", "", exact, error.sticky))
+        yield from self.wait(lambda: self.member.judged() is not None, interruptible=False)
+        judged = self.member.judged()
+        assert judged is not None
+        if judged.own:
+            self.network.send(self, messages.Crash(self.rank, False, "OSError", None, ""))
+            raise Dies
+        yield from self.wait(lambda: self.interrupted, interruptible=False)
+
+    def life(self) -> Waits:
         if self.joins:
             yield self.network.delay() * 10  # imports and set-up
             self.send(messages.Ready(self.rank))
             yield from self.wait(lambda: self.interrupted, interruptible=False)
+            self.member.joining = False
         else:
             yield self.network.delay()
             self.send(Joined(self.rank))
@@ -299,6 +337,9 @@ class SimulatedWorker:
                     self.send(messages.Broken(self.rank, self.generation, "connection reset", error.ranks))
                     yield from self.wait(lambda: self.interrupted, interruptible=False)
                 recover = True
+            except Mishap as error:
+                yield from self.settle(self.place, error, exact=not self.is_past)
+                recover = True
             else:
                 return
 
@@ -339,14 +380,21 @@ class SimulatedWorker:
         """Work of all in one generation, ended by ControlClient.arrive_in_generation; restarted in the next one."""
 
         def run() -> Waits:
+            self.place = (self.version, f"validation {number}")
             plan = plan_for(self.grid, self.schedule, self.rank)
             if plan.before:
                 yield from self.exchange("V", number, plan.before)
             self.tell("V", number)
             part = (self.generation, sum(16**m for m in plan.microbatches))
             message = self.member.arrive_in_generation(f"validation {number}", part)
+            self.is_past = True
             self.send(message)
-            yield from self.await_answer(message)
+            try:
+                yield from self.await_answer(message)
+            except Interrupted:
+                self.is_past = False
+                raise
+            self.is_past = False
 
         yield from self.retried(run)
         parts = self.answer.payloads
@@ -363,6 +411,7 @@ class SimulatedWorker:
         """Executor._recover."""
         announced = self.member.enter()
         self.broken = set()
+        self.place = (self.version, "recovery")
         self.network.entered(self)
         status = recovery.WorkerStatus(self.stage, self.version if self.has_state else -1, self.reduced)
         self.send(self.member.report(status, self.payload))
@@ -442,7 +491,10 @@ class SimulatedWorker:
         has = self.version if step == self.version else self.shadow
         assert has == step, f"it computes step {step} with the parameters of version {has}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
+        self.place = (step, "program")
         self.network.begins(self, step)
+        if self.network.has_bug(self, step):
+            raise Mishap
         if part.awaits_peers:
             self.tell("begins", step)
             yield from self.exchange("begins", step, plan.peers)
@@ -485,12 +537,14 @@ class SimulatedWorker:
         if self.network.commits:
             expected = {stage: (stage, step) for stage in range(self.grid.stages)}
             assert dict(self.payloads) == expected, f"it applies step {step} with the norms {dict(self.payloads)}"
+        self.is_past = True
         gradient = self.gradient_of(step)
         self.network.applied(self, step, gradient)
         self.parameters.append(gradient)
         self.shadow, self.version, self.reduced, self.payload = step, step + 1, False, None
         self.burn()
         self.send(messages.Applied(self.rank, step, {}))
+        self.is_past = False
 
     def gradient_of(self, step: int) -> int:
         held, gradient = self.buffers[step % 2]

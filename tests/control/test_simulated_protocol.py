@@ -16,7 +16,7 @@ from simulated_promises import Violation
 from simulated_run import Run, check_histories
 from simulated_workers import SimulatedWorker
 
-from lightning_recycle.control.protocol import agreements, links, membership, recovery, state
+from lightning_recycle.control.protocol import agreements, blame, links, membership, recovery, state
 from lightning_recycle.control.protocol.member import Member
 
 SAMPLE = 1500  # histories in the ordinary run
@@ -26,6 +26,7 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "nobody waits for a worker without micro-batches": 33_100,
 }
 MEETS = {  # what the sample must have met, or it says nothing about it
+    "Crashed",
     "Failed",
     "Finished",
     "StageLost",
@@ -36,6 +37,7 @@ MEETS = {  # what the sample must have met, or it says nothing about it
     "disturbance",
     "donor hit",
     "evicted",
+    "evicted after an exception",
     "failure",
     "healed",
     "joiner hit",
@@ -47,12 +49,13 @@ MEETS = {  # what the sample must have met, or it says nothing about it
     "paused",
     "rejoined",
     "replanned",
+    "retried",
 }
 
 
 def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_trouble() -> None:
     met = check_histories(range(SAMPLE))
-    assert met["Finished"] + met["StageLost"] + met["Failed"] == SAMPLE
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE
     assert met["Failed"] < SAMPLE / 25, "that takes a link that nobody can do without"
     assert not {kind for kind in MEETS if not met[kind]}
 
@@ -69,7 +72,7 @@ def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers() -> 
 def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int) -> None:
     first = 10_000 * tens_of_thousands
     met = check_histories(range(first, first + 10_000))
-    assert met["Finished"] + met["StageLost"] + met["Failed"] == 10_000
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == 10_000
 
 
 def test_a_history_is_reproduced_by_its_number() -> None:
@@ -112,6 +115,18 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "not all(stage - evicted for stage in stages)", "False"),
     ("more are evicted than necessary", links, "choose_evictions",
      "(frozenset({worst}), partners)", "(frozenset({worst}) | partners,)"),
+    ("an exception that is said twice counts twice", membership, "_raised", "return state, ()  # said twice", "pass"),
+    ("a worker that raised does not let the others know", membership, "_raised",
+     "event.generation < state.generation", "True"),
+    ("a joiner's exception is judged like a member's", membership, "_raised", "event.rank in state.joining", "False"),
+    ("exceptions are not remembered", blame, "remember", "<= _REMEMBERED_STEPS), new)", "<= _REMEMBERED_STEPS),)"),
+    ("an exception never is the user's own", blame, "judge", "at_place >= retries or since_commit > retries", "False"),
+    ("an exception always is the user's own", blame, "judge", "at_place >= retries or", "True or"),
+    ("the last holder of a stage is evicted for an exception", blame, "judge", "has_peer and (", "True and ("),
+    ("a worker that raised stays though it has a peer", blame, "judge", "has_peer and (", "False and ("),
+    ("all that raise in a step are evicted", blame, "judge", "raised.sticky or not since_commit", "True"),
+    ("what cannot be repeated is repeated", blame, "judge", "raised.exact and not", "not"),
+    ("a lost device is used again", blame, "judge", "exact and not raised.sticky", "exact"),
     ("a loss changes nothing for the others", membership, "_lose", "_begin_generation(state) if", "(state, ()) if"),
     ("the first report decides", membership, "_report", "state.reports.keys() != state.live", "not state.reports"),
     ("reports of old generations count", membership, "_report", "event.generation != state.generation or", ""),
@@ -153,6 +168,8 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
     ("a worker comes to the same collective again", Member, "answer",
      "max(self.next_collective, number + 1)", "number"),
     ("a worker ignores a pause", Member, "receive", "pause > self._newest_pause", "False"),
+    ("a worker takes an old verdict for a new one", Member, "judged",
+     "self._judged.generation == self.generation", "True"),
     ("a redo overwrites what is done", recovery, "part_of", "step + 1 if done else step", "step"),
     ("a worker that is ahead reduces again", recovery, "part_of", "step < version or reduced", "False"),
     ("nobody waits for a worker without micro-batches", recovery, "part_of", "idle_peer)", "False)"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lightning_recycle.control.client import ControlClient
@@ -21,9 +22,9 @@ class ThreadClient(ControlClient):
         self.exited = threading.Event()
         super().__init__(*args, **options)
 
-    def _receive(self) -> None:
+    def _guarded(self, target: Callable[[], None]) -> None:
         with contextlib.suppress(_ThreadEnds):
-            super()._receive()
+            super()._guarded(target)
 
     def _exit(self, why: str, code: int) -> NoReturn:
         self.exit_code = 0 if self._leaving else code

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning import (
     Costs,
     Grid,
@@ -241,7 +240,7 @@ class RunPlanner:
                 try:
                     factors = _of_live(self._factors, candidate)
                     self._keep(candidate, factors, self._make(candidate, request[1], self._planner, factors))
-                except ReCycleError as error:
+                except Exception as error:  # a failure without a plan gets one at once: this thread must go on
                     log.warning("No plan could be made ahead for the failure of %s: %s", sorted(candidate), error)
             else:
                 with self._changed:

@@ -87,6 +87,7 @@ class Member:
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
         self._announced: messages.Regroup | None = None
         self._resume: messages.Resume | None = None
+        self._judged: messages.Judged | None = None
         self._committed: messages.Committed | None = None
         self._answers: dict[int, messages.Answer] = {}
         self._losses: dict[int, messages.StepLoss] = {}
@@ -123,6 +124,8 @@ class Member:
                     self.plans.append(message)
             case messages.Confirmed():
                 self.confirmed = message.number
+            case messages.Judged():
+                self._judged = message
             case messages.Assign():
                 self.assignment = message
                 self.rank, self.joining = message.rank, message.joining
@@ -222,6 +225,18 @@ class Member:
             self._losses = {known: value for known, value in self._losses.items() if known >= step}
             self.counters = found.counters
         return found
+
+    # ------------------------------------------------------------------ exceptions
+
+    def raised(
+        self, step: int, operation: str, summary: str, traceback: str, exact: bool, sticky: bool
+    ) -> messages.Raised:
+        """The question whose a suspected exception of the generation that was entered is."""
+        return messages.Raised(self.rank, self.generation, step, operation, summary, traceback, exact, sticky)
+
+    def judged(self) -> messages.Judged | None:
+        """The answer, if such an exception was raised in the generation that was entered."""
+        return self._judged if self._judged is not None and self._judged.generation == self.generation else None
 
     # ------------------------------------------------------------------ control collectives
 

@@ -16,6 +16,10 @@ If communication breaks and no death explains it (Broken, GraceElapsed), the sam
 first checks whom it can reach. If some cannot reach each other (:mod:`~lightning_recycle.control.protocol.links`), as
 few workers as possible are evicted so that all others can, and treated as dead.
 
+An exception that a fault of the machine may explain (Raised) is settled by running the same work again: on a peer, when
+the worker that raised is evicted, or in place, when it is the last holder of its stage
+(:mod:`~lightning_recycle.control.protocol.blame`).
+
 Another plan for the same workers (PlanReady) also begins at a step boundary, but nobody stops there: the Boundary
 carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
 holds, which is the shell's business (Resume).
@@ -28,9 +32,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.protocol import agreements, links, messages
+from lightning_recycle.control.protocol import agreements, blame, links, messages
 from lightning_recycle.control.protocol import state as _state
 from lightning_recycle.control.protocol.agreements import end
+from lightning_recycle.control.protocol.blame import Verdict
 from lightning_recycle.control.protocol.recovery import decide
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
@@ -97,6 +102,8 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return _begin_if_complete(replace(state, joined=state.joined | {event.rank}))
         case Lost():
             return _lose(state, event)
+        case messages.Raised():
+            return _raised(state, event)
         case messages.Crash(fault=True):
             return _lose(state, Lost(event.rank, event.summary))
         case messages.Crash():
@@ -227,7 +234,8 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     if state.answered[0] == decision.version - 1:
         commits.update(state.answered[1])
     answered = (decision.version - 1, commits) if commits else state.answered
-    state = replace(state, regrouping=False, answered=answered)  # a worker that applies it need not send it again
+    # A worker that applies what is answered need not send it again.
+    state = replace(state, regrouping=False, has_resumed=True, answered=answered)
     details = {
         "roster": state.roster,
         "ahead": tuple(sorted(decision.ahead)),
@@ -237,6 +245,35 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors)),
         Record("resumed", decision.version, None, details),
     )
+
+
+# ---------------------------------------------------------------------- exceptions
+
+
+def _raised(state: MembershipState, event: messages.Raised) -> _Next:
+    """A worker raised a suspected exception: evicts it, or tells it to do the work again or that it is the user's."""
+    if any((one.rank, one.generation) == (event.rank, event.generation) for one in state.raised):
+        return state, ()  # said twice
+    stage = state.stage_of(event.rank)
+    if event.rank in state.joining:
+        verdict = Verdict.EVICT  # no stage needs it yet, and no member has met this exception
+    elif not state.has_resumed:
+        verdict = Verdict.OWN
+    else:
+        has_peer = bool(state.holders(stage) - {event.rank})
+        verdict = blame.judge(event, stage, state.version, state.raised, has_peer, state.retries)
+    state = replace(state, raised=blame.remember(event, stage, state.version, state.raised))
+    where = event.operation if event.step == blame.OUTSIDE else f"{event.operation} of step {event.step}"
+    cause = f"it raised {event.summary} ({where})"
+    if verdict is Verdict.EVICT:
+        return state, (Evict(event.rank, cause),)
+    judged = Send((event.rank,), messages.Judged(event.generation, verdict is Verdict.OWN))
+    if verdict is Verdict.OWN:
+        return state, (judged,)
+    commands = (judged, Record("retried", state.version, event.rank, {"cause": cause}))
+    if event.generation < state.generation:
+        return state, commands  # the newer one waits for its report
+    return _with(commands, _begin_generation(state))
 
 
 # ---------------------------------------------------------------------- broken connections without a death

@@ -268,6 +268,33 @@ class Arrive:
 
 
 @dataclass(frozen=True, slots=True)
+class Raised:
+    """The worker met an exception that a fault of its machine may explain, and waits to be told whose it is
+    (:class:`Judged`). If it is to be evicted, its connection closes instead.
+
+    Args:
+        rank: the worker's rank.
+        generation: the generation that it has entered; it raises at most once in each.
+        step: the step whose work raised; -1 outside of steps.
+        operation: the operation, or outside of steps the place in the code. With the step it is the same on whatever
+            worker does that work.
+        summary: class and message, for people.
+        traceback: for people.
+        exact: whether this worker can do that work again with the same result.
+        sticky: whether the process cannot go on, whatever the cause: its device is lost to it.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    operation: str
+    summary: str
+    traceback: str
+    exact: bool
+    sticky: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Crash:
     """The worker ends with an exception.
 
@@ -361,6 +388,16 @@ class Confirmed:
     """The worker is a member."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The answer to :class:`Raised`: either the exception is the user's ``own``, or the worker does the work again, in
+    a generation newer than ``generation``, in which it was raised.
+    """
+
+    generation: int
+    own: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.blame import Remembered
 from lightning_recycle.control.protocol.links import Pair
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.schedule import Schedule
@@ -98,6 +99,7 @@ MembershipEvent: TypeAlias = (
     | messages.Applied
     | messages.Commit
     | messages.Arrive
+    | messages.Raised
     | messages.Crash
     | messages.Ready
     | messages.Leave
@@ -234,6 +236,10 @@ class MembershipState:
         next_collective: the lowest number that is not answered yet.
         causes: why workers were lost, by rank.
         version: the number of steps that every live worker has applied.
+        has_resumed: whether a generation has been resumed. Before, code runs that only one worker runs, such as
+            ``prepare_data``.
+        retries: how often work that raised a suspected exception is run again.
+        raised: the suspected exceptions, the oldest first.
         disturbances: regroups in a row without a loss or a commit.
         broken_pairs: live workers of which one reported, in the current generation, that it cannot reach the other.
         ending: whether the run is to end at a step boundary.
@@ -266,6 +272,9 @@ class MembershipState:
     next_collective: int = 0
     causes: Mapping[int, str] = field(default_factory=dict)
     version: int = 0
+    has_resumed: bool = False
+    retries: int = 1
+    raised: tuple[Remembered, ...] = ()
     disturbances: int = 0
     broken_pairs: frozenset[Pair] = frozenset()
     ending: bool = False
@@ -288,10 +297,10 @@ class MembershipState:
         return frozenset(rank for rank in self.live - self.joining if self.stage_of(rank) == stage)
 
 
-def initial_state(grid: Grid) -> MembershipState:
-    """The state before anybody has joined."""
+def initial_state(grid: Grid, retries: int = 1) -> MembershipState:
+    """The state before anybody has joined; ``retries``: see :class:`MembershipState`."""
     live = frozenset(range(grid.num_workers))
-    return MembershipState(grid=grid, live=live, leader=leader(grid, live))
+    return MembershipState(grid=grid, live=live, leader=leader(grid, live), retries=retries)
 
 
 def leader(grid: Grid, roster: Iterable[int]) -> int:

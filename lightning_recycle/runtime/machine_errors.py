@@ -1,0 +1,144 @@
+"""Which exceptions a fault of the machine may explain: storage, memory, descriptors, helper processes, the device.
+
+Concept: nobody can tell from an exception alone whether the machine or the user's code is at fault, since a missing
+file and a lost file system look alike. So this module only suspects; the coordinator settles it by running the same
+work elsewhere (:mod:`~lightning_recycle.control.protocol.blame`). An exception that is not suspected is the user's own
+at once.
+
+An exception is also suspected if it was raised ``from`` a suspected one. This package's own errors never are: what they
+mean is known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+
+from lightning_recycle.errors import ConfigurationError, ReCycleError
+
+__all__ = ["MachineErrors", "is_device_error", "is_machine_error", "place_of", "readers_may_die", "suspicion_of"]
+
+MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseException], bool]
+"""Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate that says of
+every exception whether it is."""
+
+_CLASSES = (OSError, EOFError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+_DEVICE = re.compile(
+    r"CUDA error|CUDA driver error|HIP error|CUDNN_STATUS_|cuDNN error|CUBLAS_STATUS_|CUSPARSE_STATUS_|CUSOLVER_STATUS_"
+)
+"""Older versions of torch, and some of its libraries, raise a RuntimeError without a class of its own."""
+
+_MACHINE = re.compile(
+    r"DataLoader worker \(pid.*(is killed by signal|exited unexpectedly)|DataLoader timed out after"
+    r"|Pin memory thread exited unexpectedly|received \d+ items of ancdata|Too many open files"
+    r"|unable to (open|allocate|resize|mmap|write).*(shared memory|file <)|can't allocate memory"
+    r"|can't start new thread",
+    re.DOTALL,
+)
+"""What torch's DataLoader, its shared memory, its allocator and Python's threads say in a RuntimeError."""
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether the device is lost to this process, which therefore cannot go on: CUDA's errors stay until its end."""
+    return any(
+        isinstance(one, torch.AcceleratorError) or (type(one) is RuntimeError and _DEVICE.search(str(one)) is not None)
+        for one in _with_causes(error)
+    )
+
+
+def is_machine_error(error: BaseException) -> bool:
+    """Whether a fault of the machine may explain ``error``; the default of ``ReCycleStrategy(machine_errors=...)``.
+
+    ``OSError``, ``EOFError``, ``MemoryError`` and all that derive from them; ``torch.OutOfMemoryError``,
+    ``torch.AcceleratorError`` and other errors of CUDA and HIP; a DataLoader's process that was killed or a DataLoader
+    that timed out; shared memory or descriptors that are used up; a thread that cannot be started.
+    """
+    if isinstance(error, ReCycleError):
+        return False
+    return is_device_error(error) or any(
+        isinstance(one, _CLASSES) or (type(one) is RuntimeError and _MACHINE.search(str(one)) is not None)
+        for one in _with_causes(error)
+    )
+
+
+def suspicion_of(machine_errors: MachineErrors) -> Callable[[BaseException], bool]:
+    """What ``ReCycleStrategy(machine_errors=...)`` says of an exception.
+
+    Raises:
+        ConfigurationError: if the option is neither a predicate nor names exceptions.
+    """
+    if callable(machine_errors) and not isinstance(machine_errors, type):
+        predicate = machine_errors
+        return lambda error: not isinstance(error, ReCycleError) and bool(predicate(error))
+    if isinstance(machine_errors, (str, type)) or not isinstance(machine_errors, Sequence):
+        raise ConfigurationError(
+            f"ReCycleStrategy(machine_errors={machine_errors!r}): give a list of exception classes or their dotted"
+            " names, such as ['botocore.exceptions.ClientError'], or a function that takes an exception and returns"
+            " whether a fault of the machine may explain it."
+        )
+    classes = tuple(_exception_class(entry) for entry in machine_errors)
+
+    def is_suspect(error: BaseException) -> bool:
+        own = isinstance(error, ReCycleError)
+        return not own and (is_machine_error(error) or any(isinstance(one, classes) for one in _with_causes(error)))
+
+    return is_suspect
+
+
+def place_of(error: BaseException) -> str:
+    """Where in the code ``error`` was raised, the same in all processes that run this code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
+    return f"in {where}"
+
+
+@contextmanager
+def readers_may_die() -> Iterator[None]:
+    """Within the block the death of a DataLoader's process raises nothing.
+
+    torch's handler of SIGCHLD raises wherever the main thread is, once for each DataLoader that has lost processes:
+    also where an earlier exception is being dealt with.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers do not run in this thread
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """``error``, what it was raised from, and so on."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__
+
+
+def _exception_class(entry: type[BaseException] | str) -> type[BaseException]:
+    found: object = entry
+    if isinstance(entry, str):
+        module, _, name = entry.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module or "builtins"), name)
+        except (ImportError, AttributeError, ValueError):
+            found = None
+    if not (isinstance(found, type) and issubclass(found, Exception)):
+        raise ConfigurationError(
+            f"ReCycleStrategy(machine_errors=...): {entry!r} is no class of exceptions. Give a class that derives from"
+            " Exception, or its full dotted name, such as 'botocore.exceptions.ClientError'."
+        )
+    return found

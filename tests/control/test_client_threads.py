@@ -1,0 +1,82 @@
+"""A worker without its receiver or its heartbeat would be deaf, or seem dead: the end of such a thread is its end."""
+
+import errno
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+from support.thread_client import ThreadClient
+
+from lightning_recycle.control import client as client_module
+from lightning_recycle.control.client import in_words
+from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.protocol.encoding import encode
+from lightning_recycle.control.protocol.messages import Crash, Heartbeat, Regroup
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
+    """The coordinator's end of the connection that the next client opens."""
+    ours, theirs = multiprocessing.Pipe()
+    monkeypatch.setattr(client_module, "Client", lambda *_, **__: ours)
+    yield theirs
+    theirs.close()
+
+
+def last_words(theirs: Connection) -> Crash:
+    while theirs.poll(10.0):
+        message = MessageConnection(theirs).receive()
+        if isinstance(message, Crash):
+            return message
+    raise AssertionError("it ends without a word")
+
+
+def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs: Connection) -> None:
+    client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)
+
+    def interrupt(generation: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    client.on_interrupt = interrupt
+    MessageConnection(theirs).send(Regroup(0, (0,)))
+    crash = last_words(theirs)
+    assert (crash.fault, crash.summary) == (
+        True, "its thread recycle-receive raised OSError: [Errno 24] Too many open files"
+    )  # fmt: skip
+    assert client.exited.wait(10.0)
+    assert client.exit_code == 1
+
+
+def test_a_worker_whose_heartbeat_stops_ends_and_says_why(theirs: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    def debugged(_: Any) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(client_module, "_is_debugged", debugged)
+    client = ThreadClient(0, ("", 0), b"", heartbeat_interval=0.1)
+    crash = last_words(theirs)
+    assert (crash.fault, crash.summary) == (True, "its thread recycle-beat raised MemoryError: ")
+    assert client.exited.wait(10.0)
+
+
+def test_the_heartbeat_goes_on_without_descriptors(theirs: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setitem(sys.modules, "bdb", os)  # as if a debugger had been imported
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    client = ThreadClient(0, ("", 0), b"", heartbeat_interval=0.05)
+    beats = 0
+    while beats < 3:
+        assert theirs.poll(10.0), "the heartbeat has stopped"
+        beats += isinstance(MessageConnection(theirs).receive(), Heartbeat)
+    client.leave()
+
+
+def test_an_exception_is_told_even_if_its_words_are_no_unicode() -> None:
+    summary, text = in_words(ValueError("no such file: /data/\udcff.png"))
+    encode(Crash(0, False, summary, None, text))
+    assert summary == "ValueError: no such file: /data/\\udcff.png"

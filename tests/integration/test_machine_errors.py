@@ -1,0 +1,372 @@
+"""Exceptions that a fault of the machine may explain: a peer runs the same again, and only then are they the user's."""
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import pytest
+import torch
+from support.growth import AwaitReplacement, causes, happened, rejoined
+from support.models import GLOBAL_BATCH, STEPS, Regression, dataset
+from support.streams import Stream
+from support.training import TOLERANCE, difference, exact_fit, failures, fit, plain_loop
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_recycle.callbacks import Fault
+
+SAMPLE = 4 * GLOBAL_BATCH + 5  # belongs to step 4
+
+
+class Trouble:
+    """Raises an exception: once in the whole run, or always; and counts how often it did.
+
+    Args:
+        folder: where it counts; a file for each time, named after the process.
+        error: the exception.
+        once: whether only the first one to come here meets it.
+    """
+
+    def __init__(self, folder: Path, error: Exception, once: bool = True) -> None:
+        self.folder, self.error, self.once = folder, error, once
+
+    def __call__(self) -> None:
+        if self.once:
+            try:
+                (self.folder / "once").touch(exist_ok=False)
+            except FileExistsError:
+                return
+        (self.folder / f"raised-{os.getpid()}-{time.monotonic_ns()}").touch()
+        raise self.error
+
+    @property
+    def processes(self) -> list[str]:
+        """Who raised it, in order."""
+        times = sorted((int(path.name.split("-")[2]), path.name.split("-")[1]) for path in self.folder.glob("raised-*"))
+        return [pid for _, pid in times]
+
+
+class Files(Dataset[tuple[Tensor, Tensor]]):
+    """The samples of :func:`dataset`; reading :data:`SAMPLE` is trouble, and each opens a file."""
+
+    def __init__(self, trouble: Trouble | None = None) -> None:
+        self.samples, self.trouble = dataset(), trouble
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):  # the plain loop, on no machine in particular
+            return self.samples[index]
+        if index == SAMPLE and self.trouble is not None:
+            self.trouble()
+        with open(os.devnull):
+            return self.samples[index]
+
+
+class Troubled(Regression):
+    """Meets trouble in one of its methods, in step 4."""
+
+    def __init__(self, trouble: Trouble, place: str) -> None:
+        super().__init__()
+        self.trouble, self.place, self.is_worker = trouble, place, False
+
+    def setup(self, stage: str) -> None:
+        self.is_worker = True  # unlike what the plain loop trains
+
+    def _at(self, place: str) -> None:
+        if self.place == place and self.is_worker and self.trainer.global_step == 4:
+            self.trouble()
+
+    def split_batch(self, batch: Any) -> Any:
+        self._at("split")
+        return super().split_batch(batch)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self._at("loss")
+        loss = super().loss(output, target)
+        if self.place == "backward":
+            loss.register_hook(lambda _: self._at("backward"))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._at("optimizer")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._at("hook")
+
+    def on_validation_output(self, output: Tensor, target: Tensor) -> None:
+        self._at("validation")
+        super().on_validation_output(output, target)
+
+
+def eio() -> OSError:
+    return OSError(errno.EIO, "Input/output error", "/data/shard")
+
+
+# ---------------------------------------------------------------------- once: the machine's
+
+
+@pytest.mark.parametrize("place", ["split", "loss", "backward", "optimizer", "hook"])
+def test_an_error_of_one_machine_costs_that_worker_and_changes_nothing(tmp_path: Path, place: str) -> None:
+    run = exact_fit(Troubled(Trouble(tmp_path, eio()), place).double(), 3, 2)
+    assert len(failures(run)) == 1
+    (cause,) = causes(run)
+    assert "it raised OSError: [Errno 5] Input/output error: '/data/shard'" in cause
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_sample_that_one_worker_cannot_read_is_read_by_another(tmp_path: Path, processes: int) -> None:
+    data = Files(Trouble(tmp_path, eio()))
+    run = exact_fit(Regression().double(), 2, 2, data=data, loader={"num_workers": processes})
+    assert len(failures(run)) == 1
+    assert "OSError" in causes(run)[0]
+    assert "reading data of step 4" in causes(run)[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_other_errors_of_machines_cost_one_worker_too(tmp_path: Path, error: Exception) -> None:
+    run = exact_fit(Troubled(Trouble(tmp_path, error), "loss").double(), 2, 2)
+    assert len(failures(run)) == 1
+    assert f"it raised {type(error).__name__}: {error}" in causes(run)[0]
+
+
+def test_an_error_in_the_validation_costs_one_worker_and_no_metric(tmp_path: Path) -> None:
+    metrics = []
+    for trouble in (Trouble(tmp_path, eio()), None):
+        model = Troubled(trouble, "validation").double() if trouble else Regression().double()
+        run = fit(model, 2, 2, val=_loader(dataset(48)), val_check_interval=4, max_steps=6)
+        metrics.append(float(run.callback_metrics["val_loss"]))
+        assert len(failures(run)) == (1 if trouble else 0)
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-10)
+
+
+def _loader(data: Any) -> Any:
+    return torch.utils.data.DataLoader(data, batch_size=12)
+
+
+class KillReaders(L.Callback):
+    """Kills the DataLoader processes of one worker's first incarnation in step 3, as the kernel does without memory."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if (trainer.global_rank, trainer.global_step, strategy.incarnation) == (self.rank, 3, 0):
+            readers = psutil.Process().children()
+            assert readers
+            for reader in readers:
+                os.kill(reader.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_killed_dataloader_process_costs_its_worker(rank: int) -> None:
+    run = exact_fit(Regression().double(), 2, 2, callbacks=[KillReaders(rank)], loader={"num_workers": 2})
+    assert failures(run) == [divmod(rank, 2)]
+    assert "it raised " in causes(run)[0]  # RuntimeError by the signal; or first OSError, of a pipe or socket
+
+
+def test_a_worker_whose_dataloader_process_was_killed_is_replaced() -> None:
+    callbacks = [KillReaders(2), AwaitReplacement([8])]
+    strategy = {"restart_workers": True}
+    model = Regression().double()
+    run = exact_fit(model, 2, 2, callbacks=callbacks, strategy=strategy, loader={"num_workers": 1})
+    assert failures(run) == rejoined(run) == [(1, 0)]
+
+
+class FewDescriptors(L.Callback):
+    """From step 3 on one worker can open nothing more."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, 3):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def test_a_worker_without_descriptors_is_evicted() -> None:
+    run = exact_fit(Regression().double(), 3, 2, data=Files(), callbacks=[FewDescriptors(2)])
+    assert failures(run) == [(1, 0)]
+    assert "Too many open files" in causes(run)[0]
+
+
+def test_a_worker_that_cannot_connect_to_the_others_any_more_is_the_one_that_goes() -> None:
+    """Worker (1, 0) needs no descriptor until another worker dies."""
+    callbacks = [FewDescriptors(2)]
+    run = exact_fit(Regression().double(), 3, 2, [Fault("kill", 0, 1, step=5)], callbacks=callbacks)
+    assert failures(run) == [(0, 1), (1, 0)]
+    assert "Too many open files" in causes(run)[1]
+
+
+# ---------------------------------------------------------------------- by the last holder of a stage
+
+
+@pytest.mark.parametrize("place", ["split", "loss", "backward"])
+def test_the_only_replica_does_the_work_again_itself(tmp_path: Path, place: str) -> None:
+    run = exact_fit(Troubled(Trouble(tmp_path, eio()), place).double(), 1, 2)
+    assert failures(run) == []
+    (event,) = happened(run, "retried")
+    assert "OSError" in event.details["cause"]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_only_replica_reads_again_itself(tmp_path: Path, processes: int) -> None:
+    data = Files(Trouble(tmp_path, eio()))
+    run = exact_fit(Regression().double(), 1, 2, data=data, loader={"num_workers": processes})
+    assert (failures(run), len(happened(run, "retried"))) == ([], 1)
+
+
+def test_the_only_replica_survives_the_death_of_its_dataloader_process() -> None:
+    run = exact_fit(Regression().double(), 1, 2, callbacks=[KillReaders(0)], loader={"num_workers": 2})
+    assert failures(run) == []
+    assert 1 <= len(happened(run, "retried")) <= 2
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [(OSError(errno.EIO, "no"), "optimizer"), (torch.AcceleratorError("CUDA error: gone"), "loss")],
+    ids=["half-applied", "lost device"],
+)
+def test_what_the_only_replica_cannot_do_again_ends_the_run(tmp_path: Path, error: Exception, place: str) -> None:
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        fit(Troubled(Trouble(tmp_path, error), place).double(), 1, 2)
+
+
+# ---------------------------------------------------------------------- again: the user's
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(("pipelines", "most"), [(1, 4), (3, 4)])
+def test_a_file_that_nobody_finds_ends_the_run_as_itself(
+    tmp_path: Path, pipelines: int, most: int, processes: int
+) -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/5.png")
+    trouble = Trouble(tmp_path, missing, once=False)
+    with pytest.raises(FileNotFoundError, match=r"5\.png") as caught:
+        fit(Regression().double(), pipelines, 2, data=Files(trouble), loader={"num_workers": processes})
+    if not processes:  # torch makes another one of what its processes raise
+        assert caught.value.filename == "/data/5.png"
+    assert "In worker" in str(caught.value.__cause__)
+    assert 2 <= len(trouble.processes) <= most  # of each stage that reads one worker, and then a peer or the same
+
+
+@pytest.mark.parametrize("place", ["loss", "optimizer", "hook"])
+def test_an_error_that_a_peer_meets_too_ends_the_run_as_itself(tmp_path: Path, place: str) -> None:
+    trouble = Trouble(tmp_path, eio(), once=False)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        fit(Troubled(trouble, place).double(), 3, 2)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, "/data/shard")
+
+
+def test_the_log_of_a_full_disk_does_not_cost_one_leader_after_the_other(tmp_path: Path) -> None:
+    trouble = Trouble(tmp_path, OSError(errno.ENOSPC, "No space left on device"), once=False)
+    with pytest.raises(OSError, match="No space left"):
+        fit(Regression().double(), 4, 1, callbacks=[OnlyTheLeader(trouble)])
+    assert len(set(trouble.processes)) == 2
+
+
+class OnlyTheLeader(L.Callback):
+    """Writes something every third step, as loggers do."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        self.trouble = trouble
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step % 3 == 0:
+            self.trouble()
+
+
+def test_what_one_worker_does_for_all_before_training_is_not_tried_on_others(tmp_path: Path) -> None:
+    trouble = Trouble(tmp_path, PermissionError(errno.EACCES, "Permission denied", "/data"), once=False)
+    with pytest.raises(PermissionError, match="/data"):
+        fit(Unprepared(trouble).double(), 2, 2)
+    assert len(trouble.processes) == 1
+
+
+class Unprepared(Regression):
+    """Its data cannot be prepared."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__()
+        self.trouble = trouble
+
+    def prepare_data(self) -> None:
+        self.trouble()
+
+
+# ---------------------------------------------------------------------- options
+
+
+class StorageError(Exception):
+    """A client's own error, which derives from none of Python's."""
+
+
+def is_storage_error(error: BaseException) -> bool:
+    return isinstance(error, StorageError)
+
+
+@pytest.mark.parametrize(
+    ("machine_errors", "survives"), [((), False), ((StorageError,), True), (is_storage_error, True)]
+)
+def test_the_user_says_which_errors_are_a_machines(tmp_path: Path, machine_errors: Any, survives: bool) -> None:
+    model = Troubled(Trouble(tmp_path, StorageError("503 Slow Down")), "loss").double()
+    strategy = {"machine_errors": machine_errors}
+    if survives:
+        assert len(failures(exact_fit(model, 2, 2, strategy=strategy))) == 1
+    else:
+        with pytest.raises(StorageError, match="503"):
+            fit(model, 2, 2, strategy=strategy)
+
+
+def test_without_retries_the_first_exception_ends_the_run(tmp_path: Path) -> None:
+    trouble = Trouble(tmp_path, eio())
+    with pytest.raises(OSError, match="shard"):
+        fit(Troubled(trouble, "loss").double(), 2, 2, strategy={"machine_error_retries": 0})
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class FailingStream(Stream):
+    """Its reading is trouble, once on the way."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(STEPS * GLOBAL_BATCH)
+        self.trouble = trouble
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, sample in enumerate(super().__iter__()):
+            if number == SAMPLE:
+                self.trouble()
+            yield sample
+
+
+def test_a_worker_that_cannot_read_on_in_a_stream_is_evicted(tmp_path: Path) -> None:
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    run = fit(model, 3, 2, data=FailingStream(Trouble(tmp_path, eio())))
+    assert len(failures(run)) == 1
+    assert difference(model.state_dict(), expected) < TOLERANCE
+
+
+def test_the_only_replica_cannot_read_a_stream_again(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="shard"):
+        fit(Regression().double(), 1, 2, data=FailingStream(Trouble(tmp_path, eio())))
