@@ -11,6 +11,7 @@ it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a memb
 from __future__ import annotations
 
 import faulthandler
+import hmac
 import logging
 import os
 import re
@@ -77,6 +78,7 @@ class ControlClient:
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
+        self._authkey = authkey
         self._connection = MessageConnection(Client(address, authkey=authkey))
         self._changed = threading.Condition()
         self._leaving = False
@@ -128,6 +130,10 @@ class ControlClient:
     def local_host(self) -> str:
         """The address of this machine as the coordinator reaches it."""
         return self._connection.local_host
+
+    def key_for(self, purpose: str) -> bytes:
+        """A key for ``purpose`` that only the workers of this run know, derived from the key of the run."""
+        return hmac.digest(self._authkey, purpose.encode(), "sha256")
 
     # ------------------------------------------------------------------ main thread
 
