@@ -3,8 +3,8 @@
 Concept: a *link* is one TCP connection between two workers, for one of the groups that both are in. One of the two
 dials the other's :class:`Gate`. Before the connection is handed out, each side has proved to the other that it knows
 the key of the run, for this generation, this group and these two ranks, and for random numbers that both chose a moment
-ago. So whoever lacks the key can open connections and send what he likes: he takes nobody's place, nothing is read after
-his first 64 bytes, and he is dropped.
+ago. So whoever lacks the key can open connections and send what he likes: he takes nobody's place, nothing is read
+after his first 64 bytes, and he is dropped.
 
 Contract: :func:`connect` returns all links of a worker or none. It reads no byte beyond the handshake, so a link can be
 used as if it had just been opened. A gate is open only while its worker connects: between two generations, and

@@ -4,7 +4,7 @@ They know what any user of the machine can know (``/proc/net/tcp``), how Gloo's 
 link is. The inodes of ``/proc/PID/fd`` only keep them off the ports of other programs.
 
 As a program, ``strangers.py PID SEED``: attacks the workers below the process PID until its standard input ends, then
-prints how many connections it tried and at how many ports.
+prints how many connections it tried, how many of them were made, and at how many ports.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,6 +30,8 @@ Address: TypeAlias = tuple[str, int]
 _LISTEN = "0A"
 _HELD = 300  # connections that a stranger keeps open
 _OPENING = 64  # bytes of the first message of a link
+_RETRY = 0.2  # probability to try a port again that did not answer
+_LOOK_SECONDS = 0.2  # between looks which workers there are
 
 
 def listening(pids: Iterable[int]) -> set[Address]:
@@ -54,7 +58,7 @@ def _socket_inodes(pid: int) -> Iterator[str]:
                     yield target[8:-1]
 
 
-def knock(address: Address, data: bytes = b"", seconds: float = 0.02) -> socket.socket | None:
+def knock(address: Address, data: bytes = b"", seconds: float = 0.005) -> socket.socket | None:
     """Connects to ``address`` and says ``data``; None if nobody answers within ``seconds``."""
     host, port = address
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -92,27 +96,40 @@ KINDS: dict[str, Callable[[random.Random], list[bytes]]] = {
 """What strangers say, by its description: a draw of messages, each for a connection of its own."""
 
 
-def attack(address: Address, draw: random.Random) -> tuple[int, list[socket.socket]]:
-    """One draw of :data:`KINDS`; how many connections were tried, and those that are held. Some are reset at once."""
+def attack(address: Address, draw: random.Random) -> tuple[int, list[socket.socket], bool]:
+    """One draw of :data:`KINDS`. Some connections are reset at once.
+
+    Returns:
+        How many were tried, those that are held, and whether all were answered.
+    """
     messages = KINDS[draw.choice(list(KINDS))](draw)
     held = []
     for number, message in enumerate(messages, start=1):
         sock = knock(address, message)
         if sock is None:
-            return number, held  # nobody is there, or nobody answers
+            return number, held, False
         if draw.random() < 0.3:
             _reset(sock)
         else:
             held.append(sock)
-    return len(messages), held
+    return len(messages), held, True
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What strangers did: connections that they tried, those that somebody answered, and the ports that they found."""
+
+    tried: int
+    made: int
+    ports: int
 
 
 @contextlib.contextmanager
-def strangers_at(root: int, seed: int, count: int = 1) -> Iterator[list[tuple[int, int]]]:
-    """``count`` processes attack the workers below process ``root`` within the block; afterwards the list has what each
-    of them tried: (connections, ports).
+def strangers_at(root: int, seed: int, count: int = 1) -> Iterator[list[Tally]]:
+    """``count`` processes attack the workers below process ``root`` within the block; afterwards the list has a tally
+    of each.
     """
-    tried: list[tuple[int, int]] = []
+    tallies: list[Tally] = []
     command = [sys.executable, __file__, str(root)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     processes = [
@@ -122,29 +139,37 @@ def strangers_at(root: int, seed: int, count: int = 1) -> Iterator[list[tuple[in
         for i in range(count)
     ]
     try:
-        yield tried
+        yield tallies
     finally:
         for process in processes:
             said, _ = process.communicate(timeout=60)
-            connections, ports = map(int, said.split())
-            tried.append((connections, ports))
+            tallies.append(Tally(*map(int, said.split())))
 
 
 def main(root: int, seed: int) -> None:
     draw = random.Random(seed)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    connections, ports = 0, set()
+    tried = made = 0
+    ports: set[Address] = set()
+    mute: set[Address] = set()
     holding: list[socket.socket] = []
+    workers: list[int] = []
+    next_look = 0.0
     while not ended.wait(0.001):
-        for address in sorted(listening(worker_processes(root))):
+        if (now := time.monotonic()) >= next_look:
+            workers, next_look = worker_processes(root), now + _LOOK_SECONDS
+        for address in sorted(listening(workers)):
             ports.add(address)
-            tried, held = attack(address, draw)
-            connections += tried
+            if address in mute and draw.random() > _RETRY:
+                continue  # so as to have time for those that answer
+            knocked, held, answered = attack(address, draw)
+            (mute.discard if answered else mute.add)(address)
+            tried, made = tried + knocked, made + knocked - (not answered)
             holding += held
             while len(holding) > _HELD:
                 holding.pop(0).close()
-    print(connections, len(ports))
+    print(tried, made, len(ports))
 
 
 if __name__ == "__main__":
