@@ -41,7 +41,7 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 from lightning_recycle.runtime.reachability import Doorbell, hang_up
 from lightning_recycle.runtime.sockets import drop_everything, inode_of
 
-__all__ = ["Device", "UnsupportedError", "create_group"]
+__all__ = ["Device", "UnsupportedError", "create_group", "open_device"]
 
 _DOORBELLS = "127.0.0.1"
 _DEVICES = "127.0.0.2"  # higher than that of the doorbells
@@ -54,6 +54,11 @@ _TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 
 class UnsupportedError(RuntimeError):
     """Gloo or the system is not as this module expects it: groups cannot be created over given connections."""
+
+
+def open_device(host: str) -> Any:
+    """One of Gloo's event loops that connects by itself: anybody who reaches its port at ``host`` can join in."""
+    return ProcessGroupGloo.create_device(hostname=host)
 
 
 def create_group(store: Store, rank: int, size: int, device: Any, connect_timeout: timedelta) -> Any:

@@ -1,7 +1,7 @@
 """The process groups of a generation: who is in which, and how their processes find each other and connect.
 
 Contract: :meth:`GroupFactory.create` returns all groups that a worker is in, or raises. Before a byte of Gloo's passes,
-each connection has proved that it leads to a worker of this run (:mod:`~lightning_recycle.runtime.links`), and then it
+each connection has proved that it leads to a worker of this run (:mod:`~lightning_recycle.runtime.gates`), and then it
 is handed to Gloo (:mod:`~lightning_recycle.runtime.gloo`). Gloo would connect by itself, and take whoever dials; where
 the other way is not possible on some worker, it has to, and the log says so.
 
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.runtime.gloo import Device, UnsupportedError, create_group
-from lightning_recycle.runtime.links import Gate, Link, connect
+from lightning_recycle.runtime.gates import Gate, Link, connect
+from lightning_recycle.runtime.gloo import Device, UnsupportedError, create_group, open_device
 from lightning_recycle.runtime.reachability import Doorbell, unreachable
 from lightning_recycle.runtime.sockets import OpenSockets, open_sockets
 
@@ -194,7 +194,7 @@ class GroupFactory:
         self, store_for: Callable[[GroupPlan], Store], plans: Sequence[GroupPlan], sockets: OpenSockets
     ) -> dict[str, Any]:
         if not self._open_devices:
-            self._open_devices = [ProcessGroupGloo.create_device(hostname=self._host) for _ in range(self._loops)]
+            self._open_devices = [open_device(self._host) for _ in range(self._loops)]
         groups = {}
         for plan in plans:
             before = open_sockets()

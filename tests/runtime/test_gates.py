@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.strangers import attack, knock
 
-from lightning_recycle.runtime.links import Gate, Link, Refusal, Talk, accepting, connect, dialing, name_of
+from lightning_recycle.runtime.gates import Gate, Link, Refusal, Talk, accepting, connect, dialing, name_of
 
 KEY, OTHER_KEY = b"the key of this run", b"the key of another"
 LINK = Link("activations", 0, 1)
