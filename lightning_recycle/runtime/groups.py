@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-from torch.distributed import Store
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.runtime.gates import Gate, Link, connect
