@@ -201,7 +201,7 @@ def test_late_workers_connect(gates: list[Gate]) -> None:
     check_connected([future.result() for future in futures])
 
 
-@pytest.mark.parametrize("inputs", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("inputs", [2_000, pytest.param(50_000, marks=pytest.mark.exhaustive)])
 def test_workers_connect_among_strangers(gates: list[Gate], inputs: int, caplog: pytest.LogCaptureFixture) -> None:
     """They come before, while and after the workers do, and hold their connections."""
     workers = Workers(gates)
