@@ -96,7 +96,7 @@ print(sys.modules["lightning_recycle.resilience.messages"].Event.__module__)
 
 # docs/architecture.md lists them by the one module that uses each; when one changes, this fails first.
 PRIVATE = {
-    "lightning_recycle.runtime.communicator": [
+    "lightning_recycle.runtime.gloo": [
         "torch.distributed:ProcessGroupGloo",
         "torch.distributed:ProcessGroupGloo._Options",
         "torch.distributed:ProcessGroupGloo.create_device",

@@ -11,27 +11,23 @@ Must not know: faults, schedules, Lightning.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_recycle.errors import InjectedFaultError
+from lightning_recycle.runtime.sockets import drop_everything
 
 __all__ = ["Slowdown", "deadlock", "exit_at_once", "hang", "kill", "partition", "preempt", "raise_error"]
 
 _DEADLOCK_SECONDS = 3600.0  # by then, nothing will find the deadlock any more
 _PARTITION_INTERVAL = 0.05  # seconds until a socket opened later is cut off
 
-# From asm-generic/socket.h; the socket module does not have them.
-_SO_ATTACH_FILTER = 26
-_SO_MAX_PACING_RATE = 47
-_BPF_RETURN_CONSTANT = 0x06
+_SO_MAX_PACING_RATE = 47  # from asm-generic/socket.h; the socket module does not have it
 
 
 def kill() -> None:
@@ -132,14 +128,12 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _cut(sock: socket.socket) -> None:
-    """Incoming packets are dropped by a filter that accepts 0 bytes of each; it is inherited by accepted connections.
+    """Incoming packets are dropped by a filter, which is inherited by accepted connections.
 
     Outgoing ones wait for a pace of 1 byte/s. Linux does not pace the first ten segments of a connection
     (``tcp_update_skb_after_send``); Nagle's algorithm holds small ones back until what was sent before is acknowledged,
     and the acknowledgements are dropped.
     """
-    instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN_CONSTANT, 0, 0, 0))
-    program = struct.pack("HP", 1, ctypes.addressof(instruction))
-    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    drop_everything(sock)
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)

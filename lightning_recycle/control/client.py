@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import hmac
 import logging
 import os
 import re
@@ -81,6 +82,7 @@ class ControlClient:
         self.regroup: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
+        self._authkey = authkey
         self._connection = connect(address, authkey)
         self._changed = threading.Condition()
         self._leaving = False
@@ -133,6 +135,10 @@ class ControlClient:
     def local_host(self) -> str:
         """The address of this machine as the coordinator reaches it."""
         return self._connection.local_host
+
+    def key_for(self, purpose: str) -> bytes:
+        """A key for ``purpose`` that only the workers of this run know, derived from the key of the run."""
+        return hmac.digest(self._authkey, purpose.encode(), "sha256")
 
     # ------------------------------------------------------------------ main thread
 

@@ -1,11 +1,11 @@
-"""Messages between workers: the only module that touches torch's process groups.
+"""Messages between workers, over torch's process groups.
 
 Contract: :meth:`Communicator.configure` connects the workers of one generation, :meth:`Communicator.abort` (from any
 thread) makes every blocked or later operation raise :class:`CommunicationError` within milliseconds. There is no
 default process group: all groups are raw objects under a store prefix of their generation.
 
-Private torch API used here: ``ProcessGroupGloo`` and its ``_Options``. Gloo's own ``abort`` does nothing and a blocked
-``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the sockets opened by the groups. Gloo then fails
+Gloo's own ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the
+sockets of the groups (:mod:`~lightning_recycle.runtime.groups` makes both). Gloo then fails
 what is *pending*, but forgets what is *under way*: a receive whose payload has begun to arrive, and a send that is not
 completely written, keep waiting until their timeout (``Pair::signalException`` in its ``transport/tcp/pair.cc`` passes
 over ``rx_`` and the unbound buffers of ``tx_``; the death of a peer in the middle of a message does the same).
@@ -20,11 +20,6 @@ Therefore
 
 A receive without its own timeout uses the one its group was created with, not one set later.
 
-The workers find each other through a :class:`Rendezvous` instead of a ``TCPStore``: its waits can be interrupted, while
-a client of a TCPStore asks the name server for the name of its peer, which took 5 s where there is none. If it is in
-doubt whether all can reach each other, they check before they connect
-(:mod:`~lightning_recycle.runtime.reachability`): Gloo takes longer and does not name the unreachable ones.
-
 Activations and gradients have separate groups. Gloo would keep them apart by tag, but its event loop spins while the
 main thread holds the lock of a connection on which data arrives (measured: half of its processor time).
 
@@ -38,26 +33,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import os
-import socket
-import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
-from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.groups import (
+    CommunicationError,
+    GroupFactory,
+    GroupPlan,
+    Rendezvous,
+    UnreachableError,
+)
 from lightning_recycle.runtime.machine_errors import is_machine_error
-from lightning_recycle.runtime.reachability import Doorbell, unreachable
+from lightning_recycle.runtime.reachability import Doorbell
+from lightning_recycle.runtime.sockets import OpenSockets
 from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS, Layout, Value
 
 __all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "UnreachableError"]
@@ -68,39 +65,11 @@ _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
 _TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of ours: the message, its tensors, and the end of either
 _TRANSFER_TAG = (_EXCHANGE_TAG + 1) * _TAGS
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
-_CONNECT_TIMEOUT = timedelta(seconds=5)  # once the addresses are known
+_OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
 _LOOK = timedelta(seconds=0.1)  # between checks whether the generation was aborted
 _LAST_LOOK = timedelta(milliseconds=10)  # at a collective of an aborted generation
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
-
-
-class Rendezvous(Protocol):
-    """Where workers of a generation find each other: a place to publish addresses and wait for those of others."""
-
-    def publish(self, key: str, value: bytes) -> None: ...
-
-    def lookup(self, key: str, cancelled: threading.Event) -> bytes:
-        """Waits for ``key``; raises to stop connecting, soon after ``cancelled`` is set at the latest."""
-
-
-class _Store(Store):
-    """A :class:`Rendezvous` as the store that Gloo requires, for one generation."""
-
-    def __init__(self, rendezvous: Rendezvous, cancelled: threading.Event) -> None:
-        super().__init__()
-        self._rendezvous, self._cancelled = rendezvous, cancelled
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        if self._cancelled.is_set():
-            raise RuntimeError("The generation is over.")
-        self._rendezvous.publish(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._rendezvous.lookup(key, self._cancelled)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self._rendezvous.lookup(key, self._cancelled)
+_MESSAGE_LOOP, _STAGE_LOOP = 0, 1  # messages between stages must not wait behind a reduction
 
 
 class Channel(Enum):
@@ -111,18 +80,6 @@ class Channel(Enum):
 
 
 _OTHER = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
-
-
-class CommunicationError(ReCycleError):
-    """A message could not be exchanged: a peer is gone, or the generation was aborted."""
-
-
-class UnreachableError(CommunicationError):
-    """This worker cannot reach the workers ``ranks``."""
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        super().__init__(f"There is no connection to the workers of rank {', '.join(map(str, ranks))}.")
-        self.ranks = ranks
 
 
 _Key: TypeAlias = tuple[Channel, int, int]
@@ -176,6 +133,7 @@ class Communicator:
         host: address at which other workers reach this one.
         device: device of received tensors; tensors on devices other than the CPU are staged through the CPU.
         rendezvous: where workers find each other.
+        key: what only the workers of this run know; they prove it to each other before they exchange anything else.
         timeout: limit of any single operation, in seconds.
 
     Attributes:
@@ -183,23 +141,25 @@ class Communicator:
     """
 
     def __init__(
-        self, rank: int, host: str, device: torch.device, rendezvous: Rendezvous, timeout: float = 1800.0
+        self,
+        rank: int,
+        host: str,
+        device: torch.device,
+        rendezvous: Rendezvous,
+        key: bytes,
+        timeout: float = 1800.0,
     ) -> None:
         self._rank = rank
         self._host = host
         self._timeout = timedelta(seconds=timeout)
         self.device = device
-        self._rendezvous = rendezvous
         self.on_progress: Callable[[], None] = lambda: None
-        # Separate event loops: messages between stages must not wait behind a reduction.
-        self._message_device = ProcessGroupGloo.create_device(hostname=host)
-        self._stage_device = ProcessGroupGloo.create_device(hostname=host)
+        self._factory = GroupFactory(rank, host, rendezvous, key, loops=2)
         self._lock = threading.Lock()
         self._cancelled = threading.Event()  # set when the generation is aborted
         self._aborted_generation = -1
         self._generation = -1
-        self._sockets: dict[int, int] = {}
-        self._before: dict[int, int] | None = None
+        self._sockets = OpenSockets()
         self._doorbell: Doorbell | None = None
         self._groups: dict[Channel, Any] = {}
         self._stage: Any = None
@@ -234,81 +194,45 @@ class Communicator:
         """
         self.close()
         doorbell = self._doorbell = Doorbell(self._host) if check_links else None
-        ranks = {rank: i for i, rank in enumerate(sorted(roster))}
-        stage_ranks = {rank: i for i, rank in enumerate(sorted(stage_roster))}
         with self._lock:
             cancelled = self._cancelled = threading.Event()
+            sockets = self._sockets = OpenSockets()
             self._generation = generation
             if self._aborted_generation >= generation:
                 cancelled.set()
-            self._before = _open_sockets()
-        self._group_rank, self._stage_rank = ranks, stage_ranks
-        store = _Store(self._rendezvous, cancelled)
-        groups: dict[Channel, Any] = {}
-        stage: list[Any] = []
-        tie_ranks = {
-            index: {rank: i for i, rank in enumerate(sorted(ranks))} for index, ranks in (tie_rosters or {}).items()
-        }
-        ties: dict[int, Any] = {}
+        ties = {index: sorted(ranks) for index, ranks in sorted((tie_rosters or {}).items())}
+        stage = f"stage{min(stage_roster)}"
+        plans = [GroupPlan(channel.value, tuple(sorted(roster)), _MESSAGE_LOOP) for channel in Channel]
+        plans.append(GroupPlan(stage, tuple(sorted(stage_roster)), _STAGE_LOOP))
+        plans += [GroupPlan(f"tie{index}", tuple(ranks), _STAGE_LOOP) for index, ranks in ties.items()]
+        groups: dict[str, Any] = {}
         errors: list[BaseException] = []
         done = threading.Event()
 
         def connect() -> None:
             try:
-                prefix = f"generation{generation}"
-                if doorbell is not None:
-                    store.set(f"{prefix}/doorbell{self._rank}", doorbell.address)
-                    others = {r: store.get(f"{prefix}/doorbell{r}") for r in roster if r != self._rank}
-                    if (missing := unreachable(others, cancelled)) and not cancelled.is_set():
-                        raise UnreachableError(missing)
-                for channel in Channel:
-                    groups[channel] = self._connect(
-                        PrefixStore(f"{prefix}/{channel.value}", store), ranks, self._message_device
-                    )
-                name = f"{prefix}/stage{min(stage_ranks)}"
-                stage.append(self._connect(PrefixStore(name, store), stage_ranks, self._stage_device))
-                for index, members in sorted(tie_ranks.items()):
-                    name = f"{prefix}/tie{index}"
-                    ties[index] = self._connect(PrefixStore(name, store), members, self._stage_device)
+                groups.update(self._factory.create(generation, plans, roster, doorbell, cancelled, sockets))
             except BaseException as error:  # handed to the thread that waits
                 errors.append(error)
             finally:
                 done.set()
 
         threading.Thread(target=connect, name="recycle-connect", daemon=True).start()
-        try:
-            while not done.wait(_LOOK.total_seconds()):
-                self._check()  # abandons the thread, which ends when its connections time out
-            for error in errors:
-                if isinstance(error, (CommunicationError, OSError)) or is_machine_error(error):
-                    raise error  # an OSError comes from this machine: Gloo's own errors are RuntimeErrors
-                raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
-        finally:
-            with self._lock:
-                self._sockets = self._opened()
-                self._before = None
-                if self._aborted_generation >= generation:
-                    self._shutdown_sockets()
+        while not done.wait(_LOOK.total_seconds()):
+            self._check()  # abandons the thread, which ends when its connections time out
+        for error in errors:
+            if isinstance(error, CommunicationError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
+                raise error
+            raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
+        for group in groups.values():
+            group._set_default_timeout(self._timeout)
         self._check()
-        self._groups, self._stage = groups, stage[0]
-        self._ties, self._tie_ranks = ties, tie_ranks
-
-    def _connect(self, store: PrefixStore, ranks: Mapping[int, int], device: Any) -> Any:
-        if len(ranks) == 1:
-            return None
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [device]
-        options._threads = 1
-        options._timeout = _CONNECT_TIMEOUT
-        group = ProcessGroupGloo(store, ranks[self._rank], len(ranks), options)
-        group._set_default_timeout(self._timeout)
-        return group
-
-    def _opened(self) -> dict[int, int]:
-        """The sockets of this generation; while connecting, those opened since it started."""
-        if self._before is None:
-            return self._sockets
-        return dict(_open_sockets().items() - self._before.items())
+        self._groups = {channel: groups.get(channel.value) for channel in Channel}
+        self._group_rank = {rank: i for i, rank in enumerate(sorted(roster))}
+        self._stage = groups.get(stage)
+        self._stage_rank = {rank: i for i, rank in enumerate(sorted(stage_roster))}
+        self._ties = {index: groups.get(f"tie{index}") for index in ties}
+        self._tie_ranks = {index: {rank: i for i, rank in enumerate(ranks)} for index, ranks in ties.items()}
 
     def abort(self, generation: int) -> None:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
@@ -316,14 +240,13 @@ class Communicator:
             self._aborted_generation = max(self._aborted_generation, generation)
             if self._generation <= generation:
                 self._cancelled.set()
-                self._shutdown_sockets()
+                self._sockets.cut()
 
     def close(self) -> None:
         """Drops the groups of the generation. The caller must not be inside an operation."""
         with self._lock:
             self._cancelled.set()
-            self._shutdown_sockets()
-            self._sockets = {}
+            self._sockets.cut()
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None
@@ -333,24 +256,6 @@ class Communicator:
         self._groups = {}
         self._stage = None
         self._ties = {}
-
-    def _shutdown_sockets(self) -> None:
-        for fd, inode in self._opened().items():
-            # Gloo closes sockets in threads of its own, and their numbers go to whatever is opened next: so take hold
-            # of it first, and look whether it is the right one then. (The other way round, on a busy machine, aborts
-            # shut down connections to DataLoader processes that were opened at that moment.)
-            try:
-                held = os.dup(fd)
-            except OSError as error:
-                if error.errno != errno.EBADF:
-                    raise  # out of descriptors: what waits cannot be interrupted, and this worker must end
-                continue  # closed
-            try:
-                if os.fstat(held).st_ino == inode:
-                    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(held)) as sock:
-                        sock.shutdown(socket.SHUT_RDWR)  # an OSError means that it is no longer connected
-            finally:
-                os.close(held)
 
     # ------------------------------------------------------------------ values between stages
 
@@ -548,14 +453,3 @@ def _chunks(tensor: Tensor) -> list[Tensor]:
 def _capacity(last: Layout) -> int:
     """Size of the buffer for a tag whose last message had this layout; sender and receiver agree on it."""
     return min(max(last.packed_bytes, _SMALL_BYTES), _PACKED_BYTES)
-
-
-def _open_sockets() -> dict[int, int]:
-    """The sockets of this process: file descriptor -> inode."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found

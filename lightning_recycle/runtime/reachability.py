@@ -2,7 +2,8 @@
 
 Concept: a worker that wants to be found opens a :class:`Doorbell`, a listening socket whose connections are never
 accepted. The system answers for the process, so even a busy or stopped process is reachable: the check tests both
-directions of the way to it, not the process.
+directions of the way to it, not the process. As no connection is ever completed either
+(:func:`~lightning_recycle.runtime.sockets.answer_only`), nobody can fill its queue to make a worker look unreachable.
 
 Contract: :func:`unreachable` returns at once if all can be reached. Otherwise it keeps trying until its time is up, so
 that a lost packet or a slightly late peer does not count, and workers that check at the same time get their results at
@@ -13,19 +14,22 @@ Must not know: process groups, generations, the coordinator.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping
 
-__all__ = ["CHECK_SECONDS", "Doorbell", "unreachable"]
+from lightning_recycle.runtime.sockets import address_of, answer_only, dial, listen
+
+__all__ = ["CHECK_SECONDS", "Doorbell", "hang_up", "unreachable"]
 
 CHECK_SECONDS = 1.4
 """How long to try to reach a worker. Linux resends the first packet of a connection after one second."""
 
-_BACKLOG = 1024  # connections the system completes for a process; each worker makes one or a few
+_BACKLOG = 1024  # dialers that the system remembers; each worker makes one or a few
 _REDIAL_SECONDS = 0.1  # between attempts that fail at once
 _LOOK_SECONDS = 0.02  # between checks for cancellation
 
@@ -34,14 +38,19 @@ class Doorbell:
     """A listening socket at ``host``; close it when no worker needs to reach this one any more."""
 
     def __init__(self, host: str) -> None:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._socket = socket.create_server(address, family=family, backlog=_BACKLOG)
+        self._socket = listen(host, _BACKLOG)
+        with contextlib.suppress(OSError):  # without filters it answers as well, until its queue is full
+            answer_only(self._socket)
 
     @property
     def address(self) -> bytes:
         """Its address, for :func:`unreachable` in other workers."""
-        host, port = self._socket.getsockname()[:2]
-        return f"{host} {port}".encode()
+        return address_of(self._socket)
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
 
     def close(self) -> None:
         self._socket.close()
@@ -71,7 +80,7 @@ def unreachable(
                 if now >= next_dial:
                     next_dial = now + _REDIAL_SECONDS
                     for rank in missing - dialled.keys():
-                        if (sock := _dial(addresses[rank])) is not None:
+                        if (sock := dial(addresses[rank])) is not None:
                             dialled[rank] = sock
                             selector.register(sock, selectors.EVENT_WRITE, rank)
                 for key, _ in selector.select(_LOOK_SECONDS):
@@ -79,6 +88,7 @@ def unreachable(
                         selector.unregister(sock)
                         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
                             missing.discard(key.data)
+                            hang_up(sock)
                 if now >= deadline:  # after the check: this process may not have been running until now
                     break
         finally:
@@ -87,12 +97,6 @@ def unreachable(
     return tuple(sorted(missing))
 
 
-def _dial(address: bytes) -> socket.socket | None:
-    """Starts to connect; None if there is no route."""
-    host, port = address.decode().rsplit(" ", 1)
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    if sock.connect_ex((host, int(port))) in (0, errno.EINPROGRESS):
-        return sock
-    sock.close()
-    return None
+def hang_up(sock: socket.socket) -> None:
+    """Lets ``sock``, connected to a doorbell, end without a farewell when it is closed: nobody would answer it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

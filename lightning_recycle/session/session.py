@@ -201,7 +201,7 @@ class Session:
             self.worker,
             self.grid,
             self.client,
-            Communicator(self.place.rank, self.place.host, device, self.client),
+            Communicator(self.place.rank, self.place.host, device, self.client, self.client.key_for("connections")),
             stage,
             parameters,
             GradientBuffers(parameters, device),

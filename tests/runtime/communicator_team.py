@@ -26,6 +26,7 @@ from lightning_recycle.launch.processes import process_context
 from lightning_recycle.runtime.communicator import Channel, Communicator
 
 HOST = "127.0.0.1"
+KEY = b"the key of a team"
 PATIENCE = 15.0  # seconds for anything that is expected to succeed
 FORWARD = Channel.ACTIVATIONS
 
@@ -168,7 +169,7 @@ def _await_stopped(pid: int) -> None:
 def _serve(rank: int, directory: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     meeting = Meeting(directory)
-    communicator = Communicator(rank, HOST, torch.device("cpu"), meeting, timeout=60.0)
+    communicator = Communicator(rank, HOST, torch.device("cpu"), meeting, KEY, timeout=60.0)
     communicator.meeting = meeting  # type: ignore[attr-defined]
     tasks: queue.Queue[Any] = queue.Queue()
 
@@ -306,7 +307,7 @@ def take(communicator: Communicator, size: int, source: int) -> None:
 
 
 def bound_connecting(communicator: Communicator, seconds: float) -> None:
-    from lightning_recycle.runtime import communicator as module
+    from lightning_recycle.runtime import groups as module
 
     module._CONNECT_TIMEOUT = timedelta(seconds=seconds)
 

@@ -359,7 +359,7 @@ class Ends:
 
 
 def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(tmp_path: Path) -> None:
-    communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)))
+    communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY)
     communicator._generation = 0
     communicator._wait_for(None, Ends())
     with pytest.raises(RuntimeError, match="Connection closed"):

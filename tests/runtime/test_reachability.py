@@ -51,6 +51,14 @@ def test_a_doorbell_answers_without_its_process_however_often(doorbells: list[Do
         assert unreachable({0: doorbells[0].address}, NEVER) == ()
 
 
+def test_strangers_cannot_fill_the_queue_of_a_doorbell(doorbells: list[Doorbell]) -> None:
+    """Or its worker would look unreachable, and be evicted."""
+    host, port = doorbells[0].address.decode().split()
+    for _ in range(1100):  # what is accepted later stays in the queue, although it is closed
+        socket.create_connection((host, int(port)), timeout=5).close()
+    assert unreachable({0: doorbells[0].address}, NEVER) == ()
+
+
 def test_who_refuses_or_is_silent_is_unreachable_when_the_time_is_up(doorbells: list[Doorbell], silent: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         refuses = f"127.0.0.1 {gone.getsockname()[1]}".encode()

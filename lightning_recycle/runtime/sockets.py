@@ -1,0 +1,166 @@
+"""TCP sockets that this package listens and dials with: their addresses, what they let in, and how they are cut off.
+
+Concept: connections that the owner of a listening socket does not accept in time fill its queue, until nobody is
+answered any more. A *filter* in the kernel (classic BPF, which needs no privileges) decides before that:
+:func:`drop_everything` lets nothing in; with :func:`answer_only` the kernel answers whoever dials and forgets him, so
+no number of dialers fills a queue.
+
+Must not know: Gloo, generations, who may connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Iterable, Mapping
+
+__all__ = ["OpenSockets", "address_of", "answer_only", "dial", "drop_everything", "inode_of", "listen", "open_sockets"]
+
+# From asm-generic/socket.h; the socket module does not have it.
+_SO_ATTACH_FILTER = 26
+
+# Classic BPF: (code, jump if true, jump if false, constant). A filter sees a segment from its TCP header on.
+_LOAD_BYTE, _JUMP_IF_ANY_BIT, _JUMP_IF_EQUAL, _AND, _RETURN = 0x30, 0x45, 0x15, 0x54, 0x06
+_EVERYTHING, _NOTHING = 0xFFFF_FFFF, 0  # bytes of a segment that pass
+_FLAGS = 13  # offset of the flags in a TCP header
+_SYN, _RST, _ACK = 0x02, 0x04, 0x10
+
+_DROP_EVERYTHING = ((_RETURN, 0, 0, _NOTHING),)
+_ANSWER_ONLY = (
+    (_LOAD_BYTE, 0, 0, _FLAGS),
+    (_JUMP_IF_ANY_BIT, 2, 0, _RST),
+    (_AND, 0, 0, _SYN | _ACK),
+    (_JUMP_IF_EQUAL, 0, 1, _SYN),
+    (_RETURN, 0, 0, _EVERYTHING),
+    (_RETURN, 0, 0, _NOTHING),
+)
+
+
+# ---------------------------------------------------------------------- addresses
+
+
+def listen(host: str, backlog: int) -> socket.socket:
+    """A socket that listens at any free port of ``host``, a name or an address."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=backlog)
+
+
+def address_of(listener: socket.socket) -> bytes:
+    """Where ``listener`` listens, for :func:`dial` in other processes."""
+    host, port = listener.getsockname()[:2]
+    return f"{host} {port}".encode()
+
+
+def dial(address: bytes) -> socket.socket | None:
+    """Starts to connect; None if that fails at once, as without a route. The socket does not block; it is writable
+    when it is connected or has failed.
+    """
+    host, port = address.decode().rsplit(" ", 1)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    if sock.connect_ex((host, int(port))) in (0, errno.EINPROGRESS):
+        return sock
+    sock.close()
+    return None
+
+
+# ---------------------------------------------------------------------- filters
+
+
+def drop_everything(sock: socket.socket) -> None:
+    """From now on no segment reaches ``sock``; a listening socket passes this on to what it accepts.
+
+    Raises:
+        OSError: if this system has no such filters.
+    """
+    _attach(sock, _DROP_EVERYTHING)
+
+
+def answer_only(listener: socket.socket) -> None:
+    """From now on the system answers whoever dials ``listener``, which connects him from his point of view, and lets
+    nothing else in: no connection is ever complete, so none waits to be accepted.
+
+    If too many are incomplete, Linux answers without remembering them (SYN cookies, on by default).
+
+    Raises:
+        OSError: if this system has no such filters.
+    """
+    _attach(listener, _ANSWER_ONLY)
+
+
+def _attach(sock: socket.socket, program: tuple[tuple[int, int, int, int], ...]) -> None:
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    descriptor = struct.pack("HP", len(program), ctypes.addressof(instructions))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, descriptor)
+
+
+# ---------------------------------------------------------------------- sockets of somebody else
+
+
+def open_sockets() -> dict[int, int]:
+    """The sockets of this process: file descriptor -> inode.
+
+    Raises:
+        OSError: without ``/proc``.
+    """
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
+
+
+def inode_of(descriptor: int) -> int:
+    """What tells a socket from a later one under the same descriptor."""
+    return os.fstat(descriptor).st_ino
+
+
+class OpenSockets:
+    """Sockets of which somebody else holds and closes the descriptors, to be cut off all at once; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inodes: dict[int, int] = {}
+        self._cut = False
+
+    def add(self, inodes: Mapping[int, int]) -> None:
+        """Adds sockets, descriptor -> inode. They are cut off at once if :meth:`cut` was called before."""
+        with self._lock:
+            self._inodes.update(inodes)
+            cut = self._cut
+        if cut:
+            _shut_down(inodes.items())
+
+    def cut(self) -> None:
+        """Ends the connections, in both directions; the descriptors stay open."""
+        with self._lock:
+            self._cut = True
+            sockets = list(self._inodes.items())
+        _shut_down(sockets)
+
+
+def _shut_down(sockets: Iterable[tuple[int, int]]) -> None:
+    for descriptor, inode in sockets:
+        # Their owner closes them in threads of its own, and their numbers go to whatever is opened next: so take hold
+        # of it first, and look whether it is the right one then. (The other way round, on a busy machine, aborts
+        # shut down connections to DataLoader processes that were opened at that moment.)
+        try:
+            held = os.dup(descriptor)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise  # out of descriptors: what waits cannot be interrupted, and this worker must end
+            continue  # closed
+        try:
+            if inode_of(held) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(held)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)  # an OSError means that it is no longer connected
+        finally:
+            os.close(held)

@@ -1,0 +1,189 @@
+"""Gloo's groups over connections that it has not made, in one process."""
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import communicator_team as tasks
+import pytest
+import torch
+from communicator_team import Team
+from support.strangers import knock, listening, sequence_numbers
+from torch.distributed.distributed_c10d import AllreduceOptions
+
+from lightning_recycle.runtime import gloo
+from lightning_recycle.runtime.gloo import Device, UnsupportedError, _with_address
+from lightning_recycle.runtime.groups import GroupFactory, GroupPlan
+from lightning_recycle.runtime.sockets import OpenSockets
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device()
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
+def pair(device: Device, ends: tuple[socket.socket, socket.socket]) -> list[object]:
+    """The two halves of a group, both in this process."""
+    return [device.create_group(rank, 2, {1 - rank: end})[0] for rank, end in enumerate(ends)]
+
+
+def all_reduce(groups: list[object]) -> list[torch.Tensor]:
+    tensors = [torch.full((100_000,), 10.0**rank) for rank in range(len(groups))]
+    works = [group.allreduce([tensor], AllreduceOptions()) for group, tensor in zip(groups, tensors, strict=True)]  # type: ignore[attr-defined]
+    for work in works:
+        work.wait()
+    return tensors
+
+
+def test_a_group_uses_the_connection_that_it_is_given(device: Device) -> None:
+    ends = connected()
+    names = {end.getsockname() for end in ends}
+    first, opened = device.create_group(0, 2, {1: ends[0]})
+    second, also = device.create_group(1, 2, {0: ends[1]})
+    found = set()
+    for descriptor in (*opened, *also):
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            found.add(sock.getsockname())
+    assert found == names
+    for tensor in all_reduce([first, second]):
+        assert torch.equal(tensor, torch.full((100_000,), 11.0))
+
+
+def test_what_arrives_before_the_group_exists_is_not_lost(device: Device) -> None:
+    ends = connected()
+    early, _ = device.create_group(0, 2, {1: ends[0]})
+    sent = torch.arange(10.0)
+    sending = early.send([sent], 1, 0)
+    late, _ = device.create_group(1, 2, {0: ends[1]})
+    received = torch.zeros(10)
+    late.recv([received], 0, 0).wait()
+    sending.wait()
+    assert torch.equal(received, sent)
+
+
+def test_the_end_of_the_connection_ends_a_receive(device: Device) -> None:
+    ours, theirs = connected()
+    group, _ = device.create_group(0, 2, {1: ours})
+    work = group.recv([torch.zeros(1)], 1, 0)
+    theirs.close()
+    with pytest.raises(RuntimeError, match=r"[Cc]onnection"):
+        work.wait()
+
+
+def test_groups_leave_no_descriptors_behind(device: Device) -> None:
+    pair(device, connected())
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        assert all_reduce(pair(device, connected()))[0][0] == 11.0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_reaches_the_ports_of_gloo(device: Device) -> None:
+    ports = {address for address in listening([os.getpid()]) if address[0] == "127.0.0.2"}
+    assert ports
+    for address in ports:
+        for number in sequence_numbers(0, 3):
+            assert knock(address, number) is None
+
+
+def test_an_address_is_replaced_and_nothing_else() -> None:
+    name, rest = b"machine", b"x" * 126
+    info = struct.pack("=Q", 7) + name + struct.pack("=QHH4s", 136, socket.AF_INET, 0, bytes([127, 0, 0, 2]))
+    other = _with_address(info + rest, "127.0.0.1", 0x1234)
+    assert other == info[:-6] + b"\x12\x34" + bytes([127, 0, 0, 1]) + rest
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        b"",
+        b"\x02",
+        bytes(200),
+        struct.pack("=QQ", 0, 136) + struct.pack("=H", socket.AF_INET6) + bytes(150),
+        struct.pack("=QQ", 0, 136) + struct.pack("=HH4s", socket.AF_INET, 0, bytes([10, 0, 0, 1])) + bytes(150),
+    ],
+    ids=["nothing", "one byte", "zeros", "IPv6", "another address"],
+)
+def test_an_address_of_another_layout_is_not_guessed_at(info: bytes) -> None:
+    with pytest.raises(UnsupportedError, match="the address that Gloo stores"):
+        _with_address(info, "127.0.0.1", 1)
+
+
+# ---------------------------------------------------------------------- where it is not possible
+
+
+def test_another_transport_of_gloo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+    with pytest.raises(UnsupportedError, match="GLOO_DEVICE_TRANSPORT is 'TCP_TLS'"):
+        Device()
+
+
+def test_without_filters_gloo_connects_by_itself_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(sock: socket.socket) -> None:
+        raise OSError(92, "Protocol not available")
+
+    meeting = tasks.Meeting(str(tmp_path))
+    meeting.generation = 0
+    plan, never = GroupPlan("group", (0, 1)), threading.Event()
+    with_filters = GroupFactory(1, tasks.HOST, meeting, tasks.KEY, loops=1)
+    assert not caplog.records
+    monkeypatch.setattr(gloo, "drop_everything", refuse)
+    without = GroupFactory(0, tasks.HOST, meeting, tasks.KEY, loops=1)
+    assert "not authenticated, because [Errno 92] Protocol not available" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+    created: dict[int, object] = {}
+
+    def create(rank: int, factory: GroupFactory) -> None:
+        created[rank] = factory.create(0, [plan], (0, 1), None, never, OpenSockets())["group"]
+
+    threads = [threading.Thread(target=create, args=item) for item in enumerate((without, with_filters))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all_reduce([created[0], created[1]])[0][0] == 11.0
+
+
+# ---------------------------------------------------------------------- strangers
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    team = Team(3)
+    with contextlib.closing(team):
+        yield team
+
+
+GLOO_MESSAGE = struct.pack("=6Q", 48 + (1 << 40), 2, 0, 0, 1 << 40, 0)
+
+
+@pytest.mark.parametrize("message", [b"", b"x" * 200, GLOO_MESSAGE], ids=["nothing more", "garbage", "a message"])
+def test_who_knows_the_next_numbers_of_gloo_takes_nobodys_place(team: Team, message: bytes) -> None:
+    team.regroup(0, 1, 2)
+    held = [
+        knock(address, number + message)
+        for address in listening([member.process.pid for member in team.members])  # type: ignore[misc]
+        for number in sequence_numbers(0, 60)
+    ]
+    team.regroup(0, 1, 2)
+    results = team.run(tasks.all_reduce, 10, torch.float32)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    for sock in held:
+        if sock is not None:
+            sock.close()

@@ -1,0 +1,176 @@
+"""Strangers: connections from somebody without the key of the run to every port at which its workers listen.
+
+They know what any user of the machine can know (``/proc/net/tcp``), how Gloo's wire looks and how long an opening of a
+link is. The inodes of ``/proc/PID/fd`` only keep them off the ports of other programs.
+
+As a program, ``strangers.py PID SEED``: attacks the workers below the process PID until its standard input ends, then
+prints how many connections it tried, how many of them were made, and at how many ports.
+"""
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from support.process_tree import worker_processes
+
+__all__ = ["KINDS", "Address", "attack", "knock", "listening", "sequence_numbers", "strangers_at"]
+
+Address: TypeAlias = tuple[str, int]
+
+_LISTEN = "0A"
+_HELD = 300  # connections that a stranger keeps open
+_OPENING = 64  # bytes of the first message of a link
+_RETRY = 0.2  # probability to try a port again that did not answer
+_LOOK_SECONDS = 0.2  # between looks which workers there are
+
+
+def listening(pids: Iterable[int]) -> set[Address]:
+    """The TCP addresses at which the processes ``pids`` listen."""
+    inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{table}") as lines:  # without IPv6
+            for line in list(lines)[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == _LISTEN and rest[5] in inodes:
+                    host, port = local.split(":")
+                    words = [int(host[i : i + 8], 16) for i in range(0, len(host), 8)]
+                    found.add((socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)))
+    return found
+
+
+def _socket_inodes(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # it has ended
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:["):
+                    yield target[8:-1]
+
+
+def knock(address: Address, data: bytes = b"", seconds: float = 0.005) -> socket.socket | None:
+    """Connects to ``address`` and says ``data``; None if nobody answers within ``seconds``."""
+    host, port = address
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.settimeout(seconds)
+    try:
+        sock.connect((host, port))
+        sock.sendall(data)
+    except OSError:
+        sock.close()
+        return None
+    return sock
+
+
+def sequence_numbers(first: int, count: int) -> list[bytes]:
+    """What Gloo's dialing side says first: which of the expected connections this is."""
+    return [struct.pack("=q", number) for number in range(first, first + count)]
+
+
+def _reset(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+KINDS: dict[str, Callable[[random.Random], list[bytes]]] = {
+    "Gloo's sequence numbers": lambda draw: sequence_numbers(draw.randrange(200), 20),
+    "a message of Gloo's": lambda draw: [
+        number + struct.pack("=6Q", 48 + draw.getrandbits(40), 2, 0, 0, draw.getrandbits(40), 0)
+        for number in sequence_numbers(draw.randrange(200), 10)
+    ],
+    "silence": lambda draw: [b""] * 20,
+    "a part of an opening": lambda draw: [draw.randbytes(draw.randrange(1, _OPENING)) for _ in range(10)],
+    "an opening": lambda draw: [draw.randbytes(_OPENING) for _ in range(10)],
+    "garbage": lambda draw: [draw.randbytes(draw.randrange(1, 5000)) for _ in range(10)],
+}
+"""What strangers say, by its description: a draw of messages, each for a connection of its own."""
+
+
+def attack(address: Address, draw: random.Random) -> tuple[int, list[socket.socket], bool]:
+    """One draw of :data:`KINDS`. Some connections are reset at once.
+
+    Returns:
+        How many were tried, those that are held, and whether all were answered.
+    """
+    messages = KINDS[draw.choice(list(KINDS))](draw)
+    held = []
+    for number, message in enumerate(messages, start=1):
+        sock = knock(address, message)
+        if sock is None:
+            return number, held, False
+        if draw.random() < 0.3:
+            _reset(sock)
+        else:
+            held.append(sock)
+    return len(messages), held, True
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What strangers did: connections that they tried, those that somebody answered, and the ports that they found."""
+
+    tried: int
+    made: int
+    ports: int
+
+
+@contextlib.contextmanager
+def strangers_at(root: int, seed: int, count: int = 1) -> Iterator[list[Tally]]:
+    """``count`` processes attack the workers below process ``root`` within the block; afterwards the list has a tally
+    of each.
+    """
+    tallies: list[Tally] = []
+    command = [sys.executable, __file__, str(root)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    processes = [
+        subprocess.Popen(
+            [*command, str(seed + i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for i in range(count)
+    ]
+    try:
+        yield tallies
+    finally:
+        for process in processes:
+            said, _ = process.communicate(timeout=60)
+            tallies.append(Tally(*map(int, said.split())))
+
+
+def main(root: int, seed: int) -> None:
+    draw = random.Random(seed)
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    tried = made = 0
+    ports: set[Address] = set()
+    mute: set[Address] = set()
+    holding: list[socket.socket] = []
+    workers: list[int] = []
+    next_look = 0.0
+    while not ended.wait(0.001):
+        if (now := time.monotonic()) >= next_look:
+            workers, next_look = worker_processes(root), now + _LOOK_SECONDS
+        for address in sorted(listening(workers)):
+            ports.add(address)
+            if address in mute and draw.random() > _RETRY:
+                continue  # so as to have time for those that answer
+            knocked, held, answered = attack(address, draw)
+            (mute.discard if answered else mute.add)(address)
+            tried, made = tried + knocked, made + knocked - (not answered)
+            holding += held
+            while len(holding) > _HELD:
+                holding.pop(0).close()
+    print(tried, made, len(ports))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
