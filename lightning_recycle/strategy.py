@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,6 +33,7 @@ from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.machine_errors import MachineErrors
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.session import Session
 
@@ -84,6 +86,9 @@ class ReCycleStrategy(ParallelStrategy):
             function that takes any exception and returns whether it is one; it decides alone.
         machine_error_retries: how often work that raised such an exception runs again, on a peer if there is one,
             before it counts as your own; 0 for never.
+        on_checkpoint_error: whether a checkpoint that cannot be written, because a disk is full for example, is a
+            warning ("warn", and the training goes on) or ends the run ("raise", a
+            :class:`~lightning_recycle.errors.CheckpointError`). What was there before is kept.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -121,6 +126,7 @@ class ReCycleStrategy(ParallelStrategy):
         start_timeout: float = 300.0,
         machine_errors: MachineErrors = (),
         machine_error_retries: int = 1,
+        on_checkpoint_error: Literal["warn", "raise"] = "warn",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -130,7 +136,7 @@ class ReCycleStrategy(ParallelStrategy):
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
-            machine_error_retries,
+            machine_error_retries, on_checkpoint_error,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
@@ -340,6 +346,20 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or one whose files are whole whenever the process dies."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # Lightning's setter keeps the user's
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # each worker keeps its stage only
 
@@ -370,6 +390,13 @@ class ReCycleStrategy(ParallelStrategy):
             self._session.checkpoints.save(checkpoint, filepath, storage_options)
         elif self.launcher is None or self.launcher.may_save(checkpoint, filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._session is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._session.checkpoints.remove(filepath)
 
 
 def _option(name: str) -> property:

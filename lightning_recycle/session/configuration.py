@@ -47,6 +47,7 @@ class Options:
     start_timeout: float
     machine_errors: MachineErrors
     machine_error_retries: int
+    on_checkpoint_error: str
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -59,7 +60,11 @@ class Options:
             if not is_integer(getattr(self, name), 0):
                 self._refuse(name, "give an integer of at least 0")
         suspicion_of(self.machine_errors)
-        for name, choices in (("shadow", ("device", "host")), ("on_stage_lost", ("raise", "restart"))):
+        for name, choices in (
+            ("shadow", ("device", "host")),
+            ("on_stage_lost", ("raise", "restart")),
+            ("on_checkpoint_error", ("warn", "raise")),
+        ):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
         get_planner(self.planner)
