@@ -144,7 +144,7 @@ def test_a_place_in_the_code_does_not_depend_on_what_was_called_with() -> None:
             places.append(place_of(error))
     assert places[0] == places[1]
     assert "hook" in places[0]
-    assert "test_suspicion.py" in places[0]
+    assert "test_machine_error_classes.py" in places[0]
 
 
 def test_the_death_of_a_reader_raises_nothing_where_an_exception_is_dealt_with() -> None:
