@@ -55,7 +55,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _seeds(runs: Sequence[int], scenarios: int, families: Sequence[str] | None, left_out: Sequence[str]) -> Iterator[int]:
+def _seeds(
+    runs: Sequence[int], scenarios: int, families: Sequence[str] | None, left_out: Sequence[str]
+) -> Iterator[int]:
     """The seeds of the scenarios: of each run the first ``scenarios`` that are of these families."""
     for run in runs:
         wanted = (

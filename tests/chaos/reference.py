@@ -5,6 +5,7 @@ layers draw random numbers, which ones is the project's own affair: there it is 
 """
 
 import functools
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,16 @@ import lightning as L
 from torch.utils.data import DataLoader, Sampler
 
 from chaos.scenario import EPOCH, GLOBAL_BATCH, STEPS, Recipe
-from chaos.state import State, collect
-from chaos.training import SEED, grid_trainer, make_model, trainer_options, training_loader, validation_loader
+from chaos.state import CHECKPOINTS, WORKERS, State, collect
+from chaos.training import (
+    SEED,
+    ChaosModel,
+    grid_trainer,
+    make_model,
+    trainer_options,
+    training_loader,
+    validation_loader,
+)
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.planning.grid import Grid, Microbatch
 
@@ -22,21 +31,46 @@ __all__ = ["reference"]
 
 
 @functools.cache
-def reference(recipe: Recipe) -> State:
-    """What an undisturbed training of ``recipe`` leaves."""
-    model = make_model(recipe)
-    with tempfile.TemporaryDirectory(prefix="recycle-chaos-reference-") as directory:
-        options = trainer_options(recipe, Path(directory))
-        validation = validation_loader(recipe, 1)
-        if recipe.dropout:
-            trainer = grid_trainer(1, 1, {}, options)
-            trainer.fit(model, training_loader(1), validation)
-        else:
-            trainer = L.Trainer(devices=1, strategy="auto", **options)
-            data = training_loader(1).dataset
-            trainer.fit(model, DataLoader(data, GLOBAL_BATCH, sampler=_Order()), validation)
+def reference(recipe: Recipe, resumed_at: int = 0) -> State:
+    """What an undisturbed training of ``recipe`` leaves.
+
+    Args:
+        recipe: what is trained.
+        resumed_at: the step of the checkpoint that a second training went on from; 0 if there was only one.
+    """
+    with tempfile.TemporaryDirectory(prefix="recycle-chaos-reference-") as name:
+        directory = Path(name)
+        trainer, model = _train(recipe, directory, None)
+        state = collect(trainer, model, directory)
+        if resumed_at:
+            saved = _keep_until(directory, resumed_at)
+            trainer, model = _train(recipe, directory, saved)
+            again = collect(trainer, model, directory)
+            state = {**again, "rows": [*state["rows"], *again["rows"]]}
         assert trainer.global_step == recipe.steps, f"{recipe} ends at step {trainer.global_step}"
-        return collect(trainer, model, Path(directory))
+        return state
+
+
+def _keep_until(directory: Path, step: int) -> Path:
+    """Leaves in ``directory`` what is there while ``step`` has been done; returns the checkpoint of that step."""
+    shutil.rmtree(directory / WORKERS)
+    saved = {int(path.stem.rpartition("=")[2]): path for path in (directory / CHECKPOINTS).iterdir()}
+    for later in saved.keys() - range(step + 1):
+        saved[later].unlink()
+    return saved[step]
+
+
+def _train(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[L.Trainer, ChaosModel]:
+    model, validation = make_model(recipe), validation_loader(recipe, 1)
+    options = trainer_options(recipe, directory)
+    if recipe.dropout:
+        trainer = grid_trainer(1, 1, {}, options)
+        loader = training_loader(1)
+    else:
+        trainer = L.Trainer(devices=1, strategy="auto", **options)
+        loader = DataLoader(training_loader(1).dataset, GLOBAL_BATCH, sampler=_Order())
+    trainer.fit(model, loader, validation, ckpt_path=checkpoint, weights_only=False)
+    return trainer, model
 
 
 class _Order(Sampler[int]):

@@ -40,7 +40,7 @@ def summary(results: Sequence[Result], seconds: float) -> str:
                 f" {lost:>5} {failed:>7}"
             )
     events: Counter[str] = sum((Counter(result.events) for result in results), Counter())
-    drawn = [scenario for scenario in scenarios.values()]
+    drawn = list(scenarios.values())
     kinds = Counter(fault.kind for scenario in drawn for fault in scenario.faults)
     kinds += Counter(trouble.kind for scenario in drawn for trouble in scenario.troubles)
     worst = max((result.difference for result in results if result.difference is not None), default=0.0)

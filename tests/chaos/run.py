@@ -25,7 +25,7 @@ from chaos.diary import Diary, audit, read_entries
 from chaos.disturbance import LateFaults, Pace
 from chaos.reference import reference
 from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Scenario
-from chaos.state import CHECKPOINTS, State, collect, compare
+from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, step_of
 from chaos.training import ChaosModel, grid_trainer, make_model, trainer_options, training_loader, validation_loader
 from chaos.trouble import Troubles, clear
 from chaos.workplace import Workplace
@@ -93,13 +93,13 @@ def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECO
     directory = place.runs / str(scenario.seed)
     directory.mkdir()
     with _float64():
-        expected = reference(scenario.recipe)
+        reference(scenario.recipe)  # its time is not the scenario's
         started = time.monotonic()
         run = _prepare(scenario, place, directory)
         ended = _fit(run, limit)
-        problems = _what_is_wrong(run, expected, ended)
+        problems = _what_is_wrong(run, ended)
         if ended == _AS_IT_SHOULD:
-            difference = distance(run.model.state_dict(), expected["weights"])
+            difference = distance(run.model.state_dict(), reference(scenario.recipe)["weights"])
     left = left_after_a_while(before, *mark, orphans_before=before)
     problems += [f"a process is left: {pid} {command}" for pid, command in left.items()]
     for folder in run.disks.values():
@@ -155,19 +155,32 @@ def _fit(run: _Run, limit: float) -> str:
     return _AS_IT_SHOULD
 
 
-def _what_is_wrong(run: _Run, expected: State, ended: str) -> list[str]:
+def _what_is_wrong(run: _Run, ended: str) -> list[str]:
     scenario, recipe = run.scenario, run.scenario.recipe
     if scenario.must_end_in_an_error:
         return [] if ended == _IN_THE_LOSS else [f"it ended {ended}, not {_IN_THE_LOSS}"]
     if ended != _AS_IT_SHOULD:
         return [f"it ended {ended}"]
     found = collect(run.trainer, run.model, run.directory, run.checkpoints)
-    differences = list(compare(found, expected, scenario.starts_again))
-    more = len(differences) - _SHOWN_DIFFERENCES
-    problems = differences[:_SHOWN_DIFFERENCES] + ([f"and {more} more differences"] if more > 0 else [])
+    expected = reference(recipe, _resumed_at(run) if scenario.starts_again else 0)
+    fills = [trouble for trouble in scenario.troubles if trouble.kind == "fill-disk"]
+    problems = list(compare(found, expected, scenario.starts_again, saves_everything=not fills))
+    for fill in fills:
+        problems += missing_checkpoints(
+            run.checkpoints, expected["files"], range(fill.step, fill.step + fill.steps + 2)
+        )
+    if len(problems) > _SHOWN_DIFFERENCES:
+        problems[_SHOWN_DIFFERENCES:] = [f"and {len(problems) - _SHOWN_DIFFERENCES} more differences"]
     entries = read_entries(run.directory / "diary")
-    problems += audit(entries, scenario.stages, recipe.steps, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH)
-    return problems
+    return problems + audit(entries, scenario.stages, recipe.steps, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH)
+
+
+def _resumed_at(run: _Run) -> int:
+    """The step of the checkpoint that the run went on from after it had lost a stage."""
+    history: Sequence[Event] = run.trainer.strategy.history  # type: ignore[attr-defined]
+    lost = max(index for index, event in enumerate(history) if event.kind == "stage_lost")
+    saved = [str(event.details["path"]) for event in history[:lost] if event.kind == "saved"]
+    return step_of(Path(saved[-1]))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ reached the end saw it.
 import csv
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,17 @@ from support.comparison import differences
 from support.training import TOLERANCE
 from typing_extensions import override
 
-__all__ = ["CHECKPOINTS", "FinalCheckpoint", "State", "Tally", "collect", "compare"]
+__all__ = [
+    "CHECKPOINTS",
+    "WORKERS",
+    "FinalCheckpoint",
+    "State",
+    "Tally",
+    "collect",
+    "compare",
+    "missing_checkpoints",
+    "step_of",
+]
 
 State = dict[str, Any]
 """What a training left, by name of the part."""
@@ -30,12 +40,12 @@ CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints that callbacks write."""
 
 _FINAL = "final.ckpt"
-_WORKERS = "workers"
+WORKERS = "workers"
+"""The folder in which each worker wrote what it held."""
+
 _ONCE_PER_PROCESS = ("setup", "teardown", "on_fit_start", "on_fit_end", "on_exception")
 _ON_DEMAND = ("on_save_checkpoint", "on_load_checkpoint")
-_COUNTED = [
-    name for name in dir(Callback) if name.startswith("on_") and name not in (*_ONCE_PER_PROCESS, *_ON_DEMAND)
-]
+_COUNTED = [name for name in dir(Callback) if name.startswith("on_") and name not in (*_ONCE_PER_PROCESS, *_ON_DEMAND)]
 
 
 class Tally(pl.Callback):
@@ -85,7 +95,7 @@ class FinalCheckpoint(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        folder = self._directory / _WORKERS
+        folder = self._directory / WORKERS
         folder.mkdir(exist_ok=True)
         torch.save(_of_one_process(trainer), folder / f"{trainer.global_rank}-{os.getpid()}")
         trainer.save_checkpoint(self._directory / _FINAL, weights_only=False)
@@ -115,7 +125,7 @@ def collect(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, ch
     final = torch.load(directory / _FINAL, weights_only=False)
     final["callbacks"] = _states(final["callbacks"])
     final.pop("pytorch-lightning_version")
-    workers = sorted((directory / _WORKERS).iterdir())
+    workers = sorted((directory / WORKERS).iterdir())
     state: State = {
         "weights": {name: tensor.clone() for name, tensor in module.state_dict().items()},
         **_of_one_process(trainer),
@@ -127,14 +137,18 @@ def collect(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, ch
     return _without(state, {str(folder): CHECKPOINTS, str(directory): ""})
 
 
-def compare(found: State, expected: State, starts_again: bool = False) -> Iterator[str]:
+def compare(found: State, expected: State, starts_again: bool = False, saves_everything: bool = True) -> Iterator[str]:
     """Where ``found`` differs from ``expected``, in words, with the part's name.
 
     Args:
         found: what a scenario left.
         expected: what an undisturbed training left.
         starts_again: whether it went on from a checkpoint: some steps were logged twice.
+        saves_everything: whether all checkpoints could be written. If not, which of them there are is for
+            :func:`missing_checkpoints`.
     """
+    if not saves_everything:
+        found, expected = _without_checkpoints(found), _without_checkpoints(expected)
     (undisturbed,) = expected["workers"].values()
     for part, value in expected.items():
         ours = found[part]
@@ -145,6 +159,49 @@ def compare(found: State, expected: State, starts_again: bool = False) -> Iterat
                 yield from differences(one, undisturbed, TOLERANCE, f"worker {who}")
         else:
             yield from differences(ours, value, TOLERANCE, part)
+
+
+def missing_checkpoints(folder: Path, expected: Sequence[str], full: Container[int]) -> Iterator[str]:
+    """What is wrong with the checkpoints of a disk that was full for some steps.
+
+    Args:
+        folder: of the checkpoints.
+        expected: the names of all that would be there otherwise.
+        full: the steps whose checkpoints may be missing.
+    """
+    names = {path.name for path in folder.iterdir()}
+    yield from (f"{name} is in the folder of the checkpoints" for name in sorted(names - set(expected)))
+    for name in sorted(set(expected) - names):
+        if step_of(Path(name)) not in full:
+            yield f"{name} is missing, though the disk was not full"
+    for name in sorted(names & set(expected)):
+        try:
+            step = torch.load(folder / name, weights_only=False)["global_step"]
+        except Exception as error:  # however a file is damaged, it is named
+            yield f"{name} cannot be read: {type(error).__name__}: {error}"
+        else:
+            if step != step_of(Path(name)):
+                yield f"{name} is of step {step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that stands in the name of a checkpoint."""
+    return int(checkpoint.stem.rpartition("step=")[2])
+
+
+def _without_checkpoints(state: State) -> State:
+    """Without what ModelCheckpoint knows and has written."""
+
+    def others(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in callbacks.items() if not key.startswith("ModelCheckpoint")}
+
+    final = state["final checkpoint"]
+    return {
+        **{part: value for part, value in state.items() if part != "files"},
+        "callbacks": others(state["callbacks"]),
+        "final checkpoint": {**final, "callbacks": others(final["callbacks"])},
+        "workers": {who: {**one, "callbacks": others(one["callbacks"])} for who, one in state["workers"].items()},
+    }
 
 
 def _own(metrics: Mapping[str, Any]) -> dict[str, Any]:

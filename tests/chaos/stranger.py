@@ -19,7 +19,7 @@ import psutil
 _HELD = 24
 """Connections that it holds at a time; the oldest is given up for a new one."""
 
-_PAUSE_SECONDS = 0.02
+_PAUSE_SECONDS = 0.05
 
 
 def main(root: int, seed: int) -> None:
