@@ -7,14 +7,15 @@ layers draw random numbers, which ones is the project's own affair: there it is 
 import functools
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from torch.utils.data import DataLoader, Sampler
 
 from chaos.scenario import EPOCH, GLOBAL_BATCH, STEPS, Recipe
-from chaos.state import CHECKPOINTS, WORKERS, State, collect
+from chaos.state import CHECKPOINTS, WORKERS, State, collect, step_of
 from chaos.training import (
     SEED,
     ChaosModel,
@@ -29,8 +30,9 @@ from lightning_recycle.planning.grid import Grid, Microbatch
 
 __all__ = ["reference"]
 
+_SAVED = "saved.ckpt"
 
-@functools.cache
+
 def reference(recipe: Recipe, resumed_at: int = 0) -> State:
     """What an undisturbed training of ``recipe`` leaves.
 
@@ -38,13 +40,18 @@ def reference(recipe: Recipe, resumed_at: int = 0) -> State:
         recipe: what is trained.
         resumed_at: the step of the checkpoint that a second training went on from; 0 if there was only one.
     """
+    return _reference(recipe, resumed_at)
+
+
+@functools.cache
+def _reference(recipe: Recipe, resumed_at: int) -> State:
     with tempfile.TemporaryDirectory(prefix="recycle-chaos-reference-") as name:
         directory = Path(name)
-        trainer, model = _train(recipe, directory, None)
+        saving = _SavesAt(resumed_at, directory / _SAVED)
+        trainer, model = _train(recipe, directory, [saving] if resumed_at and not recipe.checkpoint_every else [])
         state = collect(trainer, model, directory)
         if resumed_at:
-            saved = _keep_until(directory, resumed_at)
-            trainer, model = _train(recipe, directory, saved)
+            trainer, model = _train(recipe, directory, [], _keep_until(directory, resumed_at))
             again = collect(trainer, model, directory)
             state = {**again, "rows": [*state["rows"], *again["rows"]]}
         assert trainer.global_step == recipe.steps, f"{recipe} ends at step {trainer.global_step}"
@@ -52,17 +59,22 @@ def reference(recipe: Recipe, resumed_at: int = 0) -> State:
 
 
 def _keep_until(directory: Path, step: int) -> Path:
-    """Leaves in ``directory`` what is there while ``step`` has been done; returns the checkpoint of that step."""
+    """Leaves in ``directory`` what is there when ``step`` steps have been done; returns the checkpoint of then."""
     shutil.rmtree(directory / WORKERS)
-    saved = {int(path.stem.rpartition("=")[2]): path for path in (directory / CHECKPOINTS).iterdir()}
+    if (directory / _SAVED).exists():
+        return directory / _SAVED
+    saved = {step_of(path): path for path in (directory / CHECKPOINTS).iterdir()}
     for later in saved.keys() - range(step + 1):
         saved[later].unlink()
     return saved[step]
 
 
-def _train(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[L.Trainer, ChaosModel]:
+def _train(
+    recipe: Recipe, directory: Path, callbacks: Sequence[L.Callback], checkpoint: Path | None = None
+) -> tuple[L.Trainer, ChaosModel]:
     model, validation = make_model(recipe), validation_loader(recipe, 1)
     options = trainer_options(recipe, directory)
+    options["callbacks"] += callbacks
     if recipe.dropout:
         trainer = grid_trainer(1, 1, {}, options)
         loader = training_loader(1)
@@ -71,6 +83,17 @@ def _train(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[L.
         loader = DataLoader(training_loader(1).dataset, GLOBAL_BATCH, sampler=_Order())
     trainer.fit(model, loader, validation, ckpt_path=checkpoint, weights_only=False)
     return trainer, model
+
+
+class _SavesAt(L.Callback):
+    """Saves once, after ``step`` steps."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self._step, self._path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            trainer.save_checkpoint(self._path, weights_only=False)
 
 
 class _Order(Sampler[int]):

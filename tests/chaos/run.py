@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from chaos.diary import Diary, audit, read_entries
 from chaos.disturbance import LateFaults, Pace
 from chaos.reference import reference
 from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Scenario
-from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, step_of
+from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, rows_of, step_of
 from chaos.training import ChaosModel, grid_trainer, make_model, trainer_options, training_loader, validation_loader
 from chaos.trouble import Troubles, clear
 from chaos.workplace import Workplace
@@ -81,6 +81,8 @@ class _Run:
     disks: dict[str, Path]
     model: ChaosModel
     trainer: L.Trainer
+    rows: list[dict[str, float]] = field(default_factory=list)  # of a training that a signal ended
+    resumed_at: int = 0
 
 
 def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECONDS) -> Result:
@@ -97,6 +99,9 @@ def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECO
         started = time.monotonic()
         run = _prepare(scenario, place, directory)
         ended = _fit(run, limit)
+        if scenario.family == "signals" and ended.startswith("in SystemExit"):
+            _prepare_to_resume(run)
+            ended = _fit(run, limit, "hpc")
         problems = _what_is_wrong(run, ended)
         if ended == _AS_IT_SHOULD:
             difference = distance(run.model.state_dict(), reference(scenario.recipe)["weights"])
@@ -137,16 +142,29 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     options["callbacks"] = [*happens, *options["callbacks"]]
     names = ("staggered", "decoupled", "shadow", "restart_workers", "normalize", "on_stage_lost")
     strategy = {name: getattr(scenario, name) for name in names}
+    if scenario.family == "signals":
+        strategy["save_on_signal"] = True
     return grid_trainer(scenario.pipelines, scenario.stages, strategy, options)
 
 
-def _fit(run: _Run, limit: float) -> str:
+def _prepare_to_resume(run: _Run) -> None:
+    """Whoever starts the same script again after a signal has a new Trainer; nothing more happens to it."""
+    run.rows = rows_of(run.directory)
+    saved = next(run.directory.glob("hpc_ckpt_*.ckpt"))
+    run.resumed_at = torch.load(saved, weights_only=False)["global_step"]
+    run.model = make_model(run.scenario.recipe)
+    calm = replace(run.scenario, faults=(), late_faults=(), troubles=())
+    run.trainer = _trainer(calm, run.directory, run.checkpoints, run.disks)
+
+
+def _fit(run: _Run, limit: float, checkpoint: str | None = None) -> str:
     """Trains, and says how that ended."""
     scenario = run.scenario
     loader = training_loader(scenario.pipelines, scenario.loader_processes)
     try:
         with _bounded(limit), _strangers(scenario):
-            run.trainer.fit(run.model, loader, validation_loader(scenario.recipe, scenario.pipelines))
+            validation = validation_loader(scenario.recipe, scenario.pipelines)
+            run.trainer.fit(run.model, loader, validation, ckpt_path=checkpoint, weights_only=False)
     except StageLostError as error:
         return _IN_THE_LOSS if scenario.must_end_in_an_error else f"in {error}"
     except (Exception, SystemExit, _TooLong) as error:  # whatever it is, it is reported, and the next scenario runs
@@ -162,7 +180,10 @@ def _what_is_wrong(run: _Run, ended: str) -> list[str]:
     if ended != _AS_IT_SHOULD:
         return [f"it ended {ended}"]
     found = collect(run.trainer, run.model, run.directory, run.checkpoints)
-    expected = reference(recipe, _resumed_at(run) if scenario.starts_again else 0)
+    found["rows"] = [*run.rows, *found["rows"]]
+    if scenario.on_stage_lost == "restart":
+        run.resumed_at = _restarted_at(run)
+    expected = reference(recipe, run.resumed_at)
     fills = [trouble for trouble in scenario.troubles if trouble.kind == "fill-disk"]
     problems = list(compare(found, expected, scenario.starts_again, saves_everything=not fills))
     for fill in fills:
@@ -175,7 +196,7 @@ def _what_is_wrong(run: _Run, ended: str) -> list[str]:
     return problems + audit(entries, scenario.stages, recipe.steps, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH)
 
 
-def _resumed_at(run: _Run) -> int:
+def _restarted_at(run: _Run) -> int:
     """The step of the checkpoint that the run went on from after it had lost a stage."""
     history: Sequence[Event] = run.trainer.strategy.history  # type: ignore[attr-defined]
     lost = max(index for index, event in enumerate(history) if event.kind == "stage_lost")

@@ -30,6 +30,7 @@ __all__ = [
     "collect",
     "compare",
     "missing_checkpoints",
+    "rows_of",
     "step_of",
 ]
 
@@ -130,7 +131,7 @@ def collect(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, ch
         "weights": {name: tensor.clone() for name, tensor in module.state_dict().items()},
         **_of_one_process(trainer),
         "final checkpoint": final,
-        "rows": list(_rows(directory / "csv" / "version_0" / "metrics.csv")),
+        "rows": rows_of(directory),
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else [],
         "workers": {path.name: torch.load(path, weights_only=False) for path in workers},
     }
@@ -214,13 +215,15 @@ def _states(callbacks: Mapping[str, Any]) -> dict[str, Any]:
     return {key: state for key, state in callbacks.items() if state}
 
 
-def _rows(path: Path) -> Iterator[dict[str, float]]:
-    """What a CSVLogger wrote, without the strategy's own numbers and rows with nothing else."""
-    with open(path) as file:
+def rows_of(directory: Path) -> list[dict[str, float]]:
+    """What the logger wrote, without the strategy's own numbers and rows with nothing else."""
+    rows = []
+    with open(directory / "csv" / "version_0" / "metrics.csv") as file:
         for row in csv.DictReader(file):
             own = {name: float(text) for name, text in row.items() if text and not name.startswith("recycle/")}
             if own.keys() - {"epoch", "step"}:
-                yield own
+                rows.append(own)
+    return rows
 
 
 def _newest(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
