@@ -110,7 +110,8 @@ def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECO
     for folder in run.disks.values():
         clear(folder)
     problems += [f"left in TMPDIR: {name}" for name in sorted(place.in_tmpdir() - in_tmpdir)]
-    for folder in (directory, place.tmpdir, *([place.disk] if place.disk else [])):
+    shutil.rmtree(directory)
+    for folder in (place.tmpdir, *([place.disk] if place.disk else [])):
         _empty(folder)
     history: Sequence[Event] = run.trainer.strategy.history  # type: ignore[attr-defined]
     events = dict(Counter(event.kind for event in history))
