@@ -165,9 +165,9 @@ def _late(rng: random.Random, faults: tuple[Fault, ...]) -> tuple[LateFault, ...
     return (LateFault(rng.choice(kinds), fault.pipeline, fault.stage, operations),)
 
 
-def _quick(rng: random.Random, positions: _Positions, steps: range, most: int = 1) -> tuple[Fault, ...]:
-    """Up to ``most`` faults that are found at once, beside the main thing of a scenario."""
-    taken = [positions.take() for _ in range(rng.randint(0, most))]
+def _quick(rng: random.Random, positions: _Positions, steps: range, most: int = 1, least: int = 0) -> tuple[Fault, ...]:
+    """Faults that are found at once, beside the main thing of a scenario; fewer where few workers may be lost."""
+    taken = [positions.take() for _ in range(rng.randint(least, most))]
     return tuple(
         Fault(rng.choice(_ANYWHERE), *position, rng.choice(steps), rng.choice(_OPERATIONS))
         for position in taken
@@ -256,7 +256,8 @@ def _full_tmpdir(rng: random.Random, common: Scenario) -> Scenario:
 
 
 def _strangers(rng: random.Random, common: Scenario) -> Scenario:
-    faults = _quick(rng, _Positions(rng, common), range(2, common.recipe.steps), most=3)
+    # Connections are made, and a stranger can be there first, when a generation begins.
+    faults = _quick(rng, _Positions(rng, common), range(2, common.recipe.steps), most=3, least=1)
     return replace(common, faults=faults, restart_workers=rng.random() < 0.5, strangers=True)
 
 
