@@ -51,7 +51,7 @@ def _reference(recipe: Recipe, resumed_at: int) -> State:
         trainer, model = _train(recipe, directory, [saving] if resumed_at and not recipe.checkpoint_every else [])
         state = collect(trainer, model, directory)
         if resumed_at:
-            trainer, model = _train(recipe, directory, [], _keep_until(directory, resumed_at))
+            trainer, model = _train(recipe, directory, [], _keep_until(directory, resumed_at), resumed_at)
             again = collect(trainer, model, directory)
             state = {**again, "rows": [*state["rows"], *again["rows"]]}
         assert trainer.global_step == recipe.steps, f"{recipe} ends at step {trainer.global_step}"
@@ -70,7 +70,11 @@ def _keep_until(directory: Path, step: int) -> Path:
 
 
 def _train(
-    recipe: Recipe, directory: Path, callbacks: Sequence[L.Callback], checkpoint: Path | None = None
+    recipe: Recipe,
+    directory: Path,
+    callbacks: Sequence[L.Callback],
+    checkpoint: Path | None = None,
+    first_step: int = 0,
 ) -> tuple[L.Trainer, ChaosModel]:
     model, validation = make_model(recipe), validation_loader(recipe, 1)
     options = trainer_options(recipe, directory)
@@ -80,7 +84,7 @@ def _train(
         loader = training_loader(1)
     else:
         trainer = L.Trainer(devices=1, strategy="auto", **options)
-        loader = DataLoader(training_loader(1).dataset, GLOBAL_BATCH, sampler=_Order())
+        loader = DataLoader(training_loader(1).dataset, GLOBAL_BATCH, sampler=_Order(first_step))
     trainer.fit(model, loader, validation, ckpt_path=checkpoint, weights_only=False)
     return trainer, model
 
@@ -97,9 +101,15 @@ class _SavesAt(L.Callback):
 
 
 class _Order(Sampler[int]):
-    """The order in which a grid reads its shuffled data."""
+    """The order in which a grid reads its shuffled data.
 
-    def __init__(self) -> None:
+    Args:
+        first_step: the step with which the training begins. A DataLoader knows nothing of a checkpoint in the middle of
+            an epoch, and Lightning leaves it to the user to leave out what was read before.
+    """
+
+    def __init__(self, first_step: int) -> None:
+        self._first = divmod(first_step, EPOCH)
         order = MicrobatchLoader(training_loader(1), Grid(1, 1, 1), 0, SEED)
         self._epochs = [
             [sample for step in range(EPOCH) for _, sample in order.addresses(epoch, step, Microbatch(0, 0))]
@@ -115,4 +125,5 @@ class _Order(Sampler[int]):
         return len(self._epochs[0])
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._epochs[self._epoch])
+        epoch, batches = self._first
+        return iter(self._epochs[self._epoch][batches * GLOBAL_BATCH if self._epoch == epoch else 0 :])
