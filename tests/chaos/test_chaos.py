@@ -22,9 +22,10 @@ from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Recipe, S
 from chaos.state import compare, missing_checkpoints
 from chaos.workplace import NEEDS_SMALL_DISKS, Workplace, workplace
 
-SEEDS = (20029,)
+SEEDS = (20029, 20016, 20116, 20068, 20412, 20276, 20028, 20077, 20073, 20478)
+SEEDS_WITH_SMALL_DISKS = (20223, 20211)
 QUICK = 20000
-SEEDS_WITH_SMALL_DISKS = (20072, 20211)
+"""Seeds of scenarios that take little time, at least one of each family."""
 
 
 @pytest.fixture(scope="module")
