@@ -167,6 +167,8 @@ def _late(rng: random.Random, faults: tuple[Fault, ...]) -> tuple[LateFault, ...
 
 def _quick(rng: random.Random, positions: _Positions, steps: range, most: int = 1, least: int = 0) -> tuple[Fault, ...]:
     """Faults that are found at once, beside the main thing of a scenario; fewer where few workers may be lost."""
+    if not steps:
+        return ()
     taken = [positions.take() for _ in range(rng.randint(least, most))]
     return tuple(
         Fault(rng.choice(_ANYWHERE), *position, rng.choice(steps), rng.choice(_OPERATIONS))
@@ -178,25 +180,30 @@ def _quick(rng: random.Random, positions: _Positions, steps: range, most: int = 
 # ---------------------------------------------------------------------- slowness, which is no failure
 
 
+# A peer that is well may cost a slow worker its place, so what else fails fails before: the last one is waited for.
+
+
 def _slow_hooks(rng: random.Random, common: Scenario) -> Scenario:
     step = rng.randrange(1, common.recipe.steps - 2)
     hooks = (*_HOOKS, "on_train_epoch_end", *(["on_validation_batch_end"] if common.recipe.monitored else []))
     worker = rng.choice((None, _anybody(rng, common)))
     trouble = Trouble("sleep", step, rng.choice(hooks), worker, seconds=_LONG)
-    faults = _quick(rng, _Positions(rng, common), range(common.recipe.steps))
-    return replace(common, troubles=(trouble,), faults=faults, heartbeat_timeout=_SHORT_TIMEOUT)
+    return _slow(rng, common, trouble)
 
 
 def _slow_microbatches(rng: random.Random, common: Scenario) -> Scenario:
-    step = rng.randrange(EPOCH, common.recipe.steps - EPOCH)
-    trouble = Trouble("sleep", step, "loss", seconds=_LONG, sample=rng.randrange(SAMPLES))
-    faults = _quick(rng, _Positions(rng, common), range(common.recipe.steps))
-    return replace(common, troubles=(trouble,), faults=faults, heartbeat_timeout=_SHORT_TIMEOUT)
+    epoch = rng.randrange(1, common.recipe.steps // EPOCH - 1)
+    trouble = Trouble("sleep", epoch * EPOCH, "loss", seconds=_LONG, sample=rng.randrange(SAMPLES))
+    return _slow(rng, common, trouble)
 
 
 def _held_gil(rng: random.Random, common: Scenario) -> Scenario:
-    trouble = Trouble("hold-gil", rng.randrange(1, common.recipe.steps - 2), rng.choice(_HOOKS), seconds=_LONG)
-    faults = _quick(rng, _Positions(rng, common), range(common.recipe.steps))
+    step = rng.randrange(1, common.recipe.steps - 2)
+    return _slow(rng, common, Trouble("hold-gil", step, rng.choice(_HOOKS), seconds=_LONG))
+
+
+def _slow(rng: random.Random, common: Scenario, trouble: Trouble) -> Scenario:
+    faults = _quick(rng, _Positions(rng, common), range(trouble.step - 1))
     return replace(common, troubles=(trouble,), faults=faults, heartbeat_timeout=_SHORT_TIMEOUT)
 
 
