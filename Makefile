@@ -35,8 +35,8 @@ test-repeat: $(STAMP) ## run the tests with real processes and failures ROUNDS t
 	  echo "Round $$round of $(ROUNDS)"; $(BIN)/python -m pytest -q $(FAILURE_TESTS) $(ARGS) || exit 1; \
 	done
 
-chaos: $(STAMP) ## run 200 random failure scenarios, checked to the last bit and process (ARGS="--only SEED")
-	PYTHONPATH=tests $(BIN)/python -m chaos --scenarios 200 --seed 1 $(ARGS)
+chaos: $(STAMP) ## run 300 random failure scenarios, checked to the last bit, file and process (ARGS="--only SEED")
+	PYTHONPATH=tests $(BIN)/python -m chaos --scenarios 100 --seed 1 2 3 --jobs 2 $(ARGS)
 
 bench: $(STAMP) ## run all benchmarks, an hour; needs an idle machine (TORCHFT=its python: compare with torchft)
 	$(BIN)/python benchmarks/emulated.py

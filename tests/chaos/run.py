@@ -3,25 +3,32 @@
 import contextlib
 import logging
 import os
+import shutil
 import signal
-import tempfile
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
 from support.process_tree import descendants, left_after_a_while, orphans
 from support.training import TOLERANCE
 from support.training import difference as distance
 
+from chaos import stranger
 from chaos.diary import Diary, audit, read_entries
 from chaos.disturbance import LateFaults, Pace
-from chaos.scenario import GLOBAL_MICROBATCHES, STEPS, Scenario
-from chaos.training import GLOBAL_BATCH, SAMPLES, ChaosModel, loader, quiet_trainer, reference
+from chaos.reference import reference
+from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Scenario
+from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, rows_of, step_of
+from chaos.training import ChaosModel, grid_trainer, make_model, trainer_options, training_loader, validation_loader
+from chaos.trouble import Troubles, clear
+from chaos.workplace import Workplace
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.control.history import Event
 from lightning_recycle.errors import StageLostError
@@ -33,9 +40,12 @@ log = logging.getLogger(__name__)
 LIMIT_SECONDS = 120.0
 """More than any scenario takes on a busy machine: one that takes longer hangs."""
 
-_HEARTBEAT = {"interval": 0.25, "timeout": 2.0}
+_HEARTBEAT_INTERVAL = 0.2  # seconds
 _PACE_SECONDS = 0.15
 _MARK = "LIGHTNING_RECYCLE_CHAOS"
+_SHOWN_DIFFERENCES = 6
+_AS_IT_SHOULD = "as it should"
+_IN_THE_LOSS = "in the loss of a stage"
 
 
 @dataclass(frozen=True)
@@ -43,86 +53,181 @@ class Result:
     """How a scenario went.
 
     Args:
-        scenario: the scenario that was run.
+        seed: the scenario's.
         problems: the broken promises, if any.
         seconds: how long it took.
         difference: the largest difference of any weight; None if the scenario had to end in an error.
         events: the number of events of each kind.
     """
 
-    scenario: Scenario
+    seed: int
     problems: tuple[str, ...]
     seconds: float
     difference: float | None
     events: dict[str, int]
 
 
-class _TooLong(Exception):
-    """The scenario did not end in time."""
+class _TooLong(BaseException):
+    """The scenario did not end in time; not an Exception, which might be handled where it is raised."""
 
 
-def run_scenario(scenario: Scenario, limit: float = LIMIT_SECONDS) -> Result:
+@dataclass
+class _Run:
+    """One scenario's way through this module."""
+
+    scenario: Scenario
+    directory: Path
+    checkpoints: Path
+    disks: dict[str, Path]
+    model: ChaosModel
+    trainer: L.Trainer
+    rows: list[dict[str, float]] = field(default_factory=list)  # of a training that a signal ended
+    resumed_at: int = 0
+
+
+def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECONDS) -> Result:
     """Runs ``scenario``; to be called in the main thread, which is interrupted after ``limit`` seconds."""
     mark = _MARK, str(os.getpid())
     os.environ.setdefault(*mark)
-    expected = reference(scenario.dropout, scenario.clips)
     before = {**descendants(), **orphans(*mark)}
-    started = time.monotonic()
-    problems: list[str] = []
+    in_tmpdir = place.in_tmpdir()
     difference: float | None = None
-    with tempfile.TemporaryDirectory(prefix="recycle-chaos-") as directory:
-        model = ChaosModel(scenario.dropout)
-        trainer = _trainer(scenario, Path(directory))
-        ended = "as it should"
-        try:
-            with _bounded(limit):
-                trainer.fit(model, loader(scenario.pipelines, scenario.loader_processes))
-        except StageLostError as error:
-            ended = "in the loss of a stage" if scenario.must_end_in_an_error else f"in {error}"
-        except Exception as error:  # whatever it is, it is reported, and the next scenario runs
-            ended = f"in {type(error).__name__}: {error}"
-            log.warning("Scenario %d ended in an error", scenario.seed, exc_info=True)
-        if ended == "as it should" and not scenario.must_end_in_an_error:
-            found = model.state_dict()
-            difference = distance(found, expected)
-            if not difference < TOLERANCE:
-                problems.append(f"the weights differ by {difference:g}")
-            if trainer.global_step != STEPS:
-                problems.append(f"it ended at step {trainer.global_step}")
-            entries = read_entries(Path(directory))
-            problems += audit(entries, scenario.stages, STEPS, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH)
-        elif ended != "in the loss of a stage":
-            problems.append(f"it ended {ended}" + (", not in an error" if scenario.must_end_in_an_error else ""))
+    directory = place.runs / str(scenario.seed)
+    directory.mkdir()
+    with _float64():
+        reference(scenario.recipe)  # its time is not the scenario's
+        started = time.monotonic()
+        run = _prepare(scenario, place, directory)
+        ended = _fit(run, limit)
+        if scenario.family == "signals" and ended.startswith("in SystemExit"):
+            _prepare_to_resume(run)
+            ended = _fit(run, limit, "hpc")
+        problems = _what_is_wrong(run, ended)
+        if ended == _AS_IT_SHOULD:
+            difference = distance(run.model.state_dict(), reference(scenario.recipe)["weights"])
     left = left_after_a_while(before, *mark, orphans_before=before)
     problems += [f"a process is left: {pid} {command}" for pid, command in left.items()]
-    history: Sequence[Event] = trainer.strategy.history  # type: ignore[attr-defined]
+    for folder in run.disks.values():
+        clear(folder)
+    problems += [f"left in TMPDIR: {name}" for name in sorted(place.in_tmpdir() - in_tmpdir)]
+    shutil.rmtree(directory)
+    for folder in (place.tmpdir, *([place.disk] if place.disk else [])):
+        _empty(folder)
+    history: Sequence[Event] = run.trainer.strategy.history  # type: ignore[attr-defined]
     events = dict(Counter(event.kind for event in history))
-    return Result(scenario, tuple(problems), time.monotonic() - started, difference, events)
+    return Result(scenario.seed, tuple(problems), time.monotonic() - started, difference, events)
 
 
-def _trainer(scenario: Scenario, directory: Path) -> L.Trainer:
-    callbacks: list[Any] = [
-        HeartbeatCallback(**_HEARTBEAT),
-        Diary(directory),
+def _prepare(scenario: Scenario, place: Workplace, directory: Path) -> _Run:
+    disks = {"fill-tmpdir": place.tmpdir}
+    checkpoints = directory / CHECKPOINTS
+    if scenario.family == "full-disk":
+        assert place.disk is not None, "this family needs a small disk"
+        disks["fill-disk"] = place.disk
+        checkpoints = place.disk / CHECKPOINTS
+    model = make_model(scenario.recipe)
+    return _Run(scenario, directory, checkpoints, disks, model, _trainer(scenario, directory, checkpoints, disks))
+
+
+def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict[str, Path]) -> L.Trainer:
+    options = trainer_options(scenario.recipe, directory, checkpoints)
+    happens: list[Any] = [
+        HeartbeatCallback(_HEARTBEAT_INTERVAL, scenario.heartbeat_timeout),
+        Diary(directory / "diary"),
         FaultInjectionCallback(scenario.faults),
         LateFaults(scenario.late_faults),
+        Troubles(scenario.troubles, disks),
     ]
     if scenario.restart_workers or scenario.normalize:
-        callbacks.append(Pace(_PACE_SECONDS))
-    if scenario.checkpoint_every:
-        callbacks.append(
-            ModelCheckpoint(directory / "checkpoints", every_n_train_steps=scenario.checkpoint_every, save_top_k=-1)
-        )
+        happens.append(Pace(_PACE_SECONDS))
+    options["callbacks"] = [*happens, *options["callbacks"]]
     names = ("staggered", "decoupled", "shadow", "restart_workers", "normalize", "on_stage_lost")
     strategy = {name: getattr(scenario, name) for name in names}
-    return quiet_trainer(
-        scenario.pipelines,
-        scenario.stages,
-        strategy,
-        scenario.clips,
-        callbacks=callbacks,
-        enable_checkpointing=bool(scenario.checkpoint_every),
-    )
+    if scenario.family == "signals":
+        strategy["save_on_signal"] = True
+    return grid_trainer(scenario.pipelines, scenario.stages, strategy, options)
+
+
+def _prepare_to_resume(run: _Run) -> None:
+    """Whoever starts the same script again after a signal has a new Trainer; nothing more happens to it."""
+    run.rows = rows_of(run.directory)
+    saved = next(run.directory.glob("hpc_ckpt_*.ckpt"))
+    run.resumed_at = torch.load(saved, weights_only=False)["global_step"]
+    run.model = make_model(run.scenario.recipe)
+    calm = replace(run.scenario, faults=(), late_faults=(), troubles=())
+    run.trainer = _trainer(calm, run.directory, run.checkpoints, run.disks)
+
+
+def _fit(run: _Run, limit: float, checkpoint: str | None = None) -> str:
+    """Trains, and says how that ended."""
+    scenario = run.scenario
+    loader = training_loader(scenario.pipelines, scenario.loader_processes)
+    try:
+        with _bounded(limit), _strangers(scenario):
+            validation = validation_loader(scenario.recipe, scenario.pipelines)
+            run.trainer.fit(run.model, loader, validation, ckpt_path=checkpoint, weights_only=False)
+    except StageLostError as error:
+        return _IN_THE_LOSS if scenario.must_end_in_an_error else f"in {error}"
+    except (Exception, SystemExit, _TooLong) as error:  # whatever it is, it is reported, and the next scenario runs
+        log.warning("Scenario %d ended in an error", scenario.seed, exc_info=True)
+        return f"in {type(error).__name__}: {error}"
+    return _AS_IT_SHOULD
+
+
+def _what_is_wrong(run: _Run, ended: str) -> list[str]:
+    scenario, recipe = run.scenario, run.scenario.recipe
+    if scenario.must_end_in_an_error:
+        return [] if ended == _IN_THE_LOSS else [f"it ended {ended}, not {_IN_THE_LOSS}"]
+    if ended != _AS_IT_SHOULD:
+        return [f"it ended {ended}"]
+    found = collect(run.trainer, run.model, run.directory, run.checkpoints)
+    found["rows"] = [*run.rows, *found["rows"]]
+    if scenario.on_stage_lost == "restart":
+        run.resumed_at = _restarted_at(run)
+    expected = reference(recipe, run.resumed_at)
+    fills = [trouble for trouble in scenario.troubles if trouble.kind == "fill-disk"]
+    problems = list(compare(found, expected, scenario.starts_again, saves_everything=not fills))
+    for fill in fills:
+        problems += missing_checkpoints(
+            run.checkpoints, expected["files"], range(fill.step, fill.step + fill.steps + 2)
+        )
+    if len(problems) > _SHOWN_DIFFERENCES:
+        problems[_SHOWN_DIFFERENCES:] = [f"and {len(problems) - _SHOWN_DIFFERENCES} more differences"]
+    entries = read_entries(run.directory / "diary")
+    return problems + audit(entries, scenario.stages, recipe.steps, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH)
+
+
+def _restarted_at(run: _Run) -> int:
+    """The step of the checkpoint that the run went on from after it had lost a stage."""
+    history: Sequence[Event] = run.trainer.strategy.history  # type: ignore[attr-defined]
+    lost = max(index for index, event in enumerate(history) if event.kind == "stage_lost")
+    saved = [str(event.details["path"]) for event in history[:lost] if event.kind == "saved"]
+    return step_of(Path(saved[-1]))
+
+
+@contextlib.contextmanager
+def _float64() -> Iterator[None]:
+    """What is logged, and what torchmetrics add up, is as exact as the weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _strangers(scenario: Scenario) -> Iterator[None]:
+    """While the block runs a stranger bothers this process and all below it, if the scenario has one."""
+    if not scenario.strangers:
+        yield
+        return
+    command = [sys.executable, stranger.__file__, str(os.getpid()), str(scenario.seed)]
+    with subprocess.Popen(command) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager
@@ -139,3 +244,9 @@ def _bounded(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _empty(folder: Path) -> None:
+    """Removes all that is in ``folder``."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,44 +1,53 @@
-"""The model and the data of the chaos runs, and the result of undisturbed training."""
+"""What the chaos runs train: models, data, and a Trainer whose callbacks depend on the recipe alone."""
 
-import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from support.training import QUIET, plain_loop
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanAbsoluteError, MeanSquaredError
 from typing_extensions import override
 
-from chaos.scenario import GLOBAL_MICROBATCHES, STEPS
-from lightning_recycle.data.addressed import MicrobatchLoader
+from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Recipe
+from chaos.state import CHECKPOINTS, FinalCheckpoint, Tally
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.strategy import ReCycleStrategy
 
-__all__ = ["CLIP_NORM", "GLOBAL_BATCH", "SAMPLES", "SEED", "ChaosModel", "loader", "quiet_trainer", "reference"]
+__all__ = ["SEED", "ChaosModel", "grid_trainer", "make_model", "training_data", "training_loader", "validation_loader"]
 
-GLOBAL_BATCH = 12
-SAMPLES = 96
-"""8 steps per epoch."""
-
-CLIP_NORM = 0.2
 SEED = 5
+_CLIP_NORM = 0.2
+_VALIDATION_SAMPLES = 15
+"""The second batch is smaller than the first, and some of its micro-batches are empty."""
+
+_NEVER = 100  # epochs
 
 
 class ChaosModel(PipelineModule):
-    """Six layers in float64, two more with ``dropout``; it remembers the samples that it was given last."""
+    """Six layers in float64, two more with ``dropout``.
 
-    def __init__(self, dropout: bool = False) -> None:
+    Attributes:
+        samples_read: the samples that it was given last, until somebody has taken note of them.
+        on_loss: called with the samples of a micro-batch before its loss is computed.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.recipe = recipe
         self.samples_read: list[int] | None = None
+        self.on_loss: Callable[[list[int]], None] | None = None
+        self._samples: list[int] = []
 
     @override
     def configure_pipeline(self) -> list[nn.Module]:
         torch.manual_seed(0)
         layers: list[nn.Module] = [nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12)]
-        if self.dropout:
+        if self.recipe.dropout:
             layers += [nn.Dropout(0.4), nn.Linear(12, 12)]
         layers += [nn.Tanh(), nn.Linear(12, 6), nn.Linear(6, 1)]
         return [layer.double() for layer in layers]
@@ -46,11 +55,13 @@ class ChaosModel(PipelineModule):
     @override
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         x, y, index = batch
-        self.samples_read = index.tolist()
+        self.samples_read = self._samples = index.tolist()
         return x, y
 
     @override
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.on_loss is not None:
+            self.on_loss(self._samples)
         return (output - target).square().mean()
 
     @override
@@ -60,43 +71,94 @@ class ChaosModel(PipelineModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def loader(pipelines: int, processes: int = 0) -> DataLoader[Any]:
+class MonitoredModel(ChaosModel):
+    """Its learning rate follows what was measured in an epoch."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.train_absolute, self.val_squared = MeanAbsoluteError(), MeanSquaredError()
+
+    def on_training_output(self, output: Tensor, target: Tensor) -> None:
+        self.log("train_error", (output - target).square().mean(), on_step=False, on_epoch=True)
+        self.log("train_samples", float(len(output)), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.train_absolute(output, target)
+        self.log("train_absolute", self.train_absolute, on_step=True, on_epoch=True)
+
+    def on_validation_output(self, output: Tensor, target: Tensor) -> None:
+        self.val_squared(output, target)
+        self.log("val_error", self.val_squared)
+        self.log("val_largest", (output - target).abs().max(), reduce_fx="max")
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.recipe.monitored}}
+
+
+def make_model(recipe: Recipe) -> ChaosModel:
+    return (MonitoredModel if recipe.monitored else ChaosModel)(recipe)
+
+
+def training_data() -> TensorDataset:
+    return _data(SAMPLES, seed=1)
+
+
+def training_loader(pipelines: int, processes: int = 0) -> DataLoader[Any]:
     """The data, shuffled, for ``pipelines``."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    y = torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
-    data = TensorDataset(x, y, torch.arange(SAMPLES))
-    return DataLoader(data, batch_size=GLOBAL_BATCH // pipelines, shuffle=True, num_workers=processes)
+    return DataLoader(training_data(), batch_size=GLOBAL_BATCH // pipelines, shuffle=True, num_workers=processes)
 
 
-def quiet_trainer(pipelines: int, stages: int, strategy: dict[str, Any], clips: bool, **options: Any) -> L.Trainer:
-    """A Trainer that prints and writes nothing of its own."""
-    return L.Trainer(
-        accelerator="cpu",
-        devices=pipelines * stages,
-        strategy=ReCycleStrategy(
-            pipeline_parallel_size=stages, num_microbatches=GLOBAL_MICROBATCHES // pipelines, seed=SEED, **strategy
-        ),
-        max_steps=STEPS,
-        gradient_clip_val=CLIP_NORM if clips else None,
-        **{**QUIET, **options},
+def validation_loader(recipe: Recipe, pipelines: int) -> DataLoader[Any] | None:
+    if not recipe.monitored:
+        return None
+    return DataLoader(_data(_VALIDATION_SAMPLES, seed=2), batch_size=GLOBAL_BATCH // pipelines)
+
+
+def _data(samples: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    y = torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, y, torch.arange(samples))
+
+
+def trainer_options(recipe: Recipe, directory: Path, checkpoints: Path | None = None) -> dict[str, Any]:
+    """The arguments of a Trainer that follow from ``recipe``: what is logged, kept and decided.
+
+    Args:
+        recipe: what is trained.
+        directory: for all that the run writes.
+        checkpoints: for the checkpoints instead, except for the one at the end.
+    """
+    folder = directory / CHECKPOINTS if checkpoints is None else checkpoints
+    callbacks: list[L.Callback] = [Tally(), LearningRateMonitor("step")]
+    if recipe.monitored:
+        # The first epoch is the best by definition; three more, and it stops.
+        patience, delta = (3, 1e9) if recipe.stops else (_NEVER, 0.0)
+        callbacks.append(EarlyStopping(recipe.monitored, min_delta=delta, patience=patience))
+    if recipe.checkpoint_every:
+        callbacks.append(ModelCheckpoint(folder, every_n_train_steps=recipe.checkpoint_every, save_top_k=-1))
+    if recipe.keeps_best:
+        name = f"best-{{epoch}}-{{{recipe.monitored}:.6f}}"
+        callbacks.append(ModelCheckpoint(folder, name, recipe.monitored, save_top_k=2, save_last=True))
+    return {
+        "accelerator": "cpu",
+        "max_steps": recipe.steps if not recipe.stops else -1,
+        "max_epochs": -1 if not recipe.stops else _NEVER,
+        "gradient_clip_val": _CLIP_NORM if recipe.clips else None,
+        "callbacks": [*callbacks, FinalCheckpoint(directory)],
+        "logger": CSVLogger(directory, name="csv", version=0),
+        "log_every_n_steps": 1,
+        "enable_checkpointing": recipe.saves,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": directory,
+    }
+
+
+def grid_trainer(pipelines: int, stages: int, strategy: dict[str, Any], options: dict[str, Any]) -> L.Trainer:
+    """A Trainer of ``options`` on a grid."""
+    chosen = ReCycleStrategy(
+        pipeline_parallel_size=stages, num_microbatches=GLOBAL_MICROBATCHES // pipelines, seed=SEED, **strategy
     )
-
-
-@functools.cache
-def reference(dropout: bool, clips: bool) -> dict[str, Tensor]:
-    """The weights that every scenario must end with."""
-    model = ChaosModel(dropout)
-    if dropout:  # what it draws is the project's own affair: a single undisturbed worker is the reference
-        quiet_trainer(1, 1, {}, clips, callbacks=[]).fit(model, loader(1))
-        return dict(model.state_dict())
-    return _plain_loop(model, clips)
-
-
-def _plain_loop(model: ChaosModel, clips: bool) -> dict[str, Tensor]:
-    """Uses nothing of this project except the order of the data."""
-    data = loader(1)
-    order = MicrobatchLoader(data, Grid(1, 1, 1), 0, SEED)
-    steps = (order.addresses(*divmod(step, len(order)), Microbatch(0, 0)) for step in range(STEPS))
-    x, y, _ = data.dataset[[sample for addresses in steps for _, sample in addresses]]
-    return plain_loop(model, TensorDataset(x, y), STEPS, CLIP_NORM if clips else None, GLOBAL_BATCH)
+    return L.Trainer(devices=pipelines * stages, strategy=chosen, **options)
