@@ -2,7 +2,8 @@
 
 A handler cannot save, as a checkpoint is a collective of all workers. So the launching process asks the coordinator,
 and the answer to a step's losses tells all workers that this is the last one (``StepResult.ending``). At its end, where
-``ModelCheckpoint`` saves too, each of them calls :meth:`SaveAndEnd.on_train_batch_end`.
+``ModelCheckpoint`` saves too, each of them saves (:meth:`SaveAndEnd.on_train_batch_end`); once Lightning has logged the
+step, it ends (:meth:`SaveAndEnd.end`).
 
 Lightning's callbacks that save on exceptions are called there. In the launching process, where Lightning calls
 ``on_exception``, there is nothing to save.
@@ -65,6 +66,11 @@ class SaveAndEnd(Callback):
                 callback.on_exception(trainer, pl_module, SIGTERMException())
         if self._save_on_signal:
             trainer.save_checkpoint(self._path(trainer))
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Ends this worker, with all others, if the run is to end after this step."""
+        if not self._is_ending():
+            return
         for logger in trainer.loggers:
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
         self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering

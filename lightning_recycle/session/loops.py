@@ -47,6 +47,8 @@ class StepRunner(Protocol):
 
     def replay_outputs(self, outputs: Mapping[int, bytes]) -> None: ...
 
+    def end_step(self) -> None: ...
+
 
 class PipelineOptimization(_AutomaticOptimization):
     """Runs one step of the schedule and lets Lightning's ``optimizer_step`` apply it."""
@@ -134,6 +136,11 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         if first or any(isinstance(loader, StreamLoader) for loader in loaders):
             iter(data_fetcher)
             data_fetcher.fetched += first
+
+    @override
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        super().advance(data_fetcher)
+        self.automatic_optimization.runner.end_step()  # type: ignore[attr-defined]
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:

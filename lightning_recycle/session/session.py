@@ -173,7 +173,8 @@ class Session:
     def _save_when_ending(self) -> None:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
-        callbacks.append(SaveAndEnd(self.options.save_on_signal, self.collectives, lambda: self._is_ending))
+        self._ending = SaveAndEnd(self.options.save_on_signal, self.collectives, lambda: self._is_ending)
+        callbacks.append(self._ending)
 
     def _build_model(self) -> None:
         """Builds the layers of this stage, on the device, and their optimizer."""
@@ -315,6 +316,10 @@ class Session:
             result = self.executor.run_step(handle, apply_with_hooks)
         self._is_ending = result.ending
         return result
+
+    def end_step(self) -> None:
+        """The step is logged; a run that was told to end ends here."""
+        self._ending.end(self.trainer)
 
     def as_loss(self, value: float) -> Tensor:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""

@@ -1,5 +1,6 @@
 """A signal to the launching process ends the run with a checkpoint, if one is wanted, from which it can be resumed."""
 
+import csv
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from support.growth import Meanwhile
 from support.models import GLOBAL_BATCH, Scheduled, dataset
 from support.process_tree import worker_processes
@@ -103,6 +105,17 @@ def test_what_the_user_asked_for_is_written(kind: str, tmp_path: Path) -> None:
     interrupt(tmp_path, send(signal.SIGUSR1), STATUS[signal.SIGUSR1], enable_checkpointing=True, **asked[kind])
     assert only_file(tmp_path) == path or kind == "path"  # there Lightning adds its own ModelCheckpoint
     check_resumed(path, tmp_path)
+
+
+def test_the_last_step_is_logged(tmp_path: Path) -> None:
+    path = tmp_path / "preempted.ckpt"
+    logger = CSVLogger(tmp_path, version="run")
+    interrupt(
+        tmp_path, send(signal.SIGTERM), 143, logger=logger, log_every_n_steps=1, strategy={"save_on_signal": path}
+    )
+    with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
+        logged = [int(row["step"]) for row in csv.DictReader(file) if row["train_loss"]]
+    assert logged == list(range(int(torch.load(path, weights_only=True)["global_step"])))
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
