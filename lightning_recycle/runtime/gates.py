@@ -189,11 +189,14 @@ def connect(
 
 @dataclass(eq=False)
 class _Conversation:
-    """A connection on which the handshake has not ended; ``link``: which one it is for, if this side dialed."""
+    """A connection on which the handshake has not ended; ``link``: which one it is for, if this side dialed; ``peer``:
+    who dialed, if this side accepted.
+    """
 
     socket: socket.socket
     talk: Talk
     link: Link | None = None
+    peer: str = ""
     deadline: float = 0.0  # of an attempt to dial
     named: bool = False  # the other side has said something right
     wanted: bytes | int = field(init=False)
@@ -273,7 +276,9 @@ class _Connecting:
             sock = dial(self._addresses[link.acceptor])
             if sock is None:
                 continue
-            call = _Conversation(sock, dialing(self._key, self._generation, link), link, now + self._patience[link])
+            call = _Conversation(
+                sock, dialing(self._key, self._generation, link), link, deadline=now + self._patience[link]
+            )
             self._patience[link] = min(2 * self._patience[link], _LONGEST_ATTEMPT_SECONDS)
             self._calls[link] = call
             self._selector.register(sock, selectors.EVENT_WRITE, call)
@@ -312,7 +317,7 @@ class _Connecting:
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                sock, _ = self._gate.socket.accept()
+                sock, (host, port, *_) = self._gate.socket.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -322,7 +327,7 @@ class _Connecting:
                 continue
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            caller = _Conversation(sock, accepting(self._key, self._awaited))
+            caller = _Conversation(sock, accepting(self._key, self._awaited), peer=f"{host} port {port}")
             self._callers[caller] = None
             self._selector.register(sock, selectors.EVENT_READ, caller)
             self._converse(caller)  # perhaps it has spoken already
@@ -341,11 +346,7 @@ class _Connecting:
 
     def _note(self, caller: _Conversation, why: str) -> None:
         """Remembers a stranger."""
-        try:
-            host, port = caller.socket.getpeername()[:2]
-            self._strangers.append(f"{host} port {port}: {why}")
-        except OSError:  # it has ended
-            self._strangers.append(why)
+        self._strangers.append(f"{caller.peer}: {why}")
 
     def _forget(self, conversation: _Conversation) -> None:
         self._selector.unregister(conversation.socket)

@@ -44,10 +44,10 @@ def test_a_run_with_a_kill_goes_on_among_strangers() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_that_loses_and_replaces_workers_goes_on_among_strangers(seed: int) -> None:
-    steps = 120
+    steps = 90
     model, data = Regression().double(), dataset(GLOBAL_BATCH * steps)
     expected = plain_loop(model, data, steps)
-    faults = [Fault("kill", pipeline=i % 2, stage=i // 2 % 2, step=10 + 20 * i) for i in range(5)]
+    faults = [Fault("kill", pipeline=i % 2, stage=i // 2 % 2, step=10 + 20 * i) for i in range(4)]
     with strangers_at(os.getpid(), seed=100 * seed, count=2) as tallies:
         run = fit(
             model,
@@ -57,7 +57,7 @@ def test_a_run_that_loses_and_replaces_workers_goes_on_among_strangers(seed: int
             data=data,
             max_steps=steps,
             strategy={"restart_workers": True},
-            callbacks=[Unhurried(), AwaitReplacement([9 + 20 * i for i in range(1, 5)])],
+            callbacks=[Unhurried(), AwaitReplacement([9 + 20 * i for i in range(1, 4)])],
         )
     assert difference(model.state_dict(), expected) < TOLERANCE
     assert committed_steps(run) == list(range(steps))
