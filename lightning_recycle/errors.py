@@ -5,6 +5,7 @@ Standard library only: ``lightning_recycle.planning`` imports this module and mu
 """
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "ControlPlaneError",
     "InjectedFaultError",
@@ -34,6 +35,10 @@ class PlanningError(ReCycleError):
 
 class StageLostError(ReCycleError):
     """All replicas of at least one pipeline stage are gone, and its parameters with them."""
+
+
+class CheckpointError(ReCycleError):
+    """A checkpoint could not be written, or the one to resume from is damaged."""
 
 
 class ControlPlaneError(ReCycleError):

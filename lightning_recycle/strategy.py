@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.session import Session
 
@@ -71,6 +73,9 @@ class ReCycleStrategy(ParallelStrategy):
         save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
             one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
         seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
+        on_checkpoint_error: whether a checkpoint that cannot be written, because a disk is full for example, is a
+            warning ("warn", and the training goes on) or ends the run ("raise", a
+            :class:`~lightning_recycle.errors.CheckpointError`). What was there before is kept.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -103,6 +108,7 @@ class ReCycleStrategy(ParallelStrategy):
         in_flight_limit: int | None = None,
         save_distributed_checkpoint: bool = False,
         seed: int | None = None,
+        on_checkpoint_error: Literal["warn", "raise"] = "warn",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -111,7 +117,7 @@ class ReCycleStrategy(ParallelStrategy):
         self.options = Options(
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
-            save_distributed_checkpoint, seed,
+            save_distributed_checkpoint, seed, on_checkpoint_error,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
@@ -321,6 +327,20 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or one whose files are whole whenever the process dies."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # Lightning's setter keeps the user's
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # each worker keeps its stage only
 
@@ -351,6 +371,13 @@ class ReCycleStrategy(ParallelStrategy):
             self._session.checkpoints.save(checkpoint, filepath, storage_options)
         elif self.launcher is None or self.launcher.may_save(checkpoint, filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._session is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._session.checkpoints.remove(filepath)
 
 
 def _option(name: str) -> property:

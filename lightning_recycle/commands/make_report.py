@@ -15,6 +15,7 @@ from rich.console import Console
 
 from lightning_recycle.commands.application import bad_input_ends
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import write_atomically
 from lightning_recycle.visualize.report import load_results, render_report
 
 __all__ = ["main"]
@@ -33,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = load_results(chosen.folder)
         page = render_report(results, chosen.title)
         try:
-            chosen.output.parent.mkdir(parents=True, exist_ok=True)
-            chosen.output.write_text(page, encoding="utf-8")
+            write_atomically(chosen.output, page)
         except OSError as error:
             raise ConfigurationError(f"cannot write {chosen.output}: {error.strerror or error}.") from error
         size = len(page.encode()) / 1e6

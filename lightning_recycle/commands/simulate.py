@@ -30,6 +30,7 @@ from lightning_recycle.commands.experiments import Point, points_of
 from lightning_recycle.commands.simulation_tables import line, overview, single
 from lightning_recycle.commands.simulation_tasks import run_task
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import write_atomically
 from lightning_recycle.visualize.timeline import save_timeline
 
 __all__ = ["main"]
@@ -85,7 +86,7 @@ def _point(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[
     file = folder / "result.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_atomically(file, json.dumps(result, indent=1) + "\n")
         written = [file]
         if settings["timeline"] and result["task"] == "training":
             written += save_timeline(folder, result)

@@ -18,15 +18,13 @@ import logging
 import os
 import signal
 import threading
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
@@ -43,6 +41,7 @@ from lightning_recycle.control.standalone import address_from, key_from_environm
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.processes import Crew, LocalWorker
 from lightning_recycle.launch.results import error_of, take_results
+from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
 from lightning_recycle.launch.worker_process import Call, WorkerStart, global_state, run_outside, worker_main
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import stage_layers
@@ -64,7 +63,6 @@ INCARNATIONS_PER_START = 1_000_000
 
 _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
 _VAL_LOADERS = 2  # position of val_dataloaders among the arguments of Trainer._fit_impl
-_CKPT_PATH = 4  # position of ckpt_path among the arguments of Trainer._fit_impl
 
 
 class Configured(Protocol):
@@ -106,6 +104,7 @@ class SupervisorLauncher(_Launcher):
         Raises:
             StageLostError: when all replicas of a stage died.
             ConfigurationError: for errors that show before anything starts.
+            CheckpointError: if the checkpoint to resume from is damaged.
             Exception: the user's own exception from a worker, with that worker's traceback.
         """
         assert trainer is not None
@@ -122,6 +121,7 @@ class SupervisorLauncher(_Launcher):
             )
             self._interrupted = False
             return returned
+        args, kwargs = settle_checkpoint(trainer, function, (args, kwargs))
         self.history, self.schedules = [], []
         for attempt in itertools.count():
             outcome, survivors = self._run((trainer, function, args, kwargs), setup, heartbeat.timeout, attempt)
@@ -134,11 +134,11 @@ class SupervisorLauncher(_Launcher):
             if not isinstance(outcome, StageLost) or self._strategy.options.on_stage_lost != "restart" or not fitting:
                 raise error
             smaller = _smaller_grid(setup.grid, survivors)
-            checkpoint = _newest_checkpoint(self.history, trainer.strategy.checkpoint_io)
+            checkpoint = newest_saved(self.history, trainer.strategy.checkpoint_io)
             if smaller is None or checkpoint is None:
                 raise error
             log.warning("%s Going on from %s with %d pipelines.", error, checkpoint, smaller.pipelines)
-            args = (*args[:_CKPT_PATH], checkpoint, *args[_CKPT_PATH + 1 :])
+            args, kwargs = start_from(function, (args, kwargs), checkpoint)
             setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # this run wrote the file itself
 
     def _run(self, call: Call, setup: RunSetup, timeout: float, attempt: int) -> tuple[Outcome | None, int]:
@@ -334,25 +334,6 @@ def _drift_options(trainer: pl.Trainer) -> DriftOptions | None:
     """Whether and when to change the plan because operations do not take the times it assumes."""
     monitors = (c.options for c in trainer.callbacks if isinstance(c, PlanMonitor))  # type: ignore[attr-defined]
     return next(monitors, None)
-
-
-def _newest_checkpoint(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
-    """The newest checkpoint of this run that still exists undamaged."""
-    saved = [str(event.details["path"]) for event in history if event.kind == "saved"]
-    checksums = isinstance(checkpoint_io, TorchCheckpointIO)
-    return next((path for path in reversed(saved) if _is_whole(path, checksums)), None)
-
-
-def _is_whole(path: str, checksums: bool) -> bool:
-    """Whether a checkpoint is undamaged. With ``checksums`` a file is a zip archive, as torch writes them."""
-    if not checksums or not os.path.isfile(path):
-        return os.path.exists(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
-        log.warning("The checkpoint %s is damaged; the previous one is used.", path)
-        return False
 
 
 def _library(library: Any, planner: Any) -> PlanLibrary | None:

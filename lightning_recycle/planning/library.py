@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recycle.errors import PlanningError, ReCycleError
+from lightning_recycle.files import write_json
 from lightning_recycle.planning.child_process import Report, run_in_child
-from lightning_recycle.planning.files import write_json
 from lightning_recycle.planning.normalization import normalize, normalized_failures
 from lightning_recycle.planning.planfile import plan_to_json, read_plan
 from lightning_recycle.planning.planner import Planner, get_planner, solve

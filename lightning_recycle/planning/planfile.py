@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.files import write_json
+from lightning_recycle.files import write_json
 from lightning_recycle.planning.result import TOLERANCE, PlanResult, proven
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.validation import InvalidScheduleError, validate

@@ -25,8 +25,8 @@ from typing import Any
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.files import write_atomically
 from lightning_recycle.planning.memory import Memory
 
 __all__ = ["PROFILE_SCHEMA", "Profile", "StageProfile", "load_profile", "save_profile"]

@@ -5,8 +5,10 @@ A checkpoint holds no trace of the grid.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,18 @@ from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Saved
 from lightning_recycle.control.protocol.state import RESULT
+from lightning_recycle.errors import CheckpointError
+from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.session.checkpoint_files import (
+    WholeCheckpointIO,
+    WriteFailure,
+    attempt,
+    is_sharded,
+    local_path,
+)
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.optimizer_states import (
     merge_optimizer_states,
@@ -27,9 +38,11 @@ from lightning_recycle.session.optimizer_states import (
     stage_optimizer_state,
     to_cpu,
 )
-from lightning_recycle.session.sharded import is_sharded, load_sharded, save_sharded
+from lightning_recycle.session.sharded import load_sharded, save_sharded
 
 __all__ = ["Checkpoints"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,6 +55,7 @@ class Checkpoints:
         executor: knows the step.
         copies: maps the name of each tied parameter that another stage owns to the owner's name.
         sharded: whether to write folders, to which each stage writes its own part.
+        raises: whether a checkpoint that cannot be written ends the run.
         weights_only: the argument of the Trainer's entry point that is running.
         reach: called with "checkpoint" and the step right before one is written.
 
@@ -54,9 +68,11 @@ class Checkpoints:
     executor: Executor
     copies: Mapping[str, str]
     sharded: bool
+    raises: bool
     weights_only: bool | None
     reach: Callable[[str, int], None]
     restored_steps: int = 0
+    _unwinding: bool = False
 
     # ------------------------------------------------------------------ state
 
@@ -104,6 +120,7 @@ class Checkpoints:
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         if weights_only is None:
             weights_only = self.weights_only  # Lightning 2.6 forgets it when checkpoints are restored after setup
+        path = self._agreed(path)
         if is_sharded(path):
             checkpoint = self._load_sharded(path)
         else:
@@ -111,6 +128,15 @@ class Checkpoints:
             checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
         return checkpoint
+
+    def _agreed(self, path: Any) -> Any:
+        """The leader's path: workers that are started by hand each look for the last checkpoint, and may see others."""
+        if self.collectives.client.joining:
+            return path  # it is alone until it enters, and then has its donor's state
+        agreed = self.collectives.broadcast(os.fspath(path))
+        if agreed != os.fspath(path):
+            self.module.trainer._checkpoint_connector._ckpt_path = agreed
+        return agreed
 
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a checkpoint of the whole model."""
@@ -122,7 +148,12 @@ class Checkpoints:
         )
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads this stage's part of the optimizer state of a checkpoint of the whole model."""
+        """Loads this stage's part of the optimizer state of a checkpoint of the whole model.
+
+        Not in a worker that joins: the others train and cannot tell it which part that is; its donor has a newer one.
+        """
+        if self.collectives.client.joining:
+            return
         for optimizer, whole in zip(self.module.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
             names = self._all_parameter_names(optimizer)
             optimizer.load_state_dict(split_optimizer_state(whole, names, self.copies, self._stage))
@@ -131,7 +162,8 @@ class Checkpoints:
         """This worker's part of a sharded checkpoint."""
         wanted = {f"{prefix}.{name}" for prefix in ("model", "state_dict") for name in self.module.state_dict()}
         states: list[str] = []
-        for index, optimizer in enumerate(self.module.trainer.optimizers):
+        optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
+        for index, optimizer in enumerate(optimizers):
             mine = parameter_numbers(self._all_parameter_names(optimizer), self.copies, self._stage)
             states += [f"optimizer_{index}.param_groups", *(f"optimizer_{index}.state.{number}." for number in mine)]
         return load_sharded(path, lambda key: key in wanted or key.startswith(tuple(states)))
@@ -139,19 +171,68 @@ class Checkpoints:
     # ------------------------------------------------------------------ saving
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """The leader writes, or one worker of each stage; if a writer dies before it is done, a peer takes over."""
+        """The leader writes, or one worker of each stage; if a writer dies before it is done, a peer takes over.
+
+        Raises:
+            CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
+                run, or is to be :meth:`noticed`. Otherwise the leader warns.
+        """
         if self.sharded:
-            self._save_sharded(checkpoint, path)
+            failure = self._save_sharded(checkpoint, path)
+        else:
+            failure = self._by_the_leader(path, checkpoint, lambda: self._save_file(checkpoint, path, storage_options))
+        if failure is not None:
+            self._not_written(failure)
+
+    def link(self, target: str, path: str) -> None:
+        """Makes the checkpoint ``path`` a link to the one at ``target``; as :meth:`save` if the file system refuses."""
+        if os.path.abspath(target) == os.path.abspath(path):
             return
+        if (failure := self._by_the_leader(path, None, lambda: link(target, path))) is not None:
+            self._not_written(failure)
+
+    def remove(self, path: Any) -> None:
+        """The leader deletes a checkpoint that is not wanted any more."""
+        if not self.collectives.leads:
+            return
+        try:
+            if self.sharded and (local := local_path(path)) is not None:
+                remove(local)
+            else:
+                self.module.trainer.strategy.checkpoint_io.remove_checkpoint(path)
+        except OSError as error:
+            if self.raises:
+                raise CheckpointError(f"The old checkpoint {path} could not be deleted: {error}.") from error
+            log.warning("The old checkpoint %s could not be deleted and stays: %s.", path, error)
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Within the block a checkpoint that could not be written is a :class:`CheckpointError`, on all workers."""
+        before, self._unwinding = self._unwinding, True
+        try:
+            yield
+        finally:
+            self._unwinding = before
+
+    def _by_the_leader(self, path: Any, content: Any, action: Callable[[], None]) -> WriteFailure | None:
+        """The leader does it, and all learn of the outcome; if it dies before they do, the next leader does it."""
         while True:
-            wrote = self.collectives.leads
-            if wrote:
-                self._before_writing()
-                io = self.module.trainer.strategy.checkpoint_io
-                io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-                self._announce(path)
-            if any(self.collectives.gather("checkpoint", wrote).values()):
-                return
+            outcome: bool | WriteFailure | None = None
+            if self.collectives.leads:
+                outcome = attempt(action, path, content) or True
+            outcomes = self.collectives.gather("checkpoint", outcome).values()
+            told = [part for part in outcomes if part is not None]  # of one worker: only one leads
+            if told:
+                return told[0] if isinstance(told[0], WriteFailure) else None
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        self._before_writing()
+        io = self.module.trainer.strategy.checkpoint_io
+        if isinstance(io, WholeCheckpointIO):
+            io.save_checkpoint(checkpoint, path, storage_options, self.collectives.client.confirm)
+        else:
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self._announce(path)
 
     def _before_writing(self) -> None:
         self.reach("checkpoint", self.executor.version)
@@ -160,14 +241,33 @@ class Checkpoints:
     def _announce(self, path: Any) -> None:
         self.collectives.client.send(Saved(self.collectives.rank, os.fspath(path), self.executor.version))
 
-    def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> None:
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> WriteFailure | None:
         shard = {"model": checkpoint.pop("state_dict")}
         for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
             shard[f"optimizer_{index}"] = state
         if self._stage > 0:  # the groups are the same for all stages
             shard = {name: {k: v for k, v in part.items() if k != "param_groups"} for name, part in shard.items()}
-        if save_sharded(path, shard, checkpoint, self.collectives, self._before_writing):
+        outcome = save_sharded(path, shard, checkpoint, self.collectives, self._before_writing)
+        if isinstance(outcome, WriteFailure):
+            return outcome
+        if outcome:
             self._announce(path)
+        return None
+
+    def _not_written(self, failure: WriteFailure) -> None:
+        if self.raises:
+            raise CheckpointError(
+                f"{failure.text} Free some space, or keep fewer checkpoints (save_top_k); with"
+                " ReCycleStrategy(on_checkpoint_error='warn') the training goes on without this one."
+            )
+        if self.collectives.leads:
+            log.warning(
+                "%s What was there before is unchanged, and the training goes on. Free some space, or keep fewer"
+                " checkpoints (save_top_k).",
+                failure.text,
+            )
+        if self._unwinding:
+            raise CheckpointError(failure.text)
 
     def deliver_result(self, extras: Callable[[], Any]) -> None:
         """Delivers this worker's part of the result: (the stage's state dict, the leader's ``extras()``)."""

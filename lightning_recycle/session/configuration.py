@@ -41,6 +41,7 @@ class Options:
     in_flight_limit: int | None
     save_distributed_checkpoint: bool
     seed: int | None
+    on_checkpoint_error: str
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -48,7 +49,11 @@ class Options:
                 self._refuse(name, "give an integer of at least 1, or None")
         if not is_integer(self.max_restarts, 0):
             self._refuse("max_restarts", "give an integer of at least 0")
-        for name, choices in (("shadow", ("device", "host")), ("on_stage_lost", ("raise", "restart"))):
+        for name, choices in (
+            ("shadow", ("device", "host")),
+            ("on_stage_lost", ("raise", "restart")),
+            ("on_checkpoint_error", ("warn", "raise")),
+        ):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
         get_planner(self.planner)

@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from lightning_recycle.files import write_atomically
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.collectives import Collectives
 
@@ -110,7 +111,7 @@ def _keep_file(logger: Logger) -> _Cells:
     if not written.endswith("\n"):
         written = written[: written.rfind("\n") + 1]  # the leader died in the middle of a line
     writer = logger.experiment
-    path.write_text(written)
+    write_atomically(path, written)
     rows = list(csv.DictReader(written.splitlines()))
     writer.metrics_keys = list(rows[0]) if rows else next(csv.reader(written.splitlines()), [])
     return {(int(row["step"]), name) for row in rows for name, value in row.items() if value not in ("", None)}

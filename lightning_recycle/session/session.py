@@ -47,6 +47,7 @@ from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_progress_bar, show_whole_run
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
+from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 
@@ -100,6 +101,7 @@ class Session:
         """The run is over, but this process goes on as the launching process of the next one."""
         self._count_in_batches()
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
+        leave_saves_alone(self.trainer)
 
     def reach(self, point: str, step: int) -> None:
         for hook in self.at_point:
@@ -133,10 +135,17 @@ class Session:
         tied = ties_between_stages(module.tied_groups(), self.run.parts)
         ties = TieExchange(tied, self.worker.stage, dict(module.named_parameters()))
         self.executor = self._build_executor(ties)
-        sharded, weights_only = self.options.save_distributed_checkpoint, self.run.weights_only
         self.checkpoints = Checkpoints(
-            module, self.collectives, self.executor, ties.copies, sharded, weights_only, self.reach
+            module,
+            self.collectives,
+            self.executor,
+            ties.copies,
+            sharded=self.options.save_distributed_checkpoint,
+            raises=self.options.on_checkpoint_error == "raise",
+            weights_only=self.run.weights_only,
+            reach=self.reach,
         )
+        undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(trainer, self.collectives, self.executor)
         if self._fitting:
             PipelineFitLoop.install(trainer, self)

@@ -17,6 +17,7 @@ from typing import TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import replacing, write_atomically
 
 __all__ = ["Drawing", "Group", "Line", "Rect", "Text", "write_drawing"]
 
@@ -95,9 +96,8 @@ def write_drawing(drawing: Drawing, path: Path) -> None:
     suffix = path.suffix.lower()
     if suffix not in (".svg", ".png"):
         raise ConfigurationError(f"cannot draw to {str(path)!r}: use a name that ends with .svg or .png.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     if suffix == ".svg":
-        path.write_text(to_svg(drawing), encoding="utf-8")
+        write_atomically(path, to_svg(drawing))
     else:
         _write_png(drawing, path)
 
@@ -219,5 +219,5 @@ def _write_png(drawing: Drawing, path: Path) -> None:
                         zorder=order,
                     )
                 )
-    with matplotlib.rc_context({"hatch.linewidth": 1.2}):
-        figure.savefig(path, dpi=2 * _DPI)
+    with matplotlib.rc_context({"hatch.linewidth": 1.2}), replacing(path) as file:
+        figure.savefig(file, dpi=2 * _DPI, format="png")

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_recycle.files import write_atomically
 from lightning_recycle.visualize.drawing import Drawing, Group, Line, Rect, Text, write_drawing
 from lightning_recycle.visualize.report.names import duration_text, failures_text, policy_text
 
@@ -42,7 +43,7 @@ def save_timeline(folder: Path, result: Result) -> list[Path]:
     """Write ``timeline.svg`` and ``timeline.json`` to ``folder``; the latter is for https://ui.perfetto.dev."""
     picture, trace = folder / "timeline.svg", folder / "timeline.json"
     write_drawing(timeline_drawing(result), picture)
-    trace.write_text(json.dumps(timeline_trace(result)), encoding="utf-8")
+    write_atomically(trace, json.dumps(timeline_trace(result)))
     return [picture, trace]
 
 

@@ -19,6 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.ops import Op
 from lightning_recycle.planning.schedule import Schedule
@@ -76,8 +77,7 @@ def chrome_trace(tracks: Mapping[str, Schedule | Iterable[TimedOp]]) -> dict[str
 def save_trace(path: str | PathLike[str], tracks: Mapping[str, Schedule | Iterable[TimedOp]]) -> Path:
     """Write :func:`chrome_trace` of ``tracks`` to ``path``; open the file in https://ui.perfetto.dev."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(chrome_trace(tracks)), encoding="utf-8")
+    write_atomically(target, json.dumps(chrome_trace(tracks)))
     return target
 
 

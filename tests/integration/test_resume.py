@@ -129,7 +129,7 @@ def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_de
     sharded(tmp_path, MODELS[name]().double())
     folder = tmp_path / f"step={EPOCH}.ckpt"
     files = sorted(path.name for path in folder.iterdir())
-    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "meta.pt"]
     resumed = run(MODELS[name]().double(), (1, 3), 2, ckpt_path=tmp_path / "step=6.ckpt")
     assert difference(resumed, uninterrupted(name)) < 1e-10
     command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(folder)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lightning_recycle import files as files_module
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import files as files_module
 
 PROBLEM = p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)}))
 

@@ -1,0 +1,266 @@
+"""Writes files and folders so that what bears a name is whole, whenever its writer dies.
+
+Concept: new content is written beside its final place, flushed to the disk, and renamed. Beside, because a rename is a
+single step only within one file system. No file system replaces a folder in a single step: the old folder is renamed
+aside, the new one renamed in, the old one deleted. Where a writer dies in between, the one aside is the newest whole
+one, and :func:`restored` gives it its name back.
+
+Contract: a reader sees the old content or the new, never half of it; after an error the old content is unchanged and
+nothing else is left. What a killed writer leaves is hidden and says whose it is; :func:`remove_leftovers` deletes it.
+
+Must not know: what is in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = [
+    "delete",
+    "link",
+    "put_in_place",
+    "remove",
+    "remove_leftovers",
+    "replacing",
+    "restored",
+    "sync_folder",
+    "temporary_path",
+    "waiting_aside",
+    "write_atomically",
+    "write_json",
+]
+
+_ABANDONED_SECONDS = 3600.0
+"""Nobody writes for that long without a change: what is older is abandoned, even if its writer cannot be asked."""
+
+_OF_WRITER = re.compile(r"\..*\.(?:writing|removing)\.(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9a-f]{8}", re.DOTALL)
+_ASIDE = ".replaced"
+_NAME_CHARACTERS = 40  # of the final name in a temporary one: file systems allow 255 bytes
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # some file systems cannot flush a folder
+
+
+# ------------------------------------------------------------------ files
+
+
+@contextlib.contextmanager
+def replacing(path: str | PathLike[str], before_naming: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
+    """Yields a new file that becomes ``path`` at the end of the block, with its directory if needed.
+
+    Args:
+        path: the name of the file; an old one is replaced.
+        before_naming: called when the new content is on the disk, right before the file gets its name.
+
+    Raises:
+        OSError: when the file system refuses; the old file is then unchanged.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(target)
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if before_naming is not None:
+            before_naming()
+        put_in_place(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: str | PathLike[str], content: bytes | str) -> None:
+    """Replaces the content of ``path``, creating its directory if needed; text is written in UTF-8.
+
+    A link stays a link, and what is no file (``/dev/stdout``, a pipe) is written to as it is.
+
+    Raises:
+        OSError: when the file system refuses; the old file is then unchanged.
+    """
+    target = Path(os.path.realpath(path))
+    data = content.encode() if isinstance(content, str) else content
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    with replacing(target) as file:
+        file.write(data)
+
+
+def write_json(path: str | PathLike[str], data: Any) -> None:
+    """:func:`write_atomically` of ``data`` as one line of JSON."""
+    write_atomically(path, json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n")
+
+
+def link(target: str | PathLike[str], path: str | PathLike[str]) -> None:
+    """Makes ``path`` a symbolic link to ``target``, relative to its own folder; what had that name is replaced."""
+    path = Path(path)
+    temporary = temporary_path(path)
+    os.symlink(os.path.relpath(target, path.parent), temporary)
+    try:
+        put_in_place(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+# ------------------------------------------------------------------ names
+
+
+def temporary_path(path: str | PathLike[str], purpose: str = "writing") -> Path:
+    """A hidden name beside ``path`` that nobody else uses and that says which process it belongs to.
+
+    Args:
+        path: what it is for.
+        purpose: "writing" or "removing".
+    """
+    path = Path(path)
+    owner = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{purpose}.{owner}")
+
+
+def put_in_place(new: Path, path: str | PathLike[str]) -> None:
+    """Renames the file or folder ``new``, whose content is on the disk, to ``path``; what had that name is deleted.
+
+    Raises:
+        OSError: when the file system refuses; the old content then has its name.
+    """
+    path = Path(path)
+    aside = _aside(path)
+    if not _is_folder(new) and not _is_folder(path):
+        os.replace(new, path)
+    else:
+        if os.path.lexists(path):
+            delete(aside)  # as long as there is something under the name, it is an older one
+            os.rename(path, aside)
+            sync_folder(path.parent)
+        try:
+            os.rename(new, path)
+        except OSError:
+            if os.path.lexists(aside):
+                os.rename(aside, path)
+            raise
+    sync_folder(path.parent)
+    delete(aside)
+
+
+def restored(path: str | PathLike[str]) -> Path | None:
+    """Where the content of ``path`` is: under that name, or nowhere.
+
+    If a writer died between renaming the old folder aside and the new one in, the old one gets its name back. Where
+    that is not allowed, it is where it is.
+    """
+    path, aside = Path(path), _aside(path)
+    if os.path.lexists(path) or not os.path.lexists(aside):
+        return path if os.path.lexists(path) else None
+    try:
+        os.rename(aside, path)
+    except OSError:  # no permission to write there; or the writer lives, and has just put the new one in place
+        return path if os.path.lexists(path) else aside
+    return path
+
+
+def waiting_aside(folder: str | PathLike[str]) -> list[Path]:
+    """The paths in ``folder`` that :func:`restored` would give their content back."""
+    names = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(_ASIDE)]
+    paths = [Path(folder) / name[1 : -len(_ASIDE)] for name in names]
+    return [path for path in paths if not os.path.lexists(path)]
+
+
+def _aside(path: str | PathLike[str]) -> Path:
+    path = Path(path)
+    return path.with_name(f".{path.name}{_ASIDE}")
+
+
+# ------------------------------------------------------------------ removal
+
+
+def remove(path: str | PathLike[str]) -> None:
+    """Deletes a file or folder, if it exists; a folder loses its name first, so that there is never half of it."""
+    path = Path(path)
+    for part in (_aside(path), path):  # in this order: without its name, the one aside would count again
+        if _is_folder(part):
+            doomed = temporary_path(path, "removing")
+            os.rename(part, doomed)
+            delete(doomed)
+        else:
+            delete(part)
+
+
+def remove_leftovers(folder: str | PathLike[str]) -> None:
+    """Deletes what killed writers left in ``folder``, never what a living process is writing.
+
+    What belongs to a living process of this machine stays; so does that of another machine for an hour after its last
+    change.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    for name in names:
+        match = _OF_WRITER.fullmatch(name)
+        # Somebody else may remove it as well, or may not let us: housekeeping does not fail what it precedes.
+        with contextlib.suppress(OSError):
+            if match is not None and _is_left(Path(folder) / name, match["machine"], int(match["pid"])):
+                delete(Path(folder) / name)
+
+
+def delete(path: Path) -> None:
+    """Deletes a file, a link, or a folder with its content, if it exists."""
+    if _is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_left(path: Path, machine: str, pid: int) -> bool:
+    if machine == _machine():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # it lives, under another user
+    changed = [path.lstat().st_mtime, *(file.lstat().st_mtime for file in path.rglob("*"))]
+    return time.time() - max(changed) > _ABANDONED_SECONDS  # the process may be another one with the same number
+
+
+@cache
+def _machine() -> str:
+    """Tells apart where a process id means different processes: machines, their boots, and containers."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # only Linux has them
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.stat("/proc/self/ns/pid").st_ino)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+
+
+# ------------------------------------------------------------------ folders
+
+
+def sync_folder(path: str | PathLike[str]) -> None:
+    """Flushes the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

@@ -1,0 +1,187 @@
+"""Which checkpoint a run starts from: chosen and checked once, so that all workers read the same one.
+
+Contract: "last" and "hpc" are the newest one that is whole; a damaged one is named in a warning. A damaged checkpoint
+that the user named, or the best one, is an error: nothing replaces it silently. What is not on this machine's file
+systems, or was written by the user's own CheckpointIO, is taken as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_recycle.control.history import Event
+from lightning_recycle.errors import CheckpointError
+from lightning_recycle.files import restored, waiting_aside
+from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
+
+__all__ = ["newest_saved", "settle_checkpoint", "start_from"]
+
+log = logging.getLogger(__name__)
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+_ANY = f"any{ModelCheckpoint.FILE_EXTENSION}"
+_HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
+
+
+def start_from(function: Callable[..., Any], arguments: Arguments, path: Any) -> Arguments:
+    """The arguments of ``function``, a function of the Trainer, with another ``ckpt_path``."""
+    bound = inspect.signature(function).bind(*arguments[0], **arguments[1])
+    bound.arguments["ckpt_path"] = path
+    return bound.args, bound.kwargs
+
+
+def settle_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], arguments: Arguments) -> Arguments:
+    """The arguments of ``function``, a function of the Trainer, with a ``ckpt_path`` that needs no search any more.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged; for "last" and "hpc", if all older ones are damaged too.
+    """
+    bound = inspect.signature(function).bind(*arguments[0], **arguments[1]).arguments
+    wanted, connector = bound.get("ckpt_path"), trainer._checkpoint_connector
+    if isinstance(wanted, str) and wanted.startswith("registry"):
+        return arguments  # the workers download it
+    assert trainer.state.fn is not None
+    by_user = connector._user_managed and wanted is None  # trainer.ckpt_path = ...
+    settled = _newest_last(trainer) if wanted == "last" else None
+    if settled is None:
+        path = connector._select_ckpt_path(
+            trainer.state.fn,
+            wanted,
+            model_provided=bound.get("model") is not None,
+            model_connected=trainer.lightning_module is not None,
+        )
+        if path is None:
+            return arguments if wanted is None else start_from(function, arguments, None)
+        older = _HPC.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
+        settled = _checked(path, trainer.strategy.checkpoint_io, take_older=older is not None)
+    if by_user:
+        connector._ckpt_path = settled
+        return arguments
+    return start_from(function, arguments, settled)
+
+
+def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
+    """The newest checkpoint of this run that still exists undamaged."""
+    for event in reversed(history):
+        if event.kind == "saved":
+            path = str(event.details["path"])
+            local = local_path(path)
+            if local is None:
+                if get_filesystem(path).exists(path):
+                    return path
+            elif (found := _first_whole([local], checkpoint_io)) is not None:
+                return str(found)
+    return None
+
+
+def _newest_last(trainer: pl.Trainer) -> Path | None:
+    """The newest whole checkpoint that Lightning would count as a last one, or else the newest whole one beside it.
+
+    None if there is none at all, or if they are not on this machine's file systems.
+
+    Raises:
+        CheckpointError: if all are damaged.
+    """
+    lasts: set[Path] = set()
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            folder = local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+            if folder is None:
+                return None
+            if folder.is_dir():
+                aside = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
+                lasts |= {path for path in aside if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
+                lasts |= {Path(path) for path in callback._find_last_checkpoints(trainer)}
+    if not lasts:
+        return None
+    checkpoint_io = trainer.strategy.checkpoint_io
+    others = {path for folder in {path.parent for path in lasts} for path in _beside(folder / _ANY)} - lasts
+    found = _first_whole([*_newest_first(lasts), *_newest_first(others)], checkpoint_io)
+    if found is None:
+        folders = ", ".join(sorted({str(path.parent) for path in lasts}))
+        raise CheckpointError(
+            f"ckpt_path='last': every checkpoint in {folders} is damaged, as the warnings say. Delete them to start"
+            " from the beginning."
+        )
+    return found
+
+
+def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
+    """The checkpoint ``path`` if it is whole; with ``take_older``, otherwise the newest whole one of its kind.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    local = local_path(path)
+    found = None if local is None else restored(local)
+    if local is None or found is None:
+        return path  # Lightning says so if it does not exist
+    reason = _damage(found, checkpoint_io)
+    if reason is None:
+        return path if found == local else found
+    beside = _newest_first(other for other in _beside(local) if other != local)
+    if take_older:
+        log.warning("The checkpoint %s is damaged: %s. The one before it is used, if there is one.", path, reason)
+    whole = _first_whole(beside, checkpoint_io, warn=take_older)
+    if take_older and whole is not None:
+        return whole
+    remedy = "there is no other whole one beside it" if whole is None else f"the newest whole one beside it is {whole}"
+    raise CheckpointError(f"The checkpoint {path} is damaged: {reason}; {remedy}.")
+
+
+def _first_whole(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool = True) -> Path | None:
+    for path in paths:
+        found = restored(path)
+        if found is None:
+            continue  # the callback that wrote it has deleted it since
+        reason = _damage(found, checkpoint_io)
+        if reason is None:
+            return found
+        if warn:
+            log.warning("The checkpoint %s is damaged: %s. The one before it is used, if there is one.", path, reason)
+    return None
+
+
+def _damage(path: Path, checkpoint_io: CheckpointIO) -> str | None:
+    if isinstance(checkpoint_io, TorchCheckpointIO) or is_sharded(path) or not path.exists():
+        return damage(path)
+    return None  # only the user's own CheckpointIO knows what its files look like
+
+
+def _beside(path: Path) -> list[Path]:
+    """The checkpoints in the folder of ``path``: those of SLURM's restarts if it is one, else all others."""
+    names = {*os.listdir(path.parent), *(other.name for other in waiting_aside(path.parent))}
+    of_slurm = _HPC.fullmatch(path.name) is not None
+    return [
+        path.with_name(name)
+        for name in names
+        if name.endswith(path.suffix or ModelCheckpoint.FILE_EXTENSION)
+        and not name.startswith(".")
+        and (_HPC.fullmatch(name) is not None) == of_slurm
+    ]
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    """The paths by the time at which their content was written; links to nothing come first, as their target was."""
+
+    def written(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:
+            return math.inf
+
+    return sorted(paths, key=written, reverse=True)
