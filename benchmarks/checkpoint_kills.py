@@ -1,0 +1,324 @@
+"""What a run resumes from after everybody was killed while it wrote a checkpoint.
+
+    .venv/bin/python benchmarks/checkpoint_kills.py               # 200 kills of each format, an hour
+    .venv/bin/python benchmarks/checkpoint_kills.py --kills 10    # a sample
+
+A run on 1 x 2 workers writes its whole state, 50 MB, to ``last.ckpt`` after every step. At a seeded random moment of
+writing it the launching process and all workers get SIGKILL at once, and the next run starts with
+``ckpt_path="last"``. Its weights must be those that undisturbed training has at that step, in float64 to 1e-10; and the
+step must be that of the checkpoint that was being written (the newest) or the one before (the second newest). Both
+formats, one file and a folder; half of the kills with TMPDIR on the file system of the checkpoints, half with TMPDIR on
+another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from harness import console, describe_machine, quieten
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_recycle import PipelineModule, ReCycleStrategy
+
+__all__ = ["Side", "SideResult", "main", "measure"]
+
+WIDTH, INPUTS, BATCH = 1024, 64, 4
+STEPS = 4000  # of data; no run comes that far
+TOLERANCE = 1e-10
+START_SECONDS = 300.0  # for a run to resume, on whatever machine
+FIRST_SPAN = 0.5  # seconds in which the first kill of a side may come; then as long as writing takes
+OTHER_FILE_SYSTEM = Path("/dev/shm")
+
+_one_at_a_time = threading.Lock()
+
+
+# ------------------------------------------------------------------ the run that is killed
+
+
+class Wide(PipelineModule):
+    """16 MB of weights in float64; with Adam's moments a checkpoint has 50 MB."""
+
+    def configure_pipeline(self):
+        torch.manual_seed(0)
+        sizes = (INPUTS, WIDTH, WIDTH, WIDTH, 1)
+        return [nn.Linear(before, after).double() for before, after in itertools.pairwise(sizes)]
+
+    def loss(self, output, target):
+        return (output - target).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randn(STEPS * BATCH, INPUTS + 1, generator=generator, dtype=torch.float64)
+    return TensorDataset(samples[:, :INPUTS], samples[:, INPUTS:])
+
+
+class Diary(L.Callback):
+    """Tells the judge what this run resumed from, and when it writes: a line of JSON for each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        torch.save(pl_module.state_dict(), self._folder / f"stage{strategy.worker.stage}.pt")
+        strategy.barrier()
+        self._note(trainer, "resumed")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+        self._note(trainer, "writes")
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._note(trainer, "wrote")
+
+    def _note(self, trainer: L.Trainer, what: str) -> None:
+        if trainer.is_global_zero:
+            with open(self._folder / "diary.jsonl", "a") as file:
+                print(json.dumps([what, trainer.global_step, time.monotonic()]), file=file)
+
+
+def train(folder: Path, sharded: bool) -> None:
+    quieten()
+    newest = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_top_k=0, save_last=True)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ReCycleStrategy(
+            pipeline_parallel_size=2,
+            num_microbatches=2,
+            save_distributed_checkpoint=sharded,
+            on_checkpoint_error="raise",
+        ),
+        max_epochs=1,
+        callbacks=[Diary(folder), newest],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Wide(), DataLoader(data(), batch_size=BATCH), ckpt_path="last")
+
+
+# ------------------------------------------------------------------ the judge
+
+
+@dataclass(frozen=True)
+class Side:
+    """A format, and whether TMPDIR is on another file system than the checkpoints."""
+
+    sharded: bool
+    two_file_systems: bool
+
+    def __str__(self) -> str:
+        return f"{'folder' if self.sharded else 'file'}, {'two file systems' if self.two_file_systems else 'one'}"
+
+
+@dataclass
+class SideResult:
+    """What the kills of a side left: "newest", "second newest" or "without" -> how often."""
+
+    side: Side
+    found: Counter[str] = field(default_factory=Counter)
+    interrupted: int = 0
+    """Kills that came before the run knew that the checkpoint was complete."""
+    difference: float = 0.0
+    """Largest difference of a weight from undisturbed training."""
+    errors: list[str] = field(default_factory=list)
+
+
+Note = tuple[str, int, float]
+"""What a run does, at which step, when."""
+
+
+class Undisturbed:
+    """The weights of undisturbed training on one device, step by step."""
+
+    def __init__(self) -> None:
+        with _one_at_a_time:  # sides run in threads, which share torch's generator
+            self._model, self._data, self._step = Wide(), data(), 0
+            self._layers = nn.Sequential(*self._model.layers)
+        self._optimizer = torch.optim.AdamW(self._layers.parameters(), lr=1e-3)
+
+    def difference(self, weights: dict[str, torch.Tensor], step: int) -> float:
+        """Largest difference of ``weights`` at ``step``, which never falls from one call to the next."""
+        for number in range(self._step, step):
+            inputs, target = self._data[number * BATCH : (number + 1) * BATCH]
+            self._optimizer.zero_grad()
+            self._model.loss(self._layers(inputs), target).backward()
+            self._optimizer.step()
+        self._step = max(self._step, step)
+        if self._step > step:
+            return float("inf")
+        expected = self._model.state_dict()
+        assert weights.keys() == expected.keys()
+        return max(float((weights[name] - expected[name]).abs().max()) for name in expected)
+
+
+@contextlib.contextmanager
+def victim(side: Side, folder: Path, scratch: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that resumes; at the end of the block all of its processes are killed at once."""
+    (folder / "diary.jsonl").unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--victim", str(folder), *(["--sharded"] if side.sharded else [])]
+    environment = {**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, text=True, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        while True:  # the group is the session's: launching process, fork server, workers
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                break
+            time.sleep(0.005)
+        for left in scratch.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def diary(folder: Path) -> list[Note]:
+    try:
+        lines = (folder / "diary.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path, what: str, times: int) -> None:
+    """Waits until the run in ``folder`` has noted ``what`` so many times."""
+    deadline = time.monotonic() + START_SECONDS
+    while sum(noted == what for noted, *_ in diary(folder)) < times:
+        if process.poll() is not None or time.monotonic() > deadline:
+            output = (folder / "output.txt").read_text()[-2000:]
+            raise RuntimeError(f"the run {'hangs' if process.poll() is None else 'ended'}:\n{output}")
+        time.sleep(0.002)
+
+
+def measure(side: Side, kills: int, seed: int, directory: Path, scratch: Path, tell: bool = False) -> SideResult:
+    """Kills a run ``kills`` times and resumes it each time.
+
+    Args:
+        side: what is written where.
+        kills: the number of kills.
+        seed: draws the moments.
+        directory: an empty directory for the run and its checkpoints.
+        scratch: an empty directory, TMPDIR of the run.
+        tell: whether to print a line now and then.
+    """
+    random_ = random.Random(f"{seed} {side}")
+    result, undisturbed, spans = SideResult(side), Undisturbed(), [FIRST_SPAN]
+    newest = 0  # the step of the checkpoint that was being written at the newest kill
+    for kill in range(kills + 1):
+        try:
+            with victim(side, directory, scratch) as process:
+                wait_for(process, directory, "resumed", 1)
+                step = next(step for what, step, _ in diary(directory) if what == "resumed")
+                weights = {}
+                for stage in range(2):
+                    weights |= torch.load(directory / f"stage{stage}.pt", weights_only=True)
+                difference = undisturbed.difference(weights, step)
+                result.difference = max(result.difference, difference)
+                if kill:
+                    good = difference < TOLERANCE and newest - 1 <= step <= newest
+                    name = ("newest" if step == newest else "second newest") if good else "without"
+                    result.found[name] += 1
+                    if not good:
+                        result.errors.append(f"kill {kill} at step {newest}: resumed {step}, off by {difference:.1e}")
+                if tell and kill % 10 == 0:
+                    console.print(f"{side}: {kill} kills, {dict(result.found)}")
+                if kill == kills:
+                    break
+                wait_for(process, directory, "writes", random_.choice((2, 2, 3)))  # the first may replace nothing
+                time.sleep(random_.uniform(0.0, 1.2 * statistics.median(spans)))
+        except RuntimeError as error:
+            result.errors.append(f"after kill {kill}: {error}")
+            result.found["without"] += 1
+            break
+        notes = diary(directory)
+        starts = {step: at for what, step, at in notes if what == "writes"}
+        ends = {step: at for what, step, at in notes if what == "wrote"}
+        spans += [ends[step] - starts[step] for step in starts if step in ends]
+        newest = max(starts)
+        result.interrupted += newest not in ends
+    return result
+
+
+def table(results: Sequence[SideResult]) -> Table:
+    found = Table(
+        "checkpoint, TMPDIR", "kills", "newest", "second newest", "without", "while writing", "weights off by"
+    )
+    for result in results:
+        counts = [result.found[name] for name in ("newest", "second newest", "without")]
+        numbers = [sum(counts), *counts, result.interrupted]
+        found.add_row(str(result.side), *map(str, numbers), f"{result.difference:.1e}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="kills of each format")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--victim", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--sharded", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.victim is not None:
+        train(options.victim, options.sharded)
+        return
+    torch.set_num_threads(1)
+    sides = [Side(sharded, two) for two in (False, True) for sharded in (False, True)]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(options.jobs) as pool:
+
+        def folder(where: str | Path | None = None) -> Path:
+            return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_kills_", dir=where)))
+
+        if folder(OTHER_FILE_SYSTEM).stat().st_dev == folder().stat().st_dev:
+            parser.error(f"{tempfile.gettempdir()} and {OTHER_FILE_SYSTEM} are one file system: set TMPDIR.")
+        waiting = [
+            pool.submit(
+                measure, side, options.kills // 2, options.seed, folder(),
+                folder(OTHER_FILE_SYSTEM if side.two_file_systems else None), True,
+            )
+            for side in sides
+        ]  # fmt: skip
+        results = [each.result() for each in waiting]
+    console.print(describe_machine())
+    console.print(table(results))
+    for error in [error for result in results for error in result.errors]:
+        console.print(error)
+    if any(result.found["without"] for result in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
