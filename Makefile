@@ -38,12 +38,13 @@ test-repeat: $(STAMP) ## run the tests with real processes and failures ROUNDS t
 chaos: $(STAMP) ## run 300 random failure scenarios, checked to the last bit, file and process (ARGS="--only SEED")
 	PYTHONPATH=tests $(BIN)/python -m chaos --scenarios 100 --seed 1 2 3 --jobs 2 $(ARGS)
 
-bench: $(STAMP) ## run all benchmarks, an hour; needs an idle machine (TORCHFT=its python: compare with torchft)
+bench: $(STAMP) ## run all benchmarks, one and a half hours; needs an idle machine (TORCHFT=its python: compare with torchft)
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/checkpoint_kills.py
 	$(BIN)/python benchmarks/simulated_against_real.py
 	$(BIN)/python benchmarks/planner.py
 

@@ -208,8 +208,8 @@ def remove_leftovers(folder: str | PathLike[str]) -> None:
     """
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
-        return
+    except OSError:
+        return  # it is not there yet, or not for us to read: writing to it will tell
     for name in names:
         match = _OF_WRITER.fullmatch(name)
         # Somebody else may remove it as well, or may not let us: housekeeping does not fail what it precedes.

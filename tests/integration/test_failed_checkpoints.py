@@ -1,0 +1,180 @@
+"""A checkpoint that cannot be written leaves those before, on disk and in every callback's memory; training goes on."""
+
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.growth import AwaitReplacement, happened
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import difference, exact_fit, plain_loop, trainer
+from torch.utils.data import DataLoader
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.callbacks import Fault
+from lightning_recycle.errors import CheckpointError, ConfigurationError
+
+LENGTH, EVERY = 10, 2
+FULL = range(5, 9)  # the steps at whose beginning the disk is full: the checkpoints of steps 6 and 8 fail
+BOTH = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+
+
+class FullDisk(L.Callback):
+    """While it lasts no file of a worker can grow beyond four kilobytes. What workers warn of goes to ``log``."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        logging.getLogger("lightning_recycle").addHandler(logging.FileHandler(self._log))
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if trainer.global_step in FULL else most, most))
+
+
+class SameEverywhere(L.Callback):
+    """After each step: what ModelCheckpoint remembers is the same on all workers, and on the disk."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        for callback in trainer.checkpoint_callbacks:
+            assert isinstance(callback, ModelCheckpoint)
+            record = {
+                **callback.state_dict(),
+                "saved": callback._last_checkpoint_saved,
+                "score": callback.current_score,
+            }
+            records = {str(value) for value in strategy.session.collectives.gather("records", str(record)).values()}
+            assert len(records) == 1, records
+            for path in {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}:
+                assert os.path.exists(path), path
+        if trainer.global_step == 9:
+            (newest, _) = trainer.checkpoint_callbacks
+            assert isinstance(newest, ModelCheckpoint)
+            assert sorted(map(os.path.basename, newest.best_k_models)) == ["step=2.ckpt", "step=4.ckpt"]
+            assert newest._last_global_step_saved == 4
+
+
+def checkpoints(folder: Path) -> list[L.Callback]:
+    options: dict[str, Any] = {"monitor": "step", "mode": "max", "every_n_train_steps": EVERY}
+    return [
+        ModelCheckpoint(folder, "{step}", save_top_k=2, save_last=True, **options),
+        ModelCheckpoint(folder / "linked", "{step}", save_top_k=1, save_last="link", every_n_train_steps=EVERY),
+    ]
+
+
+@BOTH
+def test_a_full_disk_fails_that_checkpoint_and_keeps_the_others(
+    sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    log = tmp_path_factory.mktemp("log") / "workers.log"
+    callbacks = [*checkpoints(tmp_path), FullDisk(log), SameEverywhere()]
+    strategy = {"save_distributed_checkpoint": sharded}
+    run = exact_fit(
+        Regression().double(), 2, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=callbacks,
+        enable_checkpointing=True, strategy=strategy,
+    )  # fmt: skip
+    assert sorted({event.step for event in happened(run, "saved")}) == [2, 4, 10]
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=10.ckpt", "step=4.ckpt"]
+    assert sorted(os.listdir(tmp_path / "linked")) == ["last.ckpt", "step=10.ckpt"]
+    assert os.readlink(tmp_path / "linked" / "last.ckpt") == "step=10.ckpt"
+    (newest, _) = run.checkpoint_callbacks
+    assert isinstance(newest, ModelCheckpoint)
+    assert sorted(map(os.path.basename, newest.best_k_models)) == ["step=10.ckpt", "step=4.ckpt"]
+    errors = log.read_text()
+    assert str(tmp_path / "step=6.ckpt") in errors
+    assert "MB to write" in errors
+    assert "File too large" in errors
+    assert "the training goes on" in errors
+
+
+@BOTH
+def test_a_full_disk_ends_the_run_if_wanted(
+    sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    log = tmp_path_factory.mktemp("log") / "workers.log"
+    strategy = {"save_distributed_checkpoint": sharded, "on_checkpoint_error": "raise"}
+    with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):
+        exact_fit(
+            Regression().double(), 1, 2, max_steps=LENGTH, callbacks=[*checkpoints(tmp_path), FullDisk(log)],
+            enable_checkpointing=True, strategy=strategy,
+        )  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=2.ckpt", "step=4.ckpt"]
+    with pytest.raises(ConfigurationError, match="on_checkpoint_error='stop'"):
+        ReCycleStrategy(on_checkpoint_error="stop")  # type: ignore[arg-type]
+
+
+IN_SMALL_SPACE = """
+import sys, torch
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, attempt
+path, io = sys.argv[1] + "/last.ckpt", WholeCheckpointIO()
+io.save_checkpoint({"step": 1}, path)
+big = {"step": 2, "w": torch.ones(4_000_000)}
+print(attempt(lambda: io.save_checkpoint(big, path), path, big).text)
+assert torch.load(path) == {"step": 1}
+"""
+
+
+def test_a_disk_that_is_really_full_is_named_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a small file system needs root and unshare")
+    mount = 'mount -t tmpfs -o size=4m none "$0" && exec "$1" -c "$2" "$0"'
+    command = ["unshare", "-m", "sh", "-c", mount, str(tmp_path), sys.executable, IN_SMALL_SPACE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"no small file system here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert "16.0 MB to write, 4.2 MB free" in done.stdout
+    assert "No space left on device" in done.stdout
+
+
+class Loads(Regression):
+    """Reads from the checkpoint what no state dict has."""
+
+    word = ""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["word"] = "saved"
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.word = checkpoint["word"]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.word == "saved"
+
+
+@BOTH
+def test_a_replacement_joins_a_run_that_was_resumed(sharded: bool, tmp_path: Path) -> None:
+    strategy: dict[str, Any] = {"save_distributed_checkpoint": sharded}
+    first, model = Loads().double(), Loads().double()
+    first.word = "saved"
+    expected = plain_loop(model, dataset(), 10)
+    save = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=4, save_top_k=0)
+    data = DataLoader(dataset(), batch_size=GLOBAL_BATCH // 2)
+    trainer(2, 2, strategy=strategy, callbacks=[save], max_steps=4, enable_checkpointing=True).fit(first, data)
+    run = trainer(
+        2, 2, [Fault("kill", 1, 0, 5)], strategy={**strategy, "restart_workers": True}, enable_checkpointing=True,
+        callbacks=[AwaitReplacement([8]), ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=100)],
+    )  # fmt: skip
+    run.fit(model, data, ckpt_path="last")
+    assert len(happened(run, "rejoined")) == 1
+    assert difference(model.state_dict(), expected) < 1e-10
+
+
+def test_one_that_is_damaged_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"w": torch.ones(1000)}, path)
+    os.truncate(path, 1000)
+    with pytest.raises(
+        CheckpointError, match=r"last\.ckpt is damaged: it is incomplete .*no other whole one beside it"
+    ):
+        trainer(1, 2).fit(Regression().double(), DataLoader(dataset(), batch_size=GLOBAL_BATCH), ckpt_path=path)

@@ -1,0 +1,227 @@
+"""At each moment of replacing a checkpoint there is a whole one, and what is not whole is named, with the reason."""
+
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from support.models import Regression
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.errors import CheckpointError
+from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage
+from lightning_recycle.session.sharded import load_sharded, save_sharded
+
+SIZE = 100_000  # numbers in a checkpoint
+CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+BOTH = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+
+
+class Alone:
+    """The collectives of a run with one worker."""
+
+    leads = speaks = True
+    grid = SimpleNamespace(stages=1, worker=lambda rank: SimpleNamespace(stage=0))
+
+    def gather(self, name: str, value: Any) -> dict[int, Any]:
+        return {0: value}
+
+
+def save(path: Path, step: int, sharded: bool) -> None:
+    weights = torch.full((SIZE,), float(step))
+    if sharded:
+        assert save_sharded(path, {"model": {"w": weights}}, {"global_step": step}, Alone(), lambda: None) is True  # type: ignore[arg-type]
+    else:
+        WholeCheckpointIO().save_checkpoint({"state_dict": {"w": weights}, "global_step": step}, path)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, whose content must be of that step to the last number."""
+    loaded = load_sharded(path, lambda key: True) if path.is_dir() else torch.load(path, weights_only=True)
+    assert torch.equal(loaded["state_dict"]["w"], torch.full((SIZE,), float(loaded["global_step"])))
+    return int(loaded["global_step"])
+
+
+def chosen(folder: Path, wanted: Any = "last", **options: Any) -> Path | None:
+    """What a run whose checkpoints are in ``folder`` starts from."""
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=ReCycleStrategy(), logger=False, default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, save_last=True)], **options,
+    )  # fmt: skip
+    trainer.state.fn = TrainerFn.FITTING
+    model = Regression()
+    args, kwargs = settle_checkpoint(trainer, trainer._fit_impl, ((model,), {"ckpt_path": wanted}))
+    path = (dict(zip(("model", "train", "val", "data", "ckpt_path"), args, strict=False)) | kwargs)["ckpt_path"]
+    return None if path is None else Path(path)
+
+
+class Snapshots:
+    """Copies a folder before each change of a file system: what a kill at that moment would leave."""
+
+    def __init__(self) -> None:
+        self._source: Path | None = None
+        self._copies = Path()
+        sys.addaudithook(self._before)
+
+    def take(self, source: Path, copies: Path) -> None:
+        self._copies, self._source = copies, source
+
+    def stop(self) -> None:
+        self._source = None
+
+    def _before(self, event: str, arguments: tuple[Any, ...]) -> None:
+        source = self._source
+        if source is None or event not in CHANGES:
+            return
+        if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        self._source = None
+        shutil.copytree(source, self._copies / str(len(list(self._copies.iterdir()))), symlinks=True)
+        self._source = source
+
+
+@pytest.fixture(scope="module")
+def snapshots() -> Iterator[Snapshots]:
+    taker = Snapshots()  # an audit hook cannot be removed
+    yield taker
+    taker.stop()
+
+
+@BOTH
+def test_at_each_moment_of_replacing_a_checkpoint_last_is_a_whole_one(
+    sharded: bool, snapshots: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/dev/shm")  # not the file system of the checkpoint, on most machines
+    monkeypatch.setattr("tempfile.tempdir", None)
+    source, copies = tmp_path / "checkpoints", tmp_path / "copies"
+    copies.mkdir()
+    save(source / "last.ckpt", 1, sharded)
+    snapshots.take(source, copies)
+    save(source / "last.ckpt", 2, sharded)
+    snapshots.stop()
+    assert os.listdir(source) == ["last.ckpt"]
+    steps = []
+    for number in range(len(os.listdir(copies))):
+        found = chosen(copies / str(number))
+        assert found == copies / str(number) / "last.ckpt"
+        assert damage(found) is None
+        steps.append(step_of(found))
+        save(copies / str(number) / "last.ckpt", 3, sharded)
+        assert step_of(copies / str(number) / "last.ckpt") == 3
+        assert not [name for name in os.listdir(copies / str(number)) if name.endswith(".replaced")]
+    assert len(steps) >= (3 if not sharded else 10)
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
+
+
+def spoil(path: Path, how: str) -> None:
+    victim = path / "__0_0.distcp" if path.is_dir() else path
+    if how == "cut":
+        os.truncate(victim, victim.stat().st_size // 2)
+    elif how == "overwritten":
+        with open(victim, "r+b") as file:
+            file.seek(victim.stat().st_size // 2)
+            file.write(b"\xff" * 64)
+    elif how == "zeros":
+        victim.write_bytes(bytes(victim.stat().st_size))
+    elif how == "empty":
+        victim.write_bytes(b"")
+    else:
+        (path / "meta.pt").unlink()
+
+
+@pytest.mark.parametrize(
+    ("sharded", "how"),
+    [
+        *((sharded, how) for sharded in (False, True) for how in ("cut", "overwritten", "zeros", "empty")),
+        (True, "a file is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    sharded: bool, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, name in enumerate(("step=1.ckpt", "last.ckpt", "last-v1.ckpt"), 1):
+        save(tmp_path / name, step, sharded)
+        os.utime(tmp_path / name, (step, step))
+    spoil(tmp_path / "last-v1.ckpt", how)
+    os.utime(tmp_path / "last-v1.ckpt", (3, 3))
+    found = chosen(tmp_path)
+    assert found is not None
+    assert step_of(found) == 2
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.endswith("resuming")]
+    assert str(tmp_path / "last-v1.ckpt") in warning
+    assert "is damaged: " in warning
+    with pytest.raises(CheckpointError, match=r"last-v1\.ckpt is damaged: .*newest whole one.*last\.ckpt"):
+        chosen(tmp_path, tmp_path / "last-v1.ckpt")
+    history = [SimpleNamespace(kind="saved", details={"path": str(tmp_path / name)}) for name in
+               ("step=1.ckpt", "gone.ckpt", "last-v1.ckpt")]  # fmt: skip
+    assert newest_saved(history, WholeCheckpointIO()) == str(tmp_path / "step=1.ckpt")  # type: ignore[arg-type]
+    spoil(tmp_path / "last.ckpt", how)
+    assert chosen(tmp_path) == tmp_path / "step=1.ckpt"
+    spoil(tmp_path / "step=1.ckpt", how)
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        chosen(tmp_path)
+
+
+def test_a_last_link_to_nothing_is_named_and_the_newest_beside_it_is_taken(tmp_path: Path) -> None:
+    save(tmp_path / "step=1.ckpt", 1, False)
+    (tmp_path / "last.ckpt").symlink_to("step=0.ckpt")
+    assert chosen(tmp_path) == tmp_path / "step=1.ckpt"
+
+
+def test_without_a_last_checkpoint_a_run_starts_from_the_beginning(tmp_path: Path) -> None:
+    save(tmp_path / "step=1.ckpt", 1, False)
+    with pytest.warns(UserWarning, match="no last checkpoint"):
+        assert chosen(tmp_path) is None
+    assert chosen(tmp_path, None) is None
+    assert chosen(tmp_path, tmp_path / "step=1.ckpt") == tmp_path / "step=1.ckpt"
+
+
+def test_a_damaged_checkpoint_of_slurm_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    for step in (9, 10):
+        save(tmp_path / f"hpc_ckpt_{step}.ckpt", step, False)
+    save(tmp_path / "other.ckpt", 11, False)
+    spoil(tmp_path / "hpc_ckpt_10.ckpt", "cut")
+    assert chosen(tmp_path, "hpc") == tmp_path / "hpc_ckpt_9.ckpt"
+
+
+def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(100)}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert damage(tmp_path / "old.ckpt") is None
+    chosen_before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.ones(100)}, tmp_path / "fast.ckpt")
+        save(tmp_path / "ours.ckpt", 1, False)
+        assert torch.serialization.get_crc32_options() is False
+    finally:
+        torch.serialization.set_crc32_options(chosen_before)
+    assert damage(tmp_path / "fast.ckpt") is None
+    with zipfile.ZipFile(tmp_path / "ours.ckpt") as archive:
+        assert archive.testzip() is None
+    save(tmp_path / "folder.ckpt", 1, True)
+    (tmp_path / "folder.ckpt" / "manifest.json").unlink()
+    assert damage(tmp_path / "folder.ckpt") is None
+    (tmp_path / "folder.ckpt" / ".metadata").unlink()
+    assert damage(tmp_path / "folder.ckpt") == "it has no manifest.json and no .metadata"
+    (tmp_path / "any").mkdir()
+    assert damage(tmp_path / "any") is not None
+
+
+def test_checkpoints_elsewhere_go_lightnings_way() -> None:
+    io = WholeCheckpointIO()
+    io.save_checkpoint({"global_step": 3}, "memory://run/last.ckpt")
+    assert io.load_checkpoint("memory://run/last.ckpt") == {"global_step": 3}
+    io.remove_checkpoint("memory://run/last.ckpt")
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint("memory://run/last.ckpt")
