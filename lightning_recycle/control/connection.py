@@ -8,7 +8,8 @@ message, or takes none, must not hold it up: :class:`NonBlockingConnection` keep
 Contract: what breaks a connection is an OSError or EOFError, what is no message a
 :class:`~lightning_recycle.control.protocol.encoding.BadMessageError`; after either it is to be closed. A peer whose
 machine does not answer breaks it too, in the time of :meth:`MessageConnection.set_answer_timeout`: the kernel of a
-process that is merely stopped still answers.
+process that is merely stopped still answers. So a worker also counts how long the coordinator, which speaks to
+everybody every :data:`SIGN_SECONDS`, has said nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol.encoding import SCHEMA, encode
 from lightning_recycle.control.protocol.messages import TO_WORKERS
 
-__all__ = ["HANDSHAKE_SECONDS", "MessageConnection", "NonBlockingConnection", "connect"]
+__all__ = ["HANDSHAKE_SECONDS", "SIGN_SECONDS", "MessageConnection", "NonBlockingConnection", "connect"]
 
 _ANSWER_SECONDS = 30.0  # until a machine that does not answer counts as gone, if nobody knows better
 _LONG_ANSWER_SECONDS = 600.0  # likewise, while so much is under way that a stopped process cannot take it
 _LARGE = 32 << 10  # bytes; less than any receive buffer
 _READ = 64 << 10  # bytes
 _LONG_READ = 1 << 20  # bytes, of a message that is known to have as many
+
+SIGN_SECONDS = 10.0
+"""Between two signs of life of the coordinator."""
+
+_SILENCE_SECONDS = 300.0  # of the coordinator, until a worker gives it up
+_LOOKS = 10  # in that time; if this process was stopped itself, that counts as one of them
 
 HANDSHAKE_SECONDS = 20.0
 """For the whole handshake: a busy machine starts many workers at the same time."""
@@ -87,10 +94,20 @@ class MessageConnection(_Socket):
         sock: a connected socket, which blocks.
         inbox: what may arrive.
         answer_timeout: seconds, see :meth:`set_answer_timeout`.
+        silence: seconds after which :meth:`receive` gives the other side up.
     """
 
-    def __init__(self, sock: socket.socket, inbox: Inbox, answer_timeout: float = _ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        inbox: Inbox,
+        answer_timeout: float = _ANSWER_SECONDS,
+        silence: float = _SILENCE_SECONDS,
+    ) -> None:
         super().__init__(sock, inbox)
+        self._silence = silence
+        look = silence / _LOOKS
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(look), int(look % 1 * 1e6)))
         self._send_lock = threading.Lock()
         self._answer_timeout = answer_timeout
         self._is_patient = False
@@ -127,8 +144,16 @@ class MessageConnection(_Socket):
 
     def receive(self) -> Any:
         """Blocks for the next message; raises EOFError or OSError when the other side is gone, and BadMessageError."""
+        looks = 0
         while (message := self.inbox.take()) is None:
-            data = self._socket.recv(max(_READ, min(self.inbox.missing, _LONG_READ)))
+            try:
+                data = self._socket.recv(max(_READ, min(self.inbox.missing, _LONG_READ)))
+            except BlockingIOError:
+                looks += 1
+                if looks >= _LOOKS:
+                    raise TimeoutError(f"the other side said nothing for {self._silence:g} s") from None
+                continue
+            looks = 0
             if not data:
                 raise EOFError
             self.inbox.feed(data)

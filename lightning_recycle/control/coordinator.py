@@ -20,7 +20,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from lightning_recycle.control.connection import NonBlockingConnection
+from lightning_recycle.control.connection import SIGN_SECONDS, NonBlockingConnection
 from lightning_recycle.control.handshake import check_key
 from lightning_recycle.control.history import Event, History
 from lightning_recycle.control.listener import Listener
@@ -105,6 +105,7 @@ class Coordinator:
         self._unreachable: list[int] = []  # could not be sent a message
         self._to_evict: list[protocol.Evict] = []
         self._next_review = 0.0
+        self._next_sign = time.monotonic() + SIGN_SECONDS
         self._done = threading.Event()
         self._closing = False
         self._end_wanted = False
@@ -232,6 +233,9 @@ class Coordinator:
         if now >= self._next_review:  # not after every message: it looks at all workers
             self._next_review = now + _TICK
             self._review(now)
+        if now >= self._next_sign:
+            self._next_sign = now + SIGN_SECONDS
+            self._show_life()
         for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]
@@ -413,6 +417,13 @@ class Coordinator:
         except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
             log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
             self._gone(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
+
+    def _show_life(self) -> None:
+        """Tells all workers that the coordinator lives."""
+        for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
+            with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+                connection.send(messages.Alive())
+                self._watch_unsent(connection)
 
     def _on_writable(self, key: selectors.SelectorKey) -> None:
         """A worker takes messages again."""

@@ -384,6 +384,10 @@ def _library(library: Any, planner: Any) -> PlanLibrary | None:
 
 def _write_profile(path: Path | None, profile: Profile) -> None:
     assert path is not None, "only runs with a place for it measure a profile"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_profile(path, profile)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(path, profile)
+    except OSError as error:  # the training is worth more; the next run measures again
+        log.warning("The measured profile could not be written to %s: %s", path, error)
+        return
     log.info("The measured profile is in %s.", path)

@@ -1,11 +1,10 @@
 """A worker without its receiver or its heartbeat would be deaf, or seem dead: the end of such a thread is its end."""
 
 import errno
-import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -14,35 +13,37 @@ from support.thread_client import ThreadClient
 from lightning_recycle.control import client as client_module
 from lightning_recycle.control.client import in_words
 from lightning_recycle.control.connection import MessageConnection
+from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol.encoding import encode
-from lightning_recycle.control.protocol.messages import Crash, Heartbeat, Regroup
+from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS, Crash, Heartbeat, Hello, Regroup
 
 
 @pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[MessageConnection]:
     """The coordinator's end of the connection that the next client opens."""
-    ours, theirs = multiprocessing.Pipe()
-    monkeypatch.setattr(client_module, "Client", lambda *_, **__: ours)
-    yield theirs
-    theirs.close()
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10.0)
+    monkeypatch.setattr(client_module, "connect", lambda *_: MessageConnection(ours, Inbox(TO_WORKERS)))
+    connection = MessageConnection(theirs, Inbox((Hello, *FROM_WORKERS)))
+    yield connection
+    connection.close()
 
 
-def last_words(theirs: Connection) -> Crash:
-    while theirs.poll(10.0):
-        message = MessageConnection(theirs).receive()
+def last_words(theirs: MessageConnection) -> Crash:
+    while True:
+        message = theirs.receive()  # in vain: TimeoutError
         if isinstance(message, Crash):
             return message
-    raise AssertionError("it ends without a word")
 
 
-def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs: Connection) -> None:
+def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs: MessageConnection) -> None:
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)
 
     def interrupt(generation: int) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     client.on_interrupt = interrupt
-    MessageConnection(theirs).send(Regroup(0, (0,)))
+    theirs.send(Regroup(0, (0,)))
     crash = last_words(theirs)
     assert (crash.fault, crash.summary) == (
         True, "its thread recycle-receive raised OSError: [Errno 24] Too many open files"
@@ -51,7 +52,9 @@ def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs: Conn
     assert client.exit_code == 1
 
 
-def test_a_worker_whose_heartbeat_stops_ends_and_says_why(theirs: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_heartbeat_stops_ends_and_says_why(
+    theirs: MessageConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def debugged(_: Any) -> bool:
         raise MemoryError
 
@@ -62,7 +65,7 @@ def test_a_worker_whose_heartbeat_stops_ends_and_says_why(theirs: Connection, mo
     assert client.exited.wait(10.0)
 
 
-def test_the_heartbeat_goes_on_without_descriptors(theirs: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_goes_on_without_descriptors(theirs: MessageConnection, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -71,8 +74,7 @@ def test_the_heartbeat_goes_on_without_descriptors(theirs: Connection, monkeypat
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=0.05)
     beats = 0
     while beats < 3:
-        assert theirs.poll(10.0), "the heartbeat has stopped"
-        beats += isinstance(MessageConnection(theirs).receive(), Heartbeat)
+        beats += isinstance(theirs.receive(), Heartbeat)
     client.leave()
 
 

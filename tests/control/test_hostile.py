@@ -179,6 +179,31 @@ def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
     reader.close()
 
 
+def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_not() -> None:
+    ours, theirs = socket.socketpair()
+    coordinator = NonBlockingConnection(ours, Inbox(()))
+    worker = MessageConnection(theirs, Inbox(m.TO_WORKERS), silence=1.0)
+    for _ in range(6):
+        time.sleep(0.25)
+        coordinator.send(m.Alive())
+        assert worker.receive() == m.Alive()
+    with pytest.raises(TimeoutError, match="said nothing for 1 s"):
+        worker.receive()
+    worker.close()
+    coordinator.close()
+
+
+def test_the_coordinator_shows_life_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "SIGN_SECONDS", 0.2)
+    with ControlPlane() as plane:
+        plane.coordinator._next_sign = 0.0
+        for rank in (3, None):  # a member and a spare
+            connection = plane.connection()
+            connection.send(m.Hello(rank, os.getpid()))
+            while connection.receive() != m.Alive():
+                pass
+
+
 def test_an_announced_length_costs_no_memory() -> None:
     inbox = Inbox((m.Arrive,))
     inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big") + b"x" * 100)

@@ -467,6 +467,11 @@ class Answer:
     leader: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The coordinator lives, and has nothing else to say."""
+
+
 class StopReason(Enum):
     """Why a worker is told to leave: how the run ended, or that it left at a step boundary, as it asked."""
 
@@ -509,6 +514,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Profiled,
     Commit,
     Arrive,
+    Raised,
     Crash,
     Connected,
     Publish,
@@ -529,7 +535,9 @@ TO_WORKERS: tuple[type[Any], ...] = (
     Committed,
     StepLoss,
     Answer,
+    Judged,
     Publish,
+    Alive,
     Stop,
 )
 """What the coordinator may say."""
