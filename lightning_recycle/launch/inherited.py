@@ -26,7 +26,7 @@ __all__ = ["Inherited", "Payload"]
 
 
 class Payload:
-    """A value for all workers; in a worker it arrives as :class:`Inherited`.
+    """A value for all workers; in a worker it arrives as :class:`Inherited`, or as it is if the worker was forked.
 
     It lies in memory where the system has files there (Linux), whatever room TMPDIR has, else in a file without a name
     in TMPDIR.
@@ -58,6 +58,10 @@ class Payload:
                 " __init__."
             ) from error
 
+    def load(self) -> Any:
+        """The value, a copy of it."""
+        return _read(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -73,13 +77,18 @@ class Inherited:
         self._descriptor = descriptor
 
     def load(self) -> Any:
-        """The value; may be called once. The position in the file is common to all processes, so it is mapped."""
+        """The value; may be called once."""
         descriptor = self._descriptor.detach()
         try:
-            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-                return pickle.loads(data)
+            return _read(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _read(descriptor: int) -> Any:
+    """The value in a file. The position in it is common to all processes, so it is mapped."""
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+        return pickle.loads(data)
 
 
 def _nameless_file() -> IO[bytes]:

@@ -11,6 +11,6 @@ def test_a_run_whose_processes_are_all_killed_while_it_writes_resumes_from_a_who
 ) -> None:
     scratch = tmp_path_factory.mktemp("scratch")
     result = measure(Side(sharded, two_file_systems=False), kills=2, seed=7, directory=tmp_path, scratch=scratch)
-    assert not result.errors
+    assert not result.errors, "\n".join(result.errors)
     assert result.found["newest"] + result.found["second newest"] == 2
     assert result.difference < TOLERANCE

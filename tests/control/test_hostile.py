@@ -67,6 +67,8 @@ def say(member: Member, what: Any) -> None:
 def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: ControlPlane, name: str) -> None:
     what, why = _IMPOSSIBLE[name]
     members = plane.members()
+    if isinstance(what, m.Restored):
+        together(*(member.step for member in members))  # before that nobody knows what the others go on from
     say(members[3], what)
     together(*(member.step for member in members[:3]))
     (failure,) = plane.events("failure")
@@ -74,6 +76,14 @@ def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: 
     assert re.search(why, failure.details["cause"])
     assert plane.processes[3].killed.is_set()
     assert plane.coordinator.wait(0) is None
+
+
+def test_a_worker_may_restore_a_checkpoint_after_its_first_report(plane: ControlPlane) -> None:
+    members = plane.members()
+    for rank in (3, 0, 1, 2):
+        members[rank].client.send(m.Restored(rank, 7))
+    plane.until(lambda: plane.coordinator._state.version == 7)
+    assert not plane.events("failure")
 
 
 def test_a_loss_that_is_no_number_is_the_users_business(plane: ControlPlane) -> None:
