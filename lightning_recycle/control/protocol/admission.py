@@ -84,8 +84,8 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
                 -1 <= message.begun <= newest, f"step {message.begun} cannot have begun"
             )
         case messages.Restored():
-            has_begun = state.generation >= 0 and (not state.regrouping or rank in state.reports)
-            if has_begun or message.version < 0:
+            # Not judged by the generation: loading a checkpoint has collectives, in which the first one may begin.
+            if rank in state.applied or message.version < 0:
                 return f"it cannot go on from version {message.version}: the training has begun"
         case messages.Arrive():
             number = message.number
