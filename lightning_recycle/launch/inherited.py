@@ -26,7 +26,7 @@ __all__ = ["Inherited", "Payload"]
 
 
 class Payload:
-    """A value for all workers; in a worker it arrives as :class:`Inherited`, or as it is if the worker was forked.
+    """A value for all workers; in a worker it arrives as :class:`Inherited`.
 
     It lies in memory where the system has files there (Linux), whatever room TMPDIR has, else in a file without a name
     in TMPDIR.
@@ -58,10 +58,6 @@ class Payload:
                 " __init__."
             ) from error
 
-    def load(self) -> Any:
-        """The value, a copy of it."""
-        return _read(self._file.fileno())
-
     def close(self) -> None:
         self._file.close()
 
@@ -77,18 +73,13 @@ class Inherited:
         self._descriptor = descriptor
 
     def load(self) -> Any:
-        """The value; may be called once."""
+        """The value; may be called once. The position in the file is common to all processes, so it is mapped."""
         descriptor = self._descriptor.detach()
         try:
-            return _read(descriptor)
+            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+                return pickle.loads(data)
         finally:
             os.close(descriptor)
-
-
-def _read(descriptor: int) -> Any:
-    """The value in a file. The position in it is common to all processes, so it is mapped."""
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-        return pickle.loads(data)
 
 
 def _nameless_file() -> IO[bytes]:

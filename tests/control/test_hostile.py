@@ -16,6 +16,7 @@ from control_worker import Member
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.hostile import any_message, assault, bytes_like_frames, damaged_frames, hostile_inputs
+from support.waiting import wait_for
 
 from lightning_recycle.control import coordinator as coordinator_module
 from lightning_recycle.control.connection import MessageConnection, NonBlockingConnection
@@ -50,7 +51,7 @@ _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "a boundary far ahead": (m.Paused(3, 0, 10**9), "step 1000000000 cannot have begun"),
     "a collective far ahead": (m.Arrive(3, 44, "fit", None), "collective 44 cannot be the next one"),
     "a negative confirmation": (m.Confirm(3, -2), "confirmation -2"),
-    "a checkpoint after the start": (m.Restored(3, 732), "the training has begun"),
+    "no checkpoint": (m.Restored(3, -1), "it cannot go on from version -1"),
     "another stage": (m.Report(3, 0, WorkerStatus(0, 0, False)), "it is of stage 1, not 0"),
     "another version": (m.Report(3, 0, WorkerStatus(1, 40, False)), "it has applied 0 steps, not 40"),
     "no rank": (m.Broken(3, 0, "reset", (17,)), r"no ranks \(17,\)"),
@@ -67,8 +68,6 @@ def say(member: Member, what: Any) -> None:
 def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: ControlPlane, name: str) -> None:
     what, why = _IMPOSSIBLE[name]
     members = plane.members()
-    if isinstance(what, m.Restored):
-        together(*(member.step for member in members))  # before that nobody knows what the others go on from
     say(members[3], what)
     together(*(member.step for member in members[:3]))
     (failure,) = plane.events("failure")
@@ -78,11 +77,22 @@ def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: 
     assert plane.coordinator.wait(0) is None
 
 
-def test_a_worker_may_restore_a_checkpoint_after_its_first_report(plane: ControlPlane) -> None:
+def test_a_checkpoint_after_the_first_step_costs_its_sender_and_nobody_else(plane: ControlPlane) -> None:
     members = plane.members()
-    for rank in (3, 0, 1, 2):
-        members[rank].client.send(m.Restored(rank, 7))
-    plane.until(lambda: plane.coordinator._state.version == 7)
+    together(*(member.step for member in members))
+    wait_for(lambda: 3 in plane.coordinator._state.applied, PATIENCE)
+    say(members[3], m.Restored(3, 732))
+    together(*(member.step for member in members[:3]))
+    (failure,) = plane.events("failure")
+    assert failure.worker == (1, 1)
+    assert "the training has begun" in failure.details["cause"]
+
+
+def test_a_checkpoint_is_no_news_after_a_generation_that_began_while_it_was_read(plane: ControlPlane) -> None:
+    members = plane.members()
+    for member in members:
+        say(member, m.Restored(member.client.rank, 6))
+    wait_for(lambda: plane.coordinator._state.version == 6, PATIENCE)
     assert not plane.events("failure")
 
 

@@ -84,7 +84,7 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
                 -1 <= message.begun <= newest, f"step {message.begun} cannot have begun"
             )
         case messages.Restored():
-            # It may have reported before: a collective while it loads the checkpoint carries out a regroup.
+            # Not judged by the generation: loading a checkpoint has collectives, in which the first one may begin.
             if state.applied or message.version < 0:
                 return f"it cannot go on from version {message.version}: the training has begun"
         case messages.Arrive():
