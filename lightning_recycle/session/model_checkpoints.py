@@ -19,7 +19,7 @@ from lightning_recycle.session.checkpoints import Checkpoints
 
 __all__ = ["leave_saves_alone", "undo_failed_saves"]
 
-_SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")
+_SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
 _LINK = "_link_checkpoint"
 _RECORD = (  # what ModelCheckpoint changes while it saves
     "best_k_models",
