@@ -123,8 +123,8 @@ def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECO
 
 
 def _of_torch(names: Iterable[str], tmpdir: Path) -> set[str]:
-    """The files that torch left. When a DataLoader loses a process it opens ten temporary ones, to see whether there are
-    descriptors (``_try_get_data``), and its own handler of SIGCHLD may raise between two lines of that.
+    """The files that torch left. When a DataLoader loses a process it opens ten temporary ones, to see whether there
+    are descriptors (``_try_get_data``), and its own handler of SIGCHLD may raise between two lines of that.
     """
     return {name for name in names if re.fullmatch(r"tmp\w{8}", name) and not (tmpdir / name).stat().st_size}
 
