@@ -235,7 +235,7 @@ class Coordinator:
             self._review(now)
         if now >= self._next_sign:
             self._next_sign = now + SIGN_SECONDS
-            self._show_life()
+            self._tell_everybody(messages.Alive())
         for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]
@@ -418,11 +418,11 @@ class Coordinator:
             log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
             self._gone(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
 
-    def _show_life(self) -> None:
-        """Tells all workers that the coordinator lives."""
+    def _tell_everybody(self, message: Any) -> None:
+        """Sends ``message`` to all workers, also to spares; one that is gone needs none."""
         for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
             with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-                connection.send(messages.Alive())
+                connection.send(message)
                 self._watch_unsent(connection)
 
     def _on_writable(self, key: selectors.SelectorKey) -> None:
@@ -658,8 +658,5 @@ class Coordinator:
         if self._state.outcome is None:
             self._state = replace(self._state, outcome=outcome)
         # Also after a success: a worker may be waiting for a generation that nobody needs any more.
-        for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
-            with contextlib.suppress(OSError):  # the run is ending; a worker that is gone needs no message
-                connection.send(messages.Stop(StopReason.of(outcome)))
-                self._watch_unsent(connection)
+        self._tell_everybody(messages.Stop(StopReason.of(outcome)))
         self._done.set()

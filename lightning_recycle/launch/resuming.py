@@ -135,7 +135,7 @@ def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
         return path if found == local else found
     beside = _newest_first(other for other in _beside(local) if other != local)
     if take_older:
-        log.warning("The checkpoint %s is damaged: %s. The one before it is used, if there is one.", path, reason)
+        _warn(path, reason)
     whole = _first_whole(beside, checkpoint_io, warn=take_older)
     if take_older and whole is not None:
         return whole
@@ -152,8 +152,12 @@ def _first_whole(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool 
         if reason is None:
             return found
         if warn:
-            log.warning("The checkpoint %s is damaged: %s. The one before it is used, if there is one.", path, reason)
+            _warn(path, reason)
     return None
+
+
+def _warn(path: Any, reason: str) -> None:
+    log.warning("The checkpoint %s is damaged: %s. The one before it is used, if there is one.", path, reason)
 
 
 def _damage(path: Path, checkpoint_io: CheckpointIO) -> str | None:

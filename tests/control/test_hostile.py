@@ -270,11 +270,9 @@ class Attack:
 _PEACEFUL = ("resumed", "regrouped", "step")
 
 
-def attack(plane: ControlPlane, examples: int) -> None:
-    siege = Attack(plane)
-    said = 0
-
-    @settings(
+def seeded(examples: int) -> settings:
+    """So many examples, the same each time; a failure is not made smaller, as that would take as long again."""
+    return settings(
         max_examples=examples,
         deadline=None,
         derandomize=True,
@@ -282,6 +280,13 @@ def attack(plane: ControlPlane, examples: int) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+
+
+def attack(plane: ControlPlane, examples: int) -> None:
+    siege = Attack(plane)
+    said = 0
+
+    @seeded(examples)
     @given(hostile=hostile_inputs())
     def besiege(hostile: tuple[list[Any], bool, bool]) -> None:
         nonlocal said
@@ -320,14 +325,7 @@ def _of_rank_3(message: Any) -> Any:
 
 
 def mad_member(make_plane: Callable[[], ControlPlane], examples: int) -> None:
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @seeded(examples)
     @given(
         items=st.lists(
             any_message().filter(lambda item: not isinstance(item, _ENDS_THE_RUN)).map(_of_rank_3)

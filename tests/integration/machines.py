@@ -79,6 +79,17 @@ def namespaces(*machines: Machine) -> Iterator[None]:
             ip("netns", "delete", machine.name)
 
 
+@contextlib.contextmanager
+def with_a_cable(a: Machine, b: Machine) -> Iterator[None]:
+    """As :func:`namespaces`, with a ``cable`` between the two."""
+    with namespaces(a, b):
+        a.ip("link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", b.name)
+        for machine in (a, b):
+            machine.ip("addr", "add", f"{machine.address}/24", "dev", "cable")
+            machine.ip("link", "set", "cable", "up")
+        yield
+
+
 def coordinator(machine: Machine, runs: int, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", f"{machine.address}:{PORT}"]
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--start-timeout", "40"]

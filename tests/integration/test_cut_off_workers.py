@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import HERE, PORT, Machine, await_line, coordinator, namespaces
+from machines import HERE, PORT, Machine, await_line, coordinator, with_a_cable
 from outside_worker import Slow
 from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
@@ -39,6 +39,13 @@ class Cluster:
     def mend(self) -> None:
         self.near.ip("link", "set", "cable", "up")
 
+    def lose_far_workers(self, last_words: str, seconds: float) -> None:
+        """Waits until both have ended for the lack of a coordinator, saying so."""
+        for process in self.far_workers:
+            said, _ = process.communicate(timeout=seconds)
+            assert process.returncode == EXIT_LOST_COORDINATOR, said
+            assert last_words in said
+
     def end(self, *processes: subprocess.Popen[str]) -> str:
         """Waits for the end of the training; returns the coordinator's record."""
         for process in processes:
@@ -55,11 +62,7 @@ class Cluster:
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A run that has begun its fifth step; the parameter is for how long the workers try to rejoin, in seconds."""
     near, far = Machine("n", "10.77.30.1"), Machine("f", "10.77.30.2")
-    with namespaces(near, far):
-        near.ip("link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", far.name)
-        for machine in (near, far):
-            machine.ip("addr", "add", f"{machine.address}/24", "dev", "cable")
-            machine.ip("link", "set", "cable", "up")
+    with with_a_cable(near, far):
         served = coordinator(near, 1, "--timeout", str(TIMEOUT), "--start-timeout", "90")
         output = tmp_path / "trained.pt"
         environment = {"RECYCLE_COORDINATOR": f"{near.address}:{PORT}", "RECYCLE_REJOIN_SECONDS": request.param}
@@ -74,10 +77,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
 @pytest.mark.parametrize("cluster", ["0"], indirect=True)
 def test_workers_that_are_cut_off_for_good_end(cluster: Cluster) -> None:
     cluster.cut()
-    for process in cluster.far_workers:
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == EXIT_LOST_COORDINATOR, said
-        assert "lost its connection to the coordinator" in said
+    cluster.lose_far_workers("lost its connection to the coordinator", seconds=60)
     cluster.end(*cluster.near_workers)
 
 
@@ -97,10 +97,7 @@ def test_workers_that_are_cut_off_for_a_while_come_back_as_spares(cluster: Clust
 @pytest.mark.parametrize("cluster", ["3"], indirect=True)
 def test_workers_that_cannot_come_back_in_time_end(cluster: Cluster) -> None:
     cluster.cut()
-    for process in cluster.far_workers:
-        said, _ = process.communicate(timeout=90)
-        assert process.returncode == EXIT_LOST_COORDINATOR, said
-        assert "could not get back into its run within 3 s" in said
+    cluster.lose_far_workers("could not get back into its run within 3 s", seconds=90)
     cluster.end(*cluster.near_workers)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import Machine, await_line, coordinator, namespaces, worker
+from machines import Machine, await_line, coordinator, with_a_cable, worker
 from outside_worker import Slow
 from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
@@ -18,11 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture
 def machines() -> Iterator[tuple[Machine, Machine]]:
     a, b = Machine("a", "10.77.13.1"), Machine("b", "10.77.13.2")
-    with namespaces(a, b):
-        a.ip("link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", b.name)
-        for machine in (a, b):
-            machine.ip("addr", "add", f"{machine.address}/24", "dev", "cable")
-            machine.ip("link", "set", "cable", "up")
+    with with_a_cable(a, b):
         yield a, b
 
 
