@@ -165,10 +165,10 @@ class ControlClient:
         while True:
             with self._changed:
                 answer = self.member.begin(step)
-            if not isinstance(answer, Hold):
-                return answer.schedule
             for reply in answer.replies:
                 self.send(reply)
+            if not isinstance(answer, Hold):
+                return answer.schedule
             place = answer.place
             self._wait(
                 lambda place=place: self.member.pause != place or None,  # type: ignore[misc]
@@ -279,11 +279,15 @@ class ControlClient:
             return {self.rank: payload}
         message = self.member.arrive(name, pack(payload))
         self.send(message)
+        return self._hiding_failures(lambda interruptible: self._await_answer(message, interruptible))
+
+    def _hiding_failures(self, wait: Callable[[bool], _T]) -> _T:
+        """What ``wait`` (interruptible) returns; carries out the regroups that are announced meanwhile."""
         while True:
             # Before the executor exists there is nothing to regroup: the announcement waits for it.
             ready = self.regroup is not None
             try:
-                return self._await_answer(message, interruptible=ready)
+                return wait(ready)
             except Interrupted:
                 assert self.regroup is not None
                 self.regroup()
@@ -304,6 +308,24 @@ class ControlClient:
         answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
         return unpack_all(answer.payloads)
 
+    def go_on(self, point: int) -> None:
+        """Lets others know, if they want to, that this worker does not stop at stop point ``point``."""
+        with self._changed:
+            replies = self.member.go_on(point)
+        for reply in replies:
+            self.send(reply)
+
+    def request_stop(self, point: int) -> bool:
+        """Waits until all others have come to stop point ``point``, or gone past it; returns whether all ask to stop
+        there. Hides failures of others, like :meth:`arrive`.
+        """
+        self.send(self.member.request_stop(point))
+        what = "the others, to stop training"
+        verdict = self._hiding_failures(
+            lambda interruptible: self._wait(lambda: self.member.stop_verdict(point), what, interruptible=interruptible)
+        )
+        return verdict.agreed
+
     def limit_silence(self, seconds: float) -> None:
         """From now on this worker ends when the coordinator's machine has not answered for ``seconds``.
 
@@ -312,8 +334,9 @@ class ControlClient:
         self._connection.limit_silence(seconds)
 
     def leave(self) -> None:
-        """From now on a closed connection is no failure."""
+        """From now on a closed connection is no failure, and the heartbeat ends."""
         self._leaving = True
+        self._wake_heartbeat.set()
 
     # ------------------------------------------------------------------ what the main thread does, for the heartbeat
 
@@ -395,7 +418,7 @@ class ControlClient:
                 self._exit(f"got a message that is none from the coordinator ({error})", EXIT_LOST_COORDINATOR)
             if isinstance(message, messages.Stop):
                 if message.reason in (StopReason.FINISHED, StopReason.LEFT):
-                    self._leaving = True  # the results are delivered, or others go on: nothing is left to do here
+                    self.leave()  # the results are delivered, or others go on: nothing is left to do here
                 spare = self.rank < 0  # it has nothing to continue with
                 if self._survives and not spare and message.reason is StopReason.FINISHED:
                     self._connection.close()

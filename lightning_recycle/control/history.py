@@ -47,7 +47,8 @@ class Event:
             started.
             "replanned": from ``step`` on all run another plan, because the operations no longer take the times
             that the old one assumed. "saved": a checkpoint is complete.
-            "stage_lost": nobody holds a stage any more.
+            "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all: all stop after one of the
+            next steps. "stage_lost": nobody holds a stage any more.
             Where a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
@@ -153,6 +154,12 @@ class History:
                 )
             case "disturbance":
                 log.warning("The workers connect again at step %d: %s", record.step, details["cause"])
+            case "stop_requested":
+                log.info(
+                    "Worker %s wants to stop training after %d steps: all stop after one of the next steps.",
+                    self._grid.worker(record.rank or 0),
+                    record.step,
+                )
             case "step":
                 seconds = now - self._last_step_time if self._last_step_time is not None else None
                 self._last_step_time, self.step_seconds = now, seconds

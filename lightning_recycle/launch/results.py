@@ -100,7 +100,7 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
         if not error.code:  # this process would report success, without a result
             error = ReCycleError(
                 f"Worker {worker} called sys.exit({'' if error.code is None else error.code}) before the run was over,"
-                " so there is no result. To end training early, set trainer.should_stop = True on all workers."
+                " so there is no result. To end training early, set trainer.should_stop = True."
             )
         else:  # it ends this process with that status, as it would on one device, and shows no traceback
             log.error("Worker %s called sys.exit(%r):\n%s", worker, error.code, crash.traceback)

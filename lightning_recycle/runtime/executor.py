@@ -28,6 +28,7 @@ from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.blame import OUTSIDE
+from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.recovery import (
     Action,
     Adopt,
@@ -93,13 +94,13 @@ class StepResult:
         loss: the mean over all micro-batches.
         gradient_norm: the norm of all gradients, if needed, else NaN.
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
-        ending: whether the run is to end after this step.
+        after_step: what all do after this step.
     """
 
     loss: float
     gradient_norm: float
     outputs: Mapping[int, bytes] = field(default_factory=dict)
-    ending: bool = False
+    after_step: AfterStep = AfterStep.GO_ON
 
 
 class Host(Protocol):
@@ -367,7 +368,7 @@ class Executor:
         step = self._steps[number]
         norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
         known = self._client.await_loss(number)
-        result = StepResult(known.loss, norm, known.outputs, known.ending)
+        result = StepResult(known.loss, norm, known.outputs, known.after_step)
         self._gradients.attach(number)
         started = time.perf_counter()
         if self._shadow is not None:

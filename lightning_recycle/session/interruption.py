@@ -1,9 +1,9 @@
 """What is saved of a run that a signal ends: at one step boundary, by all workers together.
 
 A handler cannot save, as a checkpoint is a collective of all workers. So the launching process asks the coordinator,
-and the answer to a step's losses tells all workers that this is the last one (``StepResult.ending``). At its end, where
-``ModelCheckpoint`` saves too, each of them saves (:meth:`SaveAndEnd.on_train_batch_end`); once Lightning has logged the
-step, it ends (:meth:`SaveAndEnd.end`).
+and the answer to a step's losses tells all workers that this is the last one (``StepResult.after_step``). At its end,
+where ``ModelCheckpoint`` saves too, each of them saves (:meth:`SaveAndEnd.on_train_batch_end`); once Lightning has
+logged the step, it ends (:meth:`SaveAndEnd.end`).
 
 Lightning's callbacks that save on exceptions are called there. In the launching process, where Lightning calls
 ``on_exception``, there is nothing to save.
@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.state import ENDED
 from lightning_recycle.session.collectives import Collectives
 
@@ -47,19 +48,22 @@ class SaveAndEnd(Callback):
     Args:
         save_on_signal: the option of the strategy.
         collectives: this worker's collectives.
-        is_ending: whether the step that ends is the last one.
+        after_step: what all do after the step that ends.
     """
 
     def __init__(
-        self, save_on_signal: bool | str | os.PathLike[str], collectives: Collectives, is_ending: Callable[[], bool]
+        self,
+        save_on_signal: bool | str | os.PathLike[str],
+        collectives: Collectives,
+        after_step: Callable[[], AfterStep],
     ) -> None:
         self._save_on_signal = save_on_signal
         self._collectives = collectives
-        self._is_ending = is_ending
+        self._after_step = after_step
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not self._is_ending():
+        if self._after_step() is not AfterStep.END:
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if saves_on_exception(callback):
@@ -69,7 +73,7 @@ class SaveAndEnd(Callback):
 
     def end(self, trainer: pl.Trainer) -> None:
         """Ends this worker, with all others, if the run is to end after this step."""
-        if not self._is_ending():
+        if self._after_step() is not AfterStep.END:
             return
         for logger in trainer.loggers:
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds

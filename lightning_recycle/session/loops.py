@@ -24,6 +24,7 @@ from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.runtime.executor import StepResult
@@ -46,6 +47,8 @@ class StepRunner(Protocol):
     def as_loss(self, value: float) -> torch.Tensor: ...
 
     def replay_outputs(self, outputs: Mapping[int, bytes]) -> None: ...
+
+    def agree_on_stop(self, place: StopPlace) -> None: ...
 
     def end_step(self) -> None: ...
 
@@ -107,6 +110,18 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         self.automatic_optimization = PipelineOptimization(trainer, runner)
         self.enters_mid_epoch = False
         """Whether this worker joins at the current batch: its counters are already right."""
+        self._has_advanced = False
+
+    @property
+    def _runner(self) -> StepRunner:
+        runner: StepRunner = self.automatic_optimization.runner  # type: ignore[attr-defined]
+        return runner
+
+    @property
+    @override
+    def done(self) -> bool:
+        self._runner.agree_on_stop(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
+        return super().done
 
     @override
     def reset(self) -> None:
@@ -132,6 +147,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
             assert isinstance(loader, StepLoader)
             loader.enter_epoch(first, fit_loop.max_batches)
         super().on_run_start(data_fetcher)
+        self._has_advanced = False
         # Lightning asks streams for a batch before it knows where training begins.
         if first or any(isinstance(loader, StreamLoader) for loader in loaders):
             iter(data_fetcher)
@@ -139,11 +155,15 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
+        self._has_advanced = not self.restarting  # then the parent asks first whether a validation was interrupted
         super().advance(data_fetcher)
-        self.automatic_optimization.runner.end_step()  # type: ignore[attr-defined]
+        self._has_advanced = True
+        self._runner.end_step()
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        if self._has_advanced:
+            self._runner.agree_on_stop(StopPlace.STEP_END)
         decided = super()._should_check_val_fx(data_fetcher)
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
             return bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
@@ -158,6 +178,7 @@ class PipelineFitLoop(_FitLoop):
     """The fit loop; it keeps its parent's attribute names, which are keys in checkpoints."""
 
     runner: StepRunner
+    _has_started = False
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
@@ -173,6 +194,18 @@ class PipelineFitLoop(_FitLoop):
         new._data_source = old._data_source
         new._combined_loader_states_to_load = old._combined_loader_states_to_load
         trainer.fit_loop = new
+
+    @property
+    @override
+    def skip(self) -> bool:
+        self._has_started = False
+        return super().skip
+
+    @property
+    @override
+    def done(self) -> bool:
+        self.runner.agree_on_stop(StopPlace.FIT if self._has_started else StopPlace.START)
+        return super().done
 
     @override
     def reset(self) -> None:
@@ -204,6 +237,7 @@ class PipelineFitLoop(_FitLoop):
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
+        self._has_started = True
         self.runner.enter_training()
 
 

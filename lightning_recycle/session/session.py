@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.protocol.messages import Facts, Restored
+from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
+from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import is_stream
 from lightning_recycle.data.steps import StepHandle, StepLoader
@@ -52,6 +53,7 @@ from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tel
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
+from lightning_recycle.session.stop_requests import StopRequests
 
 __all__ = ["Session"]
 
@@ -74,6 +76,7 @@ class Session:
         collectives: this worker's collectives.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
         module: the module with the layers of this stage; like what follows it exists from :meth:`setup` on.
+        stop_requests: what is agreed about ``trainer.should_stop``.
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
@@ -96,7 +99,8 @@ class Session:
         self._count_in_batches: Callable[[], None] = lambda: None
         self._gradient_norm = 0.0
         self._joined_with: WorkerSnapshot | None = None
-        self._is_ending = False  # after the newest step, which is the last one
+        self._after_step = AfterStep.GO_ON  # what all do after the newest step
+        self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
@@ -173,7 +177,7 @@ class Session:
     def _save_when_ending(self) -> None:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
-        self._ending = SaveAndEnd(self.options.save_on_signal, self.collectives, lambda: self._is_ending)
+        self._ending = SaveAndEnd(self.options.save_on_signal, self.collectives, lambda: self._after_step)
         callbacks.append(self._ending)
 
     def _build_model(self) -> None:
@@ -314,8 +318,11 @@ class Session:
 
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks)
-        self._is_ending = result.ending
+        self._after_step = result.after_step
         return result
+
+    def agree_on_stop(self, place: StopPlace) -> None:
+        self.stop_requests.agree(place)
 
     def end_step(self) -> None:
         """The step is logged; a run that was told to end ends here."""
@@ -402,11 +409,9 @@ class Session:
 
     def describe_step(self, step: int) -> Facts:
         trainer = self.trainer
-        counters = {
-            "trainer.global_step": trainer.global_step,
-            "trainer.current_epoch": trainer.current_epoch,
-            "trainer.should_stop": trainer.should_stop,
-        }
+        counters = {"trainer.global_step": trainer.global_step, "trainer.current_epoch": trainer.current_epoch}
+        if self.stop_requests.agreed:
+            counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(trainer.strategy.optimizers)
         if step % DIGEST_EVERY == 0 or self._digested != self.client.generation:
             self._digested = self.client.generation
@@ -414,7 +419,7 @@ class Session:
         return Facts(counters, options)
 
     def take_snapshot(self) -> WorkerSnapshot:
-        return take_snapshot(self.trainer, self.client.member.next_collective)
+        return take_snapshot(self.trainer, self.client.member.next_collective, self.stop_requests.agreed)
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         member = self.client.member
@@ -422,4 +427,5 @@ class Session:
         join_before_batch(self.trainer, snapshot)
         member.joining = False
         member.next_collective = snapshot.next_collective
+        self.stop_requests.agreed = snapshot.stop_agreed
         self._joined_with = snapshot

@@ -85,7 +85,8 @@ class WorkerSnapshot:
         checkpoints: attributes of each ModelCheckpoint that are not in its state.
         data: the state dict of the data module, if there is one.
         has_validated: whether the validation loaders have been read.
-        should_stop: whether somebody asked to stop.
+        should_stop: whether it is set on the donor.
+        stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
     """
 
@@ -102,10 +103,11 @@ class WorkerSnapshot:
     data: dict[str, Any]
     has_validated: bool
     should_stop: bool
+    stop_agreed: bool
     next_collective: int
 
 
-def take_snapshot(trainer: pl.Trainer, next_collective: int) -> WorkerSnapshot:
+def take_snapshot(trainer: pl.Trainer, next_collective: int, stop_agreed: bool = False) -> WorkerSnapshot:
     """The state of this worker, at the beginning of a step; tensors are not copied."""
     module = trainer.lightning_module
     datamodule = getattr(trainer, "datamodule", None)
@@ -123,6 +125,7 @@ def take_snapshot(trainer: pl.Trainer, next_collective: int) -> WorkerSnapshot:
         data=datamodule.state_dict() if datamodule is not None else {},
         has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         should_stop=trainer.should_stop,
+        stop_agreed=stop_agreed,
         next_collective=next_collective,
     )
 

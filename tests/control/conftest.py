@@ -1,9 +1,11 @@
 """Coordinators for the tests with real sockets; workers are threads there, or processes where they die or stop."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 from control_plane import SILENCE, ControlPlane
+from support.waiting import wait_for
 
 from lightning_recycle.control import watch
 
@@ -20,3 +22,10 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlPlane]:
     monkeypatch.setattr(watch, "_LEAST_START_TIMEOUT", SILENCE)
     with ControlPlane(heartbeat_timeout=SILENCE) as plane:
         yield plane
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Threads of a connection would outlive their test, and be found by the one that looks for such threads."""
+    yield
+    assert wait_for(lambda: not [t for t in threading.enumerate() if t.name in ("recycle-beat", "recycle-receive")])

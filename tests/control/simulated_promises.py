@@ -34,6 +34,7 @@ from lightning_recycle.control.protocol.state import (
     Record,
     StageLost,
 )
+from lightning_recycle.control.protocol.stopping import StopPlace, last_point, stop_point
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Promises", "Violation", "smallest_repairs"]
@@ -76,10 +77,16 @@ class Promises:
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
         self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # the detected ones, by generation
         self._cannot_be_repaired = False
-        self.has_bug = False  # whether a stage raises in some step, whoever computes it
+        self.bug_step = -1  # in which a stage raises, whoever computes it; -1 for none
         self._raised: list[tuple[int, tuple[int, str], int, Any]] = []  # stage, place, version, verdict
         self._judged: set[tuple[int, int]] = set()  # (rank, generation)
         self._is_own = False
+        self.wishes: Mapping[int, int] = {}  # rank -> the stop point from which on it wants to stop training early
+        self.min_steps = 0
+        self._verdicts: dict[int, bool] = {}  # stop point -> whether all stop there
+        self._agreed_at = -1  # the stop point at which all know that they stop
+        self._stopped_at = -1
+        self.stopped_at_once = False
 
     # ------------------------------------------------------------------ what workers do
 
@@ -120,6 +127,32 @@ class Promises:
             if step and (stage, step - 1) not in self.applied:
                 raise Violation(f"stage {worker.stage} applies step {step} before stage {stage} step {step - 1}")
 
+    def _latest_stop(self) -> int:
+        """The stop point at which all stop, at the latest, as some wanted to and others did not; -1 if none did."""
+        steps = [point // len(StopPlace) for point, agreed in self._verdicts.items() if not agreed]
+        return stop_point(min(steps) + 1, StopPlace.STEP_END) if steps else -1
+
+    def on_stop(self, worker: SimulatedWorker, point: int) -> bool:
+        """``worker`` knows at ``point`` that all stop; returns whether enough steps are done to do so."""
+        if self._agreed_at < 0:
+            self._agreed_at = point
+            first = min(self.wishes.values())
+            together = len(self.wishes) == self.grid.num_workers and len(set(self.wishes.values())) == 1
+            if together and point != first:
+                raise Violation(f"all stop at {point}, and all wanted to at {first}")
+            if not self._verdicts.get(point) and point != self._latest_stop():
+                raise Violation(f"all stop at {point} after the verdicts {self._verdicts}")
+        if point < self._agreed_at:
+            raise Violation(f"{worker} stops at {point}, another one at {self._agreed_at}")
+        if worker.version < self.min_steps:
+            return False
+        if self._stopped_at < 0:
+            self.stopped_at_once = point == min(self.wishes.values())
+            self._stopped_at, self.steps = point, worker.version
+        if point != self._stopped_at:
+            raise Violation(f"{worker} stops at {point}, another one at {self._stopped_at}")
+        return True
+
     # ------------------------------------------------------------------ what the coordinator says
 
     def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
@@ -150,6 +183,9 @@ class Promises:
                         )
                 if message.schedule is not None:
                     self._expected.append((message.generation, message.step, message.schedule))
+            case messages.StopVerdict():
+                if self._verdicts.setdefault(message.point, message.agreed) != message.agreed:
+                    raise Violation(f"workers are told different verdicts about stop point {message.point}")
             case messages.Pause() if state.regrouping:
                 raise Violation("a pause in the middle of a regroup")
 
@@ -286,10 +322,12 @@ class Promises:
                 return
         if isinstance(outcome, Crashed) and self._is_own:
             return
-        if isinstance(outcome, Finished) and self.has_bug:
+        if isinstance(outcome, Finished) and 0 <= self.bug_step < self.steps:
             raise Violation("the run finished though a stage cannot compute one of its steps")
         if not isinstance(outcome, Finished):
             raise Violation(f"the run ended with {outcome}")
+        if self._agreed_at < 0 and 0 <= self._latest_stop() <= last_point(self.steps):
+            raise Violation(f"the run goes on to its end after the verdicts {self._verdicts}")
         everything = (self.full,) * self.steps
         stages = {rank % self.grid.stages for rank, result in outcome.results.items() if result == everything}
         if len(stages) < self.grid.stages:

@@ -47,6 +47,7 @@ from lightning_recycle.control.protocol.state import (
     StartGrace,
     initial_state,
 )
+from lightning_recycle.control.protocol.stopping import StopPlace, stop_point
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Run", "Violation", "check_histories"]
@@ -80,9 +81,12 @@ class Run:
         seed: the seed of everything.
         trace: called with what happens, for people.
         ends: whether it is told to end at some moment.
+        stops: whether workers want to stop training early.
     """
 
-    def __init__(self, seed: int, trace: Callable[[str], None] | None = None, ends: bool = False) -> None:
+    def __init__(
+        self, seed: int, trace: Callable[[str], None] | None = None, ends: bool = False, stops: bool = False
+    ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
         self.trace = trace
@@ -123,6 +127,17 @@ class Run:
         self._held_back: dict[Fact, set[int]] = {}  # the ranks kept from it by a link that was cut on arrival
         if ends:
             self._at(random.Random(f"ends {seed}").random() * FAULTS_END, self._handle, EndWanted())
+        wishes = random.Random(f"stops {seed}")
+        points = [stop_point(s, p) for s in range(1, self.steps + 1) for p in (StopPlace.STEP_END, StopPlace.EPOCH)]
+        self._wishes: dict[int, int] = {}  # rank -> the stop point from which on it wants to stop
+        if stops:
+            at = wishes.choice(points)
+            together = wishes.random() < 0.4  # as a decision on values that all have
+            for rank in range(self.grid.num_workers):
+                if together or wishes.random() < 0.5:
+                    self._wishes[rank] = at if together else wishes.choice(points)
+            self.promises.wishes = self._wishes
+            self.promises.min_steps = wishes.choice((0, 0, 0, wishes.randrange(self.steps + 1)))
         self._progressed = 0.0  # when a worker last went on
         cuts = self._links.choice((0, 0, 0, 1, 1, 2))
         self._disturbances_left -= cuts  # each may cost one
@@ -134,7 +149,7 @@ class Run:
         self._bug = (-1, -1)  # stage and step at which whoever computes raises, or none
         if self._mishaps.random() < 0.06:
             self._bug = (self._mishaps.randrange(self.grid.stages), self._mishaps.randrange(self.steps))
-            self.promises.has_bug = True
+            self.promises.bug_step = self._bug[1]
 
     # ------------------------------------------------------------------ the clock
 
@@ -574,6 +589,14 @@ class Run:
     def has_bug(self, worker: SimulatedWorker, step: int) -> bool:
         return (worker.stage, step) == self._bug
 
+    # ------------------------------------------------------------------ stopping early
+
+    def wants_stop(self, worker: SimulatedWorker, point: int) -> bool:
+        return point >= self._wishes.get(worker.rank, point + 1)
+
+    def may_stop(self, worker: SimulatedWorker, point: int) -> bool:
+        return self.promises.on_stop(worker, point)
+
     # ------------------------------------------------------------------ links that are cut
 
     def _cut_link(self) -> None:
@@ -624,23 +647,25 @@ class Run:
         self._at(DEADLOCK / 4, self._judge)
 
 
-def check_histories(seeds: Iterable[int], ends: bool = False) -> Counter[str]:
+def check_histories(seeds: Iterable[int], ends: bool = False, stops: bool = False) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
     Args:
         seeds: the numbers of the histories.
         ends: whether each is told to end at some moment.
+        stops: whether workers want to stop training early.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
     """
     met: Counter[str] = Counter()
     for seed in seeds:
-        run = Run(seed, ends=ends)
+        run = Run(seed, ends=ends, stops=stops)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:
             raise Violation(f"history {seed}: {type(error).__name__}: {error}") from error
+        met["stopped at once"] += run.promises.stopped_at_once
         met.update(kind for kind, times in run.met.items() if times)
     return met
 

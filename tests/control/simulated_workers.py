@@ -19,7 +19,9 @@ from typing import Any, Protocol
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.blame import OUTSIDE
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
+from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined, stage_leads
+from lightning_recycle.control.protocol.stopping import StopPlace, stop_point
 from lightning_recycle.planning.grid import Grid
 
 __all__ = [
@@ -88,6 +90,10 @@ class Network(Protocol):
     def unreachable(self, worker: SimulatedWorker) -> tuple[int, ...]: ...
 
     def has_bug(self, worker: SimulatedWorker, step: int) -> bool: ...
+
+    def wants_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
+
+    def may_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
 
     def delay(self) -> float: ...
 
@@ -185,7 +191,10 @@ class SimulatedWorker:
         self.version = 0
         self.reduced = False
         self.payload: Any = None
-        self.ending = False  # the newest step is the last one
+        self.after_step = AfterStep.GO_ON
+        self.stop_agreed = False
+        self.is_told_to_wait = False
+        self.just_joined = joins
         self.has_state = not joins
         self.payloads: Mapping[int, Any] = {}  # of the commit that is being applied
         self.parameters: list[int] = []  # the gradients applied, by step
@@ -299,10 +308,8 @@ class SimulatedWorker:
         while not self.done:
             kind, number = items[self.position]
             if kind == "step":
-                yield from self.run_step(number)
-                if self.ending:  # SaveAndEnd.on_train_batch_end
-                    yield from self.arrive("checkpoint", self.position)
-                    yield from self.arrive(ENDED, self.position)
+                if (yield from self.stops_after(number)):
+                    self.position = len(items) - 3  # what follows it is the end
             elif kind == "validation":
                 yield from self.validate(number)
             elif kind == "result":
@@ -310,6 +317,45 @@ class SimulatedWorker:
             else:
                 yield from self.arrive(f"{kind} {number}", self.position)
             self.position += 1
+
+    def stops_after(self, number: int) -> Generator[Any, None, bool]:
+        """A turn of Lightning's epoch loop; returns whether it is the last one."""
+        if number and not self.just_joined and (yield from self.stops_at(StopPlace.EPOCH)):
+            return True
+        yield from self.run_step(number)
+        self.just_joined = False
+        if self.after_step is AfterStep.END:  # SaveAndEnd.on_train_batch_end
+            yield from self.arrive("checkpoint", self.position)
+            yield from self.arrive(ENDED, self.position)
+        return (yield from self.stops_at(StopPlace.STEP_END))
+
+    def stops_at(self, place: StopPlace) -> Generator[Any, None, bool]:
+        """StopRequests.agree, and what Lightning makes of it."""
+        point = stop_point(self.version, place)
+        if not self.stop_agreed:
+            if self.after_step is AfterStep.STOP:
+                self.stop_agreed = True
+            else:
+                if self.network.wants_stop(self, point) and not self.is_told_to_wait:
+                    self.stop_agreed = yield from self.request_stop(point)
+                    self.is_told_to_wait = not self.stop_agreed
+                if not self.stop_agreed:
+                    for reply in self.member.go_on(point):
+                        self.send(reply)
+        return self.stop_agreed and self.network.may_stop(self, point)
+
+    def request_stop(self, point: int) -> Generator[Any, None, bool]:
+        """ControlClient.request_stop."""
+        self.send(self.member.request_stop(point))
+        while True:
+            try:
+                yield from self.wait(lambda: self.member.stop_verdict(point) is not None)
+            except Interrupted:
+                yield from self.regroup()
+            else:
+                verdict = self.member.stop_verdict(point)
+                assert verdict is not None
+                return verdict.agreed
 
     def run_step(self, number: int) -> Waits:
         """Executor.run_step."""
@@ -347,12 +393,12 @@ class SimulatedWorker:
         """ControlClient.begin_step."""
         while True:
             answer = self.member.begin(step)
+            for reply in answer.replies:
+                self.send(reply)
             if not isinstance(answer, Hold):
                 if answer.schedule is not None:
                     self.schedule = answer.schedule
                 return
-            for reply in answer.replies:
-                self.send(reply)
             yield from self.wait(lambda place=answer.place: self.member.pause != place)  # type: ignore[misc]
 
     def arrive(self, name: str, payload: Any, regroups: bool = True) -> Waits:
@@ -449,14 +495,15 @@ class SimulatedWorker:
             case recovery.Give():
                 assert self.has_state, "it gives a state that it does not have"
                 assert self.version == version, "it gives the state of another step"
-                state = (list(self.parameters), self.position, self.member.next_collective, self.version)
+                member = self.member
+                state = (list(self.parameters), self.position, member.next_collective, self.version, self.stop_agreed)
                 self.tell("state", version, state)
             case recovery.Take():
                 assert not self.has_state, "its state is overwritten"
                 yield from self.exchange("state", version, (action.donor,))
                 (state,) = self.received("state", version, (action.donor,))
                 yield self.network.delay() * 0.1
-                parameters, self.position, self.member.next_collective, self.version = state
+                parameters, self.position, self.member.next_collective, self.version, self.stop_agreed = state
                 self.parameters = list(parameters)
                 self.has_state = True
                 self.send(messages.Entered(self.rank, self.generation))
@@ -533,7 +580,7 @@ class SimulatedWorker:
         yield from self.wait(lambda: self.member.loss(step) is not None)
         loss = self.member.loss(step)
         assert loss is not None
-        self.ending = loss.ending
+        self.after_step = loss.after_step
         if self.network.commits:
             expected = {stage: (stage, step) for stage in range(self.grid.stages)}
             assert dict(self.payloads) == expected, f"it applies step {step} with the norms {dict(self.payloads)}"

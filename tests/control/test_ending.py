@@ -5,6 +5,8 @@ from membership_feed import ALL, GRID, feed, messages, reports
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 
+GO_ON, END = m.AfterStep.GO_ON, m.AfterStep.END
+
 
 def running() -> s.MembershipState:
     state, _ = feed(s.initial_state(GRID), *(s.Joined(rank) for rank in ALL), *reports(ALL, 0))
@@ -21,13 +23,13 @@ def arrivals(*ranks: int, name: str = s.ENDED) -> list[m.Arrive]:
 
 def test_all_are_told_with_the_loss_of_a_step_that_it_is_the_last() -> None:
     _, commands = feed(running(), *losses(0), s.EndWanted(), *losses(1), *losses(2))
-    assert [(told.step, told.ending) for told in messages(commands, m.StepLoss)] == [(0, False), (1, True), (2, True)]
+    assert [(told.step, told.after_step) for told in messages(commands, m.StepLoss)] == [(0, GO_ON), (1, END), (2, END)]
 
 
 def test_a_failure_in_the_last_step_does_not_change_which_one_is_the_last() -> None:
     before = [*losses(0), s.EndWanted(), *losses(1), s.Lost(3, "gone"), *reports((0, 1, 2), 1)]
     _, commands = feed(running(), *before, m.Losses(1, 1, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}))
-    assert [(told.step, told.ending) for told in messages(commands, m.StepLoss)] == [(0, False), (1, True)]
+    assert [(told.step, told.after_step) for told in messages(commands, m.StepLoss)] == [(0, GO_ON), (1, END)]
 
 
 def test_it_ends_when_all_live_workers_have_saved() -> None:

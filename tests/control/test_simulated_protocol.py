@@ -16,13 +16,14 @@ from simulated_promises import Violation
 from simulated_run import Run, check_histories
 from simulated_workers import SimulatedWorker
 
-from lightning_recycle.control.protocol import agreements, blame, links, membership, recovery, state
+from lightning_recycle.control.protocol import agreements, blame, links, membership, recovery, state, stopping
 from lightning_recycle.control.protocol.member import Member
 
 SAMPLE = 1500  # histories in the ordinary run
 HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
     "answers to an earlier pause count": 5_300,
+    "the dead arrive where nobody else does": 10_500,
     "nobody waits for a worker without micro-batches": 33_100,
 }
 MEETS = {  # what the sample must have met, or it says nothing about it
@@ -66,12 +67,20 @@ def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers() -> 
     assert met["Finished"] + met["Ended"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_workers_that_want_to_stop_all_stop_at_the_same_place(ends: bool) -> None:
+    met = check_histories(range(SAMPLE), ends=ends, stops=True)
+    assert met["stopped at once"] > SAMPLE / 20
+    assert met["stop_requested"] > SAMPLE / 20
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("tens_of_thousands", range(10))
-def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int) -> None:
+def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, stops: bool) -> None:
     first = 10_000 * tens_of_thousands
-    met = check_histories(range(first, first + 10_000))
+    met = check_histories(range(first, first + 10_000), stops=stops)
     assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == 10_000
 
 
@@ -184,6 +193,27 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
      "list(self.parameters), self.position", "list(self.parameters), 1"),
 ]
 """As above, for the worker's half: the product's, but for the last two, which are of the simulated world."""
+
+STOPPING: list[tuple[str, Any, str, str, str]] = [
+    ("one wish stops all at once", stopping, "settle_stop", "not state.live <= stop.wanted", "False"),
+    ("those that wait are not told that others went on", stopping, "add_answer",
+     "return _stop_later(state, stop.point, min(stop.wanted))", "return state, ()"),
+    ("nobody asks the others", stopping, "add_request", "ask = (Send(", "_ = (Send("),
+    ("a wish that not all have is forgotten", stopping, "_stop_later",
+     "after_step=AfterStep.STOP", "generation=state.generation"),
+    ("a wish at an earlier point counts for a later one", stopping, "add_request",
+     "(stop is not None and event.point < stop.point)", "False"),
+    ("the wish of the dead counts", stopping, "settle_stop",
+     "return replace(state, stop_round=None), ()", "return _stop_later(state, stop.point, min(stop.wanted))"),
+    ("a death does not complete an agreement", agreements, "settle", "stopping.settle_stop(state)", "(state, ())"),
+    ("the dead arrive where nobody else does", agreements, "forget_retracted", " and rank in state.live", ""),
+    ("a worker does not say that it went on", Member, "receive", "return self._say_that_it_goes_on()", "pass"),
+    ("a worker that was asked says nothing when it goes on", Member, "go_on",
+     "return self._say_that_it_goes_on()", "return ()"),
+    ("a joiner does not know that a stop is agreed", SimulatedWorker, "carry_out",
+     "member.next_collective, self.version, self.stop_agreed)", "member.next_collective, self.version, False)"),
+]
+"""As above, in histories in which workers want to stop early."""
 # fmt: on
 
 
@@ -201,14 +231,15 @@ def broken(owner: Any, name: str, old: str, new: str) -> Any:
 
 def assert_noticed(mutation: str) -> None:
     first = HUNT_FROM.get(mutation, 0)
+    stops = mutation in [name for name, *_ in STOPPING]
     with pytest.raises(Violation, match="history"):
-        check_histories(range(first, first + HUNT))
+        check_histories(range(first, first + HUNT), stops=stops)
 
 
 @pytest.mark.parametrize(
     ("mutation", "owner", "name", "old", "new"),
-    [*MUTATIONS, *WORKERS],
-    ids=[mutation[0] for mutation in (*MUTATIONS, *WORKERS)],
+    [*MUTATIONS, *WORKERS, *STOPPING],
+    ids=[mutation[0] for mutation in (*MUTATIONS, *WORKERS, *STOPPING)],
 )
 def test_it_is_noticed_when(
     monkeypatch: pytest.MonkeyPatch, mutation: str, owner: Any, name: str, old: str, new: str

@@ -234,7 +234,7 @@ def test_an_absent_layer_cannot_be_run_by_mistake() -> None:
         ([nn.Linear(2, 2), torch.tanh], "as layer 1; every layer must"),
         ([nn.Linear], "as layer 0; every layer must"),
     ],
-    ids=repr,
+    ids=["None", "a layer", "an empty list", "an empty Sequential", "a function", "a class"],
 )
 def test_layers_that_are_none_are_an_error_that_names_them(value: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -28,5 +28,6 @@ class ThreadClient(ControlClient):
 
     def _exit(self, why: str, code: int) -> NoReturn:
         self.exit_code = 0 if self._leaving else code
+        self.leave()  # the other thread ends, too
         self.exited.set()
         raise _ThreadEnds

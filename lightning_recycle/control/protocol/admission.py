@@ -21,6 +21,7 @@ from typing import Any
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.control.protocol.stopping import last_point
 
 __all__ = ["objection"]
 
@@ -38,6 +39,8 @@ _OF_MEMBERS = (
     messages.Profiled,
     messages.Commit,
     messages.Arrive,
+    messages.RequestStop,
+    messages.GoesOn,
     messages.Raised,
     messages.Connected,
     messages.Publish,
@@ -90,6 +93,8 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
         case messages.Arrive():
             number = message.number
             return _unless(0 <= number <= state.next_collective, f"collective {number} cannot be the next one")
+        case messages.RequestStop() | messages.GoesOn():
+            return _unless(0 <= message.point <= last_point(newest), f"stop point {message.point} cannot have come")
         case messages.Confirm():
             return _unless(message.number >= 0, f"there is no confirmation {message.number}")
         case messages.Broken():

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol import messages, stopping
 from lightning_recycle.control.protocol.state import (
     ENDED,
     RESULT,
@@ -38,6 +38,8 @@ def end(state: MembershipState, outcome: Outcome) -> tuple[MembershipState, tupl
 def settle(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
     """After a worker is gone: completes what waited only for it."""
     state, commands = count_steps(state)
+    state, verdict = stopping.settle_stop(state)
+    commands += verdict
     for number in sorted(state.collectives):
         state, answer = _answer_if_complete(state, number)
         commands += answer
@@ -45,9 +47,11 @@ def settle(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]
 
 
 def forget_retracted(state: MembershipState) -> MembershipState:
-    """When a generation begins: drops the parts of collectives that count in one generation only."""
+    """When a generation begins: drops the parts of collectives that count in one generation only, and those of workers
+    that are gone. One of them may have gone on where all others stop.
+    """
     kept = {
-        number: {rank: arrive for rank, arrive in arrived.items() if arrive.generation is None}
+        number: {rank: arrive for rank, arrive in arrived.items() if arrive.generation is None and rank in state.live}
         for number, arrived in state.collectives.items()
     }
     return replace(state, collectives={number: arrived for number, arrived in kept.items() if arrived})
@@ -69,8 +73,9 @@ def add_losses(state: MembershipState, event: messages.Losses) -> tuple[Membersh
         outputs={step: value for step, value in state.outputs.items() if step > event.step},
         summed=event.step + 1,
     )
-    # All take from this one message whether the run ends after the step, so all end after the same one.
-    return state, (Send(state.roster, messages.StepLoss(event.step, loss, outputs=outputs, ending=state.ending)),)
+    # All take from this one message whether the run stops or ends after the step, so all do it after the same one.
+    told = messages.StepLoss(event.step, loss, outputs=outputs, after_step=state.after_step)
+    return state, (Send(state.roster, told),)
 
 
 def add_applied(state: MembershipState, event: messages.Applied) -> tuple[MembershipState, tuple[Command, ...]]:

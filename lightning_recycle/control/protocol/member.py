@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.stopping import last_point
 from lightning_recycle.planning.schedule import Schedule
 
 __all__ = ["Go", "Hold", "Interrupted", "Member"]
@@ -31,9 +32,15 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """The step may begin; if there is a ``schedule``, it holds from now on."""
+    """The step may begin.
+
+    Args:
+        schedule: holds from now on, if there is one.
+        replies: messages to send.
+    """
 
     schedule: Schedule | None = None
+    replies: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,9 @@ class Member:
         self._newest_pause = (-1, -1)  # generation and number
         self._boundary: int | None = None
         self._said: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
+        self._passed = -1  # the newest stop point at which it went on
+        self._asked = -1  # the newest stop point at which it has to say whether it goes on
+        self._verdicts: dict[int, messages.StopVerdict] = {}
 
     # ------------------------------------------------------------------ what the coordinator says
 
@@ -126,6 +136,11 @@ class Member:
                 self.confirmed = message.number
             case messages.Judged():
                 self._judged = message
+            case messages.StopRequested():
+                self._asked = max(self._asked, message.point)
+                return self._say_that_it_goes_on()
+            case messages.StopVerdict():
+                self._verdicts[message.point] = message
             case messages.Assign():
                 self.assignment = message
                 self.rank, self.joining = message.rank, message.joining
@@ -196,18 +211,19 @@ class Member:
         """
         if self.interrupted:
             raise Interrupted
+        replies = self.go_on(last_point(step))
         paused = self.is_paused and step > self.begun
         boundary = self._boundary if paused else None
         if not paused or (boundary is not None and step < boundary):
             self.begun = max(self.begun, step)
             due = [plan for plan in self.plans if plan.step <= step]
             self.plans = self.plans[len(due) :]
-            return Go(due[-1].schedule if due else None)
+            return Go(due[-1].schedule if due else None, replies)
         place = (self.generation, step)
         if boundary is None or self._said == place:
-            return Hold((), self.pause)
+            return Hold(replies, self.pause)
         self._said = place
-        return Hold((messages.AtBoundary(self.rank, self.generation, step),), self.pause)
+        return Hold((*replies, messages.AtBoundary(self.rank, self.generation, step)), self.pause)
 
     def commit(self, step: int, payload: Any) -> messages.Commit:
         """The message that this worker is REDUCED in ``step``."""
@@ -225,6 +241,27 @@ class Member:
             self._losses = {known: value for known, value in self._losses.items() if known >= step}
             self.counters = found.counters
         return found
+
+    # ------------------------------------------------------------------ stopping early
+
+    def go_on(self, point: int) -> tuple[Message, ...]:
+        """This worker goes on at stop point ``point``; returns the answer if somebody has asked about that."""
+        self._passed = max(self._passed, point)
+        return self._say_that_it_goes_on()
+
+    def _say_that_it_goes_on(self) -> tuple[Message, ...]:
+        if not 0 <= self._asked <= self._passed:
+            return ()
+        point, self._asked = self._asked, -1
+        return (messages.GoesOn(self.rank, point),)
+
+    def request_stop(self, point: int) -> messages.RequestStop:
+        """The message that this worker wants to stop at ``point``."""
+        return messages.RequestStop(self.rank, point)
+
+    def stop_verdict(self, point: int) -> messages.StopVerdict | None:
+        """Whether all stop at ``point``, where this worker asked to."""
+        return self._verdicts.get(point)
 
     # ------------------------------------------------------------------ exceptions
 

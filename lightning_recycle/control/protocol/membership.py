@@ -32,10 +32,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.protocol import agreements, blame, links, messages
+from lightning_recycle.control.protocol import agreements, blame, links, messages, stopping
 from lightning_recycle.control.protocol import state as _state
 from lightning_recycle.control.protocol.agreements import end
 from lightning_recycle.control.protocol.blame import Verdict
+from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.recovery import decide
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
@@ -91,7 +92,7 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         case MovePlanned():
             return replace(state, moves={**state.moves, event.rank: event.mover}), ()
         case EndWanted():
-            return end(state, Ended()) if state.generation < 0 else (replace(state, ending=True), ())
+            return end(state, Ended()) if state.generation < 0 else (replace(state, after_step=AfterStep.END), ())
         case PlanReady():
             fits = event.roster == state.roster and state.generation >= 0 and not state.regrouping
             return (replace(state, plan=event) if fits else state), ()
@@ -132,6 +133,10 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return agreements.add_commit(state, event)
         case messages.Arrive():
             return agreements.add_arrival(state, event)
+        case messages.RequestStop():
+            return stopping.add_request(state, event)
+        case messages.GoesOn():
+            return stopping.add_answer(state, event)
 
 
 # ---------------------------------------------------------------------- generations

@@ -268,6 +268,25 @@ class Arrive:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStop:
+    """The worker's ``trainer.should_stop`` is set at stop point ``point``
+    (:mod:`~lightning_recycle.control.protocol.stopping`), and it waits to be told whether all stop there
+    (:class:`StopVerdict`).
+    """
+
+    rank: int
+    point: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoesOn:
+    """The answer to :class:`StopRequested` of a worker that wants nothing of the kind, and is past ``point``."""
+
+    rank: int
+    point: int
+
+
+@dataclass(frozen=True, slots=True)
 class Raised:
     """The worker met an exception that a fault of its machine may explain, and waits to be told whose it is
     (:class:`Judged`). If it is to be evicted, its connection closes instead.
@@ -401,6 +420,23 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
+class StopRequested:
+    """A worker asks to stop at stop point ``point``: who goes on there is to say so, at once or when it comes there."""
+
+    point: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopVerdict:
+    """The answer to :class:`RequestStop`: whether all ask to stop at ``point``, and stop there. If not, all stop after
+    one of the next steps (:attr:`StepLoss.after_step`).
+    """
+
+    point: int
+    agreed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Regroup:
     """Stop and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
 
@@ -437,13 +473,25 @@ class Committed:
     payloads: Mapping[int, Payload | None]
 
 
+class AfterStep(Enum):
+    """What all do after a step.
+
+    ``GO_ON``: they go on. ``STOP``: they stop training early, as if ``trainer.should_stop`` were set on all. ``END``:
+    they save what is wanted, and the run ends.
+    """
+
+    GO_ON = "go on"
+    STOP = "stop"
+    END = "end"
+
+
 @dataclass(frozen=True, slots=True)
 class StepLoss:
     """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches.
 
     ``counters``: the run's counters so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``:
     those of all micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
-    ``ending``: whether the run is to end after this step, once what is wanted of it is saved; the same for all workers.
+    ``after_step``: the same for all workers.
     """
 
     step: int
@@ -451,7 +499,7 @@ class StepLoss:
     counters: Mapping[str, float] = field(default_factory=dict)
     leader_applied: int = -1
     outputs: Mapping[int, bytes] = field(default_factory=dict)
-    ending: bool = False
+    after_step: AfterStep = AfterStep.GO_ON
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,6 +562,8 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Profiled,
     Commit,
     Arrive,
+    RequestStop,
+    GoesOn,
     Raised,
     Crash,
     Connected,
@@ -535,6 +585,8 @@ TO_WORKERS: tuple[type[Any], ...] = (
     Committed,
     StepLoss,
     Answer,
+    StopRequested,
+    StopVerdict,
     Judged,
     Publish,
     Alive,

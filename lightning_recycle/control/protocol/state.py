@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.blame import Remembered
 from lightning_recycle.control.protocol.links import Pair
+from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.schedule import Schedule
 
@@ -99,6 +100,8 @@ MembershipEvent: TypeAlias = (
     | messages.Applied
     | messages.Commit
     | messages.Arrive
+    | messages.RequestStop
+    | messages.GoesOn
     | messages.Raised
     | messages.Crash
     | messages.Ready
@@ -205,6 +208,22 @@ class PauseState:
     arrived: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class StopRound:
+    """Some asked to stop training early at a stop point
+    (:mod:`~lightning_recycle.control.protocol.stopping`).
+
+    Args:
+        point: the stop point.
+        wanted: the ranks that did.
+        is_over: whether those that asked were answered.
+    """
+
+    point: int
+    wanted: frozenset[int] = frozenset()
+    is_over: bool = False
+
+
 @dataclass(frozen=True)
 class MembershipState:
     """Everything the coordinator knows about the run.
@@ -242,7 +261,8 @@ class MembershipState:
         raised: the suspected exceptions, the oldest first.
         disturbances: regroups in a row without a loss or a commit.
         broken_pairs: live workers of which one reported, in the current generation, that it cannot reach the other.
-        ending: whether the run is to end at a step boundary.
+        stop_round: the newest stop point at which some asked to stop.
+        after_step: what all are to do after the next step whose losses become complete.
         outcome: how the run ended, once it has.
     """
 
@@ -277,7 +297,8 @@ class MembershipState:
     raised: tuple[Remembered, ...] = ()
     disturbances: int = 0
     broken_pairs: frozenset[Pair] = frozenset()
-    ending: bool = False
+    stop_round: StopRound | None = None
+    after_step: AfterStep = AfterStep.GO_ON
     outcome: Outcome | None = None
 
     @property
