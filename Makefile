@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ROUNDS ?= 20
+# Processes that run tests; much of a test's time is waiting. 0: one, without pytest-xdist.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a failure, compare what it costs
 	$(BIN)/python examples/train_gpt.py experiment=demo $(ARGS)
 
-test: $(STAMP) ## run all tests (ARGS are passed on to pytest)
-	$(BIN)/python -m pytest -q $(ARGS)
+test: $(STAMP) ## run all tests, JOBS=2 files at a time (ARGS are passed on to pytest)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 test-exhaustive: $(STAMP) ## run every case of the matrices that `make test` samples
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
