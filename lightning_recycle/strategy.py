@@ -292,16 +292,16 @@ class ReCycleStrategy(ParallelStrategy):
         return batch if isinstance(batch, StepHandle) else super().batch_to_device(batch, device, dataloader_idx)
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> None:
-        self.session.evaluate(args, self.session.module.on_validation_output)
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.session.evaluate("validation", args)
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> None:
-        self.session.evaluate(args, self.session.module.on_test_output)
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.session.evaluate("test", args)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.predict(args)
+        return self.session.evaluate("predict", args)
 
     @override
     def on_train_start(self) -> None:

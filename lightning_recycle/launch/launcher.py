@@ -41,14 +41,13 @@ from lightning_recycle.launch.results import error_of, take_results
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
 from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.worker_process import Call, WorkerStart, global_state, run_outside, worker_main
-from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.partition import stage_layers
+from lightning_recycle.model.parts import parts_of
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.checks import check_loaders, check_module, check_trainer
+from lightning_recycle.session.checks import check_loaders, check_trainer
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 
@@ -305,21 +304,18 @@ class SupervisorLauncher(_Launcher):
         module = trainer.lightning_module
         assert trainer.state.fn is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if not isinstance(module, PipelineModule):
-            raise ConfigurationError(
-                f"strategy='recycle' needs a PipelineModule, got {type(module).__name__}. Derive your module from"
-                " lightning_recycle.PipelineModule and return its layers from configure_pipeline()."
-            )
+        parts = parts_of(module)
         check_trainer(trainer)
-        check_module(module)
+        parts.check()
         loaders = args[1] if len(args) > 1 else None
         batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
-        grid = self._strategy.choose_grid(trainer.world_size * trainer.num_nodes, batch_size)
+        devices = trainer.world_size * trainer.num_nodes
+        grid = options.choose_grid(devices, batch_size, can_be_cut=parts.can_be_cut)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:
             check_loaders(args[_VAL_LOADERS], None)
             grid = replace(grid, microbatches=grid.microbatches * trainer.accumulate_grad_batches)
-        parts = stage_layers(module, grid.stages, options.partition, options.layer_seconds)
+        stages = parts.cut(grid.stages, options.partition, options.layer_seconds)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]
         if heartbeat is None:
             heartbeat = HeartbeatCallback()
@@ -338,7 +334,7 @@ class SupervisorLauncher(_Launcher):
             )
         listens = "RECYCLE_LISTEN" in os.environ
         setup = RunSetup(
-            grid, heartbeat.interval, parts, grid.pipelines, weights_only, outsiders=listens, has_run=self._has_run
+            grid, heartbeat.interval, stages, grid.pipelines, weights_only, outsiders=listens, has_run=self._has_run
         )
         return setup, heartbeat
 

@@ -18,7 +18,7 @@ from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ReCycleError, StageLostError, WorkerStartError
 from lightning_recycle.launch.worker_process import Extras
-from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.model.parts import parts_of
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.snapshot import load_progress
 
@@ -30,14 +30,13 @@ log = logging.getLogger(__name__)
 def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
     """Puts what the workers delivered, by rank, into ``trainer`` and its module; returns what they returned."""
     module = trainer.lightning_module
-    assert isinstance(module, PipelineModule)
     state: dict[str, torch.Tensor] = {}
     extras: Extras | None = None
     for part, found in (unpack(payload) for _, payload in sorted(results.items())):
         state.update(part)
         extras = found or extras
     assert extras is not None
-    module.materialize()
+    parts_of(module).build()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
             tensor.data = tensor.data.to(state[name].dtype)

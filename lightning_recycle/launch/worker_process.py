@@ -197,7 +197,7 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
     if whole is not None and keep_model:
         session.leave()
         strategy.enter(None)
-        session.module.rebuild(whole)
+        session.parts.rebuild(whole)
     return returned
 
 

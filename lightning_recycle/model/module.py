@@ -5,30 +5,24 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_recycle.data.steps import StepHandle
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layered import LayeredModule, global_seed
 from lightning_recycle.model.layers import AbsentLayer, LayerSpec
 from lightning_recycle.model.optimizers import OptimizerFactory, check_factory, make_optimizers
+from lightning_recycle.model.recorded import RecordedModule
 
 __all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "SequentialPipeline", "global_seed"]
 
 
-_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
-
-
-class PipelineModule(LayeredModule):
+class PipelineModule(RecordedModule, LayeredModule):
     """A LightningModule for :class:`~lightning_recycle.ReCycleStrategy`; trains unchanged on one device too.
 
     Implement :meth:`configure_pipeline`, :meth:`loss` and ``configure_optimizers`` (which sees the parameters of one
@@ -48,10 +42,6 @@ class PipelineModule(LayeredModule):
     *micro-batch* (of batch_size / M samples), and updates the running statistics of the worker that runs it, so peers
     hold different ones. LayerNorm, GroupNorm and RMSNorm have no such state and are exact on every grid.
     """
-
-    recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
-    """While a hook runs whose logging is recorded instead of done: (name, value, further arguments)."""
-    _may_log = True
 
     # ------------------------------------------------------------------ what the user implements
 
@@ -170,37 +160,6 @@ class PipelineModule(LayeredModule):
     def _evaluate(self, batch: Any, hook: Callable[[Any, Any], None]) -> None:
         inputs, target = self.split_batch(batch)
         hook(self(*inputs) if isinstance(inputs, tuple) else self(inputs), target)
-
-    @override
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """As in Lightning; in a hook that sees outputs it is recorded, and replayed everywhere with the whole step."""
-        if self.recorded_logs is None:
-            if not self._may_log:
-                raise UnsupportedFeatureError(
-                    f"self.log({args[0] if args else kwargs.get('name')!r}, ...) was called while micro-batches are"
-                    " computed, in loss(), split_batch() or a layer: this worker has seen only a part of the batch."
-                    " Log it in on_training_output(), on_validation_output() or on_test_output()."
-                )
-            super().log(*args, **kwargs)
-            return
-        bound = _LOG_SIGNATURE.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
-        self.recorded_logs.append((arguments.pop("name"), arguments.pop("value"), arguments))
-
-    @contextmanager
-    def logging_allowed(self, allowed: bool) -> Iterator[None]:
-        """Whether ``self.log`` works within the block, outside the hooks that see outputs."""
-        before, self._may_log = self._may_log, allowed
-        try:
-            yield
-        finally:
-            self._may_log = before
-
-    @override
-    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Leaves addresses alone, which is what Lightning's loops hold: the hook is for data."""
-        return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
 
 
 class SequentialPipeline(PipelineModule):

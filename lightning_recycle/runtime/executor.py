@@ -106,8 +106,8 @@ class StepResult:
 class Host(Protocol):
     """What the executor needs from the process that it runs in."""
 
-    def split(self, data: Any) -> tuple[Any, Any]:
-        """A collated micro-batch -> (input, target), on the device."""
+    def split(self, data: Any, index: int) -> tuple[Any, Any]:
+        """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""
 
     @property
     def records_outputs(self) -> bool:
@@ -315,7 +315,7 @@ class Executor:
                 self._place = (step, _READING)
                 read = data.handle.loader.fetch(data.handle, task.op.microbatch)
                 self._place = (step, task.label)
-                inputs, target = self._host.split(read)
+                inputs, target = self._host.split(read, data.handle.index)
         if task.source is not None:
             inputs = self._receive(step, task)
         with self._profiled(step), self._measured(OpKind.FORWARD):

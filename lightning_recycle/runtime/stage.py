@@ -63,6 +63,7 @@ class Stage:
         device: device of the layers.
         loss: on the last stage, maps (output, target) to the scalar mean over the micro-batch; else None.
         forward_context: context entered around every forward (from the precision plugin).
+        evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Stage:
         device: torch.device,
         loss: Callable[[Any, Any], Tensor] | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        evaluation_layers: Sequence[nn.Module] | None = None,
     ) -> None:
         self._layers = list(layers)
+        self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
         self._first_layer = first_layer
         self._seed = seed
         self._device = device
@@ -131,7 +134,7 @@ class Stage:
                 for i, t in enumerate(inputs)
             )
         with self._forward_context(), intercept_linear() if decoupled else nullcontext():
-            output = self._run_layers(step, microbatch, inputs)
+            output = self._run(self._layers, step, microbatch, inputs)
         outputs = output if isinstance(output, tuple) else (output,)
         held.outputs = outputs
         self._in_flight[microbatch] = held
@@ -154,15 +157,15 @@ class Stage:
         """Runs the layers on ``value`` without gradients and keeps nothing; arguments as for :meth:`forward`."""
         inputs = value if isinstance(value, tuple) else (value,)
         with self._forward_context():
-            output = self._run_layers(step, microbatch, inputs)
+            output = self._run(self._evaluation_layers, step, microbatch, inputs)
         if self._loss is None:
             self._check_output(output)
         return output  # type: ignore[no-any-return]
 
-    def _run_layers(self, step: int, microbatch: int, inputs: tuple[Any, ...]) -> Any:
+    def _run(self, layers: Sequence[nn.Module], step: int, microbatch: int, inputs: tuple[Any, ...]) -> Any:
         value: Any = inputs
         with layer_randomness(self._device) as generator:
-            for index, layer in enumerate(self._layers, self._first_layer):
+            for index, layer in enumerate(layers, self._first_layer):
                 generator.manual_seed(derive_seed(self._seed, step, microbatch, index))
                 value = layer(*value) if isinstance(value, tuple) else layer(value)
         return value

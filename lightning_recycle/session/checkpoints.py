@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
@@ -20,8 +21,7 @@ from lightning_recycle.control.protocol.messages import Saved
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
-from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
@@ -50,7 +50,7 @@ class Checkpoints:
     """A worker's part in saving and loading the state of the whole model.
 
     Args:
-        module: this worker's module, with the layers of its stage.
+        parts: this worker's part of the module.
         collectives: used to exchange the parts.
         executor: knows the step.
         copies: maps the name of each tied parameter that another stage owns to the owner's name.
@@ -63,7 +63,7 @@ class Checkpoints:
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
     """
 
-    module: PipelineModule
+    parts: ModelParts
     collectives: Collectives
     executor: Executor
     copies: Mapping[str, str]
@@ -73,6 +73,10 @@ class Checkpoints:
     reach: Callable[[str, int], None]
     restored_steps: int = 0
     _unwinding: bool = False
+
+    @property
+    def module(self) -> pl.LightningModule:
+        return self.parts.module
 
     # ------------------------------------------------------------------ state
 
@@ -140,9 +144,8 @@ class Checkpoints:
 
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a checkpoint of the whole model."""
-        absent = {index for index, layer in enumerate(self.module.layers) if isinstance(layer, AbsentLayer)}
         owned = set(self.module.state_dict())
-        others = {key for key in checkpoint["state_dict"] if key not in owned and _layer_of(key) in absent}
+        others = {key for key in checkpoint["state_dict"] if key not in owned and self.parts.is_elsewhere(key)}
         self.module.load_state_dict(
             {key: value for key, value in checkpoint["state_dict"].items() if key not in others}, strict=strict
         )
@@ -280,9 +283,3 @@ class Checkpoints:
             delivered = self.collectives.gather(RESULT, part)
             if {grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(grid.stages)):
                 return
-
-
-def _layer_of(key: str) -> int:
-    """The index of the layer that a name in a state dict belongs to; -1 for none."""
-    parts = key.split(".", 2)
-    return int(parts[1]) if parts[0] == "layers" and len(parts) > 2 and parts[1].isdigit() else -1

@@ -1,6 +1,6 @@
 """Checks for mistakes that show before a step is run, and their errors.
 
-``check_trainer``, ``check_module`` and ``check_loaders`` need no worker: the launching process calls them before
+``check_trainer`` and ``check_loaders`` need no worker: the launching process calls them before
 anything starts. What is supported, with the reasons for the rest, is listed in docs/trainer_flags.md.
 """
 
@@ -12,18 +12,15 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.data.batching import check_dataloader
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.interruption import saves_on_exception
 
-__all__ = ["check_batch", "check_loaders", "check_module", "check_optimizers", "check_parameters", "check_trainer"]
+__all__ = ["check_batch", "check_loaders", "check_optimizers", "check_trainer"]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
@@ -40,15 +37,6 @@ _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what 
     "LearningRateFinder": _RERUNS,
     "BaseFinetuning": _CHANGES_PARAMETERS,
     "ModelPruning": _CHANGES_PARAMETERS,
-}
-
-_REPLACED_STEPS = {  # method of the module -> what to override instead
-    "training_step": "loss(), split_batch() and on_training_output()",
-    "validation_step": "on_validation_output()",
-    "test_step": "on_test_output()",
-    "predict_step": "predict_input() and on_predict_output()",
-    "backward": "nothing: the schedule runs the backward of each stage",
-    "optimizer_zero_grad": "nothing: gradients are zeroed at the start of each step",
 }
 
 
@@ -102,20 +90,6 @@ def _check_accumulation(trainer: pl.Trainer) -> None:
             )
 
 
-def check_module(module: PipelineModule) -> None:
-    """Raises UnsupportedFeatureError for what the module defines and the strategy would silently ignore."""
-    if not module.automatic_optimization:
-        raise UnsupportedFeatureError(
-            "strategy='recycle' does not support manual optimization: leave automatic_optimization = True."
-        )
-    for name, remedy in _REPLACED_STEPS.items():
-        if is_overridden(name, module, PipelineModule):
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' never calls {type(module).__name__}.{name}(), it runs its schedule instead."
-                f" Remove it and override {remedy}."
-            )
-
-
 def check_loaders(loaders: Any, microbatches: int | None) -> None:
     """Raises UnsupportedFeatureError or ConfigurationError for data that cannot be addressed.
 
@@ -148,22 +122,6 @@ def check_batch(batch: Any) -> None:
             f"The batch is a {type(batch).__name__} of the batches of several DataLoaders; strategy='recycle' takes a"
             " batch from one. Return one DataLoader from train_dataloader(), and from the other hooks one or a list,"
             " without CombinedLoader."
-        )
-
-
-def check_parameters(module: PipelineModule, worker: Worker, grid: Grid) -> None:
-    """Raises ConfigurationError if a stage has nothing to train, or a parameter lies outside the layers."""
-    outside = [name for name, _ in module.named_parameters() if not name.startswith("layers.")]
-    if outside:
-        raise ConfigurationError(
-            f"{type(module).__name__} has parameters outside its pipeline: {', '.join(outside[:5])}. Every parameter"
-            " must belong to a layer returned by configure_pipeline(); create modules there, not as attributes in"
-            " __init__."
-        )
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ConfigurationError(
-            f"Stage {worker.stage} of {grid.stages} has no trainable parameter. Use a smaller"
-            " pipeline_parallel_size, or arrange the layers in configure_pipeline() so that every stage gets one."
         )
 
 

@@ -69,11 +69,14 @@ class Options:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
         get_planner(self.planner)
 
-    def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid:
-        """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`."""
+    def choose_grid(self, num_workers: int, batch_size: int | None = None, can_be_cut: bool = True) -> Grid:
+        """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.
+
+        ``can_be_cut``: whether the model can have several stages.
+        """
         stages = self.pipeline_parallel_size
         if stages is None:
-            stages = 2 if num_workers % 2 == 0 and num_workers >= 4 else 1
+            stages = 2 if can_be_cut and num_workers % 2 == 0 and num_workers >= 4 else 1
         if num_workers % stages:
             divisors = [s for s in range(1, num_workers + 1) if num_workers % s == 0]
             raise ConfigurationError(

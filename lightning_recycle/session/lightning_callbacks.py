@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, Thro
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.model.parts import ModelParts
 
 __all__ = ["keep_monitors_going", "show_progress_bar", "show_whole_run"]
 
@@ -29,11 +29,11 @@ _EVALUATIONS = {  # stage -> its name in hooks
 }
 
 
-def show_whole_run(trainer: pl.Trainer, module: PipelineModule) -> None:
-    """Prepares the callbacks of a worker; called while ``module`` still describes all layers."""
+def show_whole_run(trainer: pl.Trainer, parts: ModelParts) -> None:
+    """Prepares the callbacks of a worker; called while ``parts`` still are the whole model."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary) and trainer.state.fn == TrainerFn.FITTING:
-            _summarize_whole_model(callback, trainer, module)
+            _summarize_whole_model(callback, trainer, parts)
         elif isinstance(callback, ThroughputMonitor):
             _measure_grid_as_one_device(callback, trainer)
         elif isinstance(callback, BasePredictionWriter):
@@ -41,14 +41,14 @@ def show_whole_run(trainer: pl.Trainer, module: PipelineModule) -> None:
                 setattr(callback, name, _by_the_leader(trainer, getattr(callback, name)))
 
 
-def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, module: PipelineModule) -> None:
+def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: ModelParts) -> None:
     callback.__dict__.pop("_summary", None)  # of the previous run
-    whole = module.without_storage()
+    whole = parts.without_storage()
     try:
         summary = callback._summary(trainer, whole)
     except Exception as error:  # the user's forward() on example_input_array may read values, and there are none
         rank_zero_warn(
-            f"The model summary shows no input and output sizes: {type(module).__name__} cannot run its"
+            f"The model summary shows no input and output sizes: {type(parts.module).__name__} cannot run its"
             f" example_input_array without storage ({type(error).__name__}: {error})."
         )
         whole.example_input_array = None

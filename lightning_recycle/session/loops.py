@@ -46,7 +46,7 @@ class StepRunner(Protocol):
 
     def as_loss(self, value: float) -> torch.Tensor: ...
 
-    def replay_outputs(self, outputs: Mapping[int, bytes]) -> None: ...
+    def log_step(self, loss: torch.Tensor, outputs: Mapping[int, bytes]) -> Any: ...
 
     def agree_on_stop(self, place: StopPlace) -> None: ...
 
@@ -86,18 +86,17 @@ class PipelineOptimization(_AutomaticOptimization):
         with profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):
             result = self.runner.run_step(handle, apply)
         loss = self.runner.as_loss(result.loss)
-        self._log(handle, loss, result)
-        return {"loss": loss}
+        returned = self._log(handle, loss, result)
+        return {"loss": loss, **(returned or {})}
 
-    def _log(self, handle: StepHandle, loss: torch.Tensor, result: StepResult) -> None:
-        """Calls the module's hooks in place of ``training_step``, where Lightning allows logging."""
+    def _log(self, handle: StepHandle, loss: torch.Tensor, result: StepResult) -> Any:
+        """Logs in place of ``training_step``, where Lightning allows it; returns what that returned."""
         results, module = self.trainer._results, self.trainer.lightning_module
         if results is not None:
             results.batch_size = handle.loader.global_batch_size
         previous, module._current_fx_name = module._current_fx_name, "training_step"
         try:
-            self.runner.replay_outputs(result.outputs)
-            module.on_training_loss(loss)  # type: ignore[operator]
+            return self.runner.log_step(loss, result.outputs)
         finally:
             module._current_fx_name = previous
 

@@ -14,8 +14,9 @@ metrics of earlier micro-batches.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.session.optimizer_states import to_cpu
 
-__all__ = ["OutputRecorder", "concatenate", "metric_states", "set_metric_states"]
+__all__ = ["OutputRecorder", "Recording", "Returned", "concatenate", "metric_states", "set_metric_states"]
 
 _States = dict[str, Any]
 
@@ -56,10 +57,19 @@ class _Record:
     result: Any
 
 
+@dataclass
+class Recording:
+    """What happened in a block: as in :class:`_Record`; whoever records sets ``result``."""
+
+    logs: tuple[tuple[str, Any, dict[str, Any]], ...] = ()
+    metrics: dict[str, _States] = field(default_factory=dict)
+    result: Any = None
+
+
 class OutputRecorder:
     """Records and replays for ``module``."""
 
-    def __init__(self, module: PipelineModule) -> None:
+    def __init__(self, module: RecordedModule) -> None:
         self._module = module
         self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
         for collection in module.modules():
@@ -71,21 +81,30 @@ class OutputRecorder:
 
     def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
         """Calls ``hook(*args)`` and returns what it did, for :meth:`replay`."""
-        module = self._module
+        with self.recording() as recording, torch.no_grad():
+            recording.result = hook(*args)
+        return self.dump(recording, samples)
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Records what happens in the block, in the object that the context yields."""
+        module, recording = self._module, Recording()
         before = {path: metric_states(metric) for path, metric in self._metrics.items()}
         for metric in self._metrics.values():
             metric.reset()
         module.recorded_logs = []
         try:
-            with torch.no_grad():
-                result = hook(*args)
-            logs = tuple(self._portable(*log) for log in module.recorded_logs)
-            gained = {path: to_cpu(metric_states(m)) for path, m in self._metrics.items() if m._update_count}
+            yield recording
+            recording.logs = tuple(self._portable(*log) for log in module.recorded_logs)
+            recording.metrics = {p: to_cpu(metric_states(m)) for p, m in self._metrics.items() if m._update_count}
         finally:
             module.recorded_logs = None
             for path, metric in self._metrics.items():
                 set_metric_states(metric, before[path])
-        return pickle.dumps(_Record(samples, logs, gained, to_cpu(result)))
+
+    def dump(self, recording: Recording, samples: int) -> bytes:
+        """What was recorded in a block, for :meth:`replay`."""
+        return pickle.dumps(_Record(samples, recording.logs, recording.metrics, to_cpu(recording.result)))
 
     def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         if isinstance(value, Metric):
@@ -104,7 +123,7 @@ class OutputRecorder:
 
     # ------------------------------------------------------------------ on every worker
 
-    def replay(self, records: Mapping[int, bytes], on_step: bool) -> list[Any]:
+    def replay(self, records: Mapping[int, bytes], on_step: bool) -> Returned:
         """Repeats on this worker what the hooks did with the outputs of a whole step.
 
         Args:
@@ -112,7 +131,7 @@ class OutputRecorder:
             on_step: whether values are logged for the step unless the hook says otherwise.
 
         Returns:
-            What the hooks returned, in the order of the micro-batches.
+            What the hooks returned.
         """
         ordered: list[_Record] = [pickle.loads(data) for _, data in sorted(records.items())]
         device = self._module.device
@@ -141,7 +160,7 @@ class OutputRecorder:
                 self._module.log(name, self._metrics[first.path], **kwargs)
             else:
                 self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
-        return [record.result for record in ordered]
+        return Returned([record.result for record in ordered], [record.samples for record in ordered])
 
 
 def _combined(name: str, values: Sequence[tuple[Tensor, float]], reduce_fx: Any) -> Tensor:
@@ -162,6 +181,20 @@ def _combined(name: str, values: Sequence[tuple[Tensor, float]], reduce_fx: Any)
         )
     dtype = values[0][0].dtype
     return combined().to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What the user's code returned for the micro-batches of a step, in order, and how many samples they have."""
+
+    values: list[Any]
+    samples: list[int]
+
+    def joined(self) -> Any:
+        """All as one: numbers averaged over the samples, tensors and lists one after another, mappings and tuples item
+        by item, anything else as a list of all.
+        """
+        return _joined(self.values, torch.tensor(self.samples, dtype=torch.float64))
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
@@ -187,6 +220,24 @@ def concatenate(parts: Sequence[Any]) -> Any:
         f"on_predict_output() returned a {type(first).__name__}; return tensors, lists with an item for each sample, or"
         " tuples and dicts of them, so that micro-batches can be joined."
     )
+
+
+def _joined(parts: Sequence[Any], weights: Tensor) -> Any:
+    if all(part is None for part in parts):
+        return None
+    first = parts[0]
+    if all(isinstance(part, (Tensor, float, int)) and torch.as_tensor(part).ndim == 0 for part in parts):
+        mean = (torch.stack([torch.as_tensor(part).double() for part in parts]) * weights).sum() / weights.sum()
+        return mean.to(first.dtype) if isinstance(first, Tensor) and first.is_floating_point() else mean
+    if all(isinstance(part, Tensor) and part.ndim for part in parts):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping) and all(isinstance(part, Mapping) and part.keys() == first.keys() for part in parts):
+        return {key: _joined([part[key] for part in parts], weights) for key in first}
+    if isinstance(first, list) and all(isinstance(part, list) for part in parts):
+        return [item for part in parts for item in part]
+    if isinstance(first, tuple) and all(isinstance(part, tuple) and len(part) == len(first) for part in parts):
+        return tuple(_joined(items, weights) for items in zip(*parts, strict=True))
+    return list(parts)
 
 
 # ---------------------------------------------------------------------- states of a metric

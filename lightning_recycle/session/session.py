@@ -31,7 +31,9 @@ from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import is_stream
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
-from lightning_recycle.model.module import PipelineModule, global_seed
+from lightning_recycle.model.module import global_seed
+from lightning_recycle.model.parts import ModelParts, parts_of
+from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.model.tying import ties_between_stages
 from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.communicator import Communicator
@@ -42,7 +44,7 @@ from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.checks import check_batch, check_optimizers, check_parameters
+from lightning_recycle.session.checks import check_batch, check_optimizers
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -75,14 +77,16 @@ class Session:
     Attributes:
         collectives: this worker's collectives.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
-        module: the module with the layers of this stage; like what follows it exists from :meth:`setup` on.
+        module: the module with the parts of this stage; like what follows it exists from :meth:`setup` on.
+        parts: how it is cut into stages.
         stop_requests: what is agreed about ``trainer.should_stop``.
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
     """
 
-    module: PipelineModule
+    module: RecordedModule
+    parts: ModelParts
     executor: Executor
     checkpoints: Checkpoints
 
@@ -110,6 +114,7 @@ class Session:
         self._count_in_batches()
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
+        as_it_was(self.module)
 
     def reach(self, point: str, step: int) -> None:
         for hook in self.at_point:
@@ -137,26 +142,25 @@ class Session:
     def setup(self) -> None:
         """Builds this stage of the model, and what runs it."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        module = trainer.lightning_module
-        assert isinstance(module, PipelineModule)
         assert strategy.accelerator is not None
-        self.module = module
+        self.module = module = recorded(trainer.lightning_module)
+        self.parts = parts_of(module)
         strategy.accelerator.setup(trainer)
-        show_whole_run(trainer, module)
+        show_whole_run(trainer, self.parts)
         tell_batch_sizes(trainer)
         self._build_model()
         self._recorder = OutputRecorder(module)
-        self.records_outputs = is_overridden("on_training_output", module, PipelineModule)
+        self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
         sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
         overridden = any(is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources)
         self._transfers = strategy.root_device.type != "cpu" or overridden
-        tied = ties_between_stages(module.tied_groups(), self.run.parts)
+        tied = ties_between_stages(self.parts.tied_groups(), self.run.parts)
         ties = TieExchange(tied, self.worker.stage, dict(module.named_parameters()))
         self.executor = self._build_executor(ties)
         self.checkpoints = Checkpoints(
-            module,
+            self.parts,
             self.collectives,
             self.executor,
             ties.copies,
@@ -182,14 +186,14 @@ class Session:
 
     def _build_model(self) -> None:
         """Builds the layers of this stage, on the device, and their optimizer."""
-        trainer, strategy, module = self.trainer, self.trainer.strategy, self.module
+        trainer, strategy = self.trainer, self.trainer.strategy
         owned = self.run.parts[self.worker.stage]
-        module.keep_layers(owned)
+        self.parts.keep(owned)
         with strategy.precision_plugin.module_init_context():
-            module.materialize(owned, self._seed)
-        strategy.model = strategy.precision_plugin.convert_module(module)
+            self.parts.build(owned, self._seed)
+        strategy.model = strategy.precision_plugin.convert_module(self.module)
         strategy.model_to_device()
-        check_parameters(module, self.worker, self.grid)
+        self.parts.check_parameters(self.worker.stage, self.grid.stages)
         if self._fitting:
             self._batches_per_step = trainer.accumulate_grad_batches
             self._count_in_batches = count_in_steps(trainer)
@@ -204,12 +208,13 @@ class Session:
         owned = self.run.parts[self.worker.stage]
         parameters = list(module.parameters()) if self._fitting else []  # only fit trains them
         stage = Stage(
-            [module.layers[i] for i in owned],
+            self.parts.training_parts(owned, self._recorder),
             owned.start,
             self._seed,
             device,
-            loss=module.loss if self.worker.stage == self.grid.stages - 1 else None,
+            loss=self.parts.loss if self.worker.stage == self.grid.stages - 1 else None,
             forward_context=self._forward_context,
+            evaluation_layers=self.parts.evaluation_parts(owned, self._recorder),
         )
         return Executor(
             self.worker,
@@ -332,11 +337,16 @@ class Session:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
         return torch.tensor(value, dtype=self._loss_dtype, device=self.trainer.strategy.root_device)
 
-    def replay_outputs(self, outputs: Mapping[int, bytes]) -> None:
-        """Logs what the module's hook did with the outputs of a training step."""
+    def log_step(self, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
+        """Logs what the module's code did with the micro-batches of a training step; returns what it returned besides
+        the loss.
+        """
+        returned = None
         if outputs:
             with self._forward_context():
-                self._recorder.replay(outputs, on_step=True)
+                returned = self._recorder.replay(outputs, on_step=True).joined()
+        self.parts.on_loss(loss)
+        return returned
 
     def end_training(self) -> None:
         """Waits until every stage has applied the last step; from then on no step can be redone."""
@@ -345,48 +355,36 @@ class Session:
 
     # ------------------------------------------------------------------ evaluation
 
-    def predict(self, step: tuple[Any, ...]) -> Any:
-        """What the user's hook returned for a batch, on every worker."""
-        module = self.module
-        outputs = self.evaluate(
-            step, lambda output, _: module.on_predict_output(output), lambda data: (module.predict_input(data), None)
-        )
-        return concatenate(outputs)
-
-    def evaluate(
-        self,
-        step: tuple[Any, ...],
-        hook: Callable[[Any, Any], Any],
-        split: Callable[[Any], tuple[Any, Any]] | None = None,
-    ) -> list[Any]:
-        """Runs a batch through the pipelines; returns what ``hook`` returned for each micro-batch, on every worker.
+    def evaluate(self, kind: str, step: tuple[Any, ...]) -> Any:
+        """Runs a batch through the pipelines; returns what the user's code returned for it, on every worker.
 
         Args:
+            kind: "validation", "test" or "predict".
             step: (batch, its index, and the DataLoader's index if there are several).
-            hook: called with (output, target).
-            split: turns a micro-batch into (input, target).
         """
         handle = step[0]
         check_batch(handle)
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
+        split, record = self.parts.begin_evaluation(kind, step[1:])
         with self.module.logging_allowed(False):
-            records = self.executor.evaluate(handle, split or self.split, partial(self._record, hook))
+            records = self.executor.evaluate(handle, split, partial(self._record, record))
         with self._forward_context():
-            return self._recorder.replay(records, on_step=False)
+            returned = self._recorder.replay(records, on_step=False)
+        return concatenate(returned.values) if kind == "predict" else returned.joined()
 
-    def _record(self, hook: Callable[..., Any], output: Any, target: Any, samples: int) -> bytes:
-        """Calls a hook that sees outputs, as in a step on one device, and records it for the replay."""
+    def _record(self, record: Callable[..., bytes], output: Any, target: Any, samples: int) -> bytes:
+        """Records what the user's code does with an output, as in a step on one device."""
         with self._forward_context():
-            return self._recorder.record(hook, output, target, samples=samples)
+            return record(self._recorder, output, target, samples)
 
     # ------------------------------------------------------------------ what the executor asks
 
-    def split(self, data: Any) -> tuple[Any, Any]:
-        return self.module.split_batch(data)
+    def split(self, data: Any, index: int) -> tuple[Any, Any]:
+        return self.parts.split(data, index)
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
-        return self._record(self.module.on_training_output, output, target, samples)
+        return self._record(self.parts.record_training, output, target, samples)
 
     def is_suspect(self, error: Exception) -> bool:
         return self._suspicion(error)

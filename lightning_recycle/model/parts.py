@@ -1,0 +1,436 @@
+"""A user's module as a grid sees it: parts in order, which are cut into stages, and what ends them in a loss.
+
+:class:`ModelParts` is what launcher, session and results ask; :func:`parts_of` chooses how a module answers.
+
+- :class:`LayerParts`: a :class:`~lightning_recycle.PipelineModule` has one part per layer.
+- :class:`StepParts`: any other LightningModule is one part, its own ``training_step`` on a micro-batch, and has one
+  stage. Data parallelism is left: each worker holds the whole model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.model.partition import Partition, stage_layers
+
+__all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts", "parts_of"]
+
+
+class Recorder(Protocol):
+    """Records what the user's code does with one micro-batch."""
+
+    def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
+        """Calls ``hook(*args)`` without gradients; returns what it did."""
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Records what happens in the block, in the object that the context yields; its ``result`` may be set."""
+
+    def dump(self, recording: Any, samples: int) -> bytes:
+        """What was recorded in a block."""
+
+
+class ModelParts(ABC):
+    """Args:
+    module: the user's module.
+    """
+
+    module: pl.LightningModule
+    can_be_cut: bool
+    """Whether it can have several stages."""
+
+    # ------------------------------------------------------------------ before a run
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises UnsupportedFeatureError for what the module defines and the strategy would silently ignore."""
+
+    @abstractmethod
+    def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
+        """The parts of each stage; arguments and errors as for
+        :func:`~lightning_recycle.model.partition.stage_layers`.
+        """
+
+    @abstractmethod
+    def without_storage(self) -> pl.LightningModule:
+        """A copy of the whole model for what only looks at shapes."""
+
+    # ------------------------------------------------------------------ in a worker
+
+    @abstractmethod
+    def keep(self, owned: range) -> None:
+        """Drops all parts but ``owned``."""
+
+    @abstractmethod
+    def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
+        """Builds what is there as a recipe only, of the parts ``owned`` or of all."""
+
+    @abstractmethod
+    def check_parameters(self, stage: int, num_stages: int) -> None:
+        """Raises ConfigurationError if a stage has nothing to train, or a parameter belongs to no part."""
+
+    @abstractmethod
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether ``name``, of a state dict of the whole model, belongs to another stage."""
+
+    @abstractmethod
+    def tied_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each parameter that several parts share."""
+
+    @abstractmethod
+    def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        """What runs in F, in order."""
+
+    @abstractmethod
+    def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        """What runs in an evaluation, in order."""
+
+    @abstractmethod
+    def split(self, batch: Any, index: int) -> tuple[Any, Any]:
+        """A collated micro-batch, of the step ``index`` of an epoch -> (input of the first part, target of the loss)"""
+
+    @abstractmethod
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The mean loss over a micro-batch, of the output of the last part."""
+
+    @property
+    @abstractmethod
+    def records_training(self) -> bool:
+        """Whether :meth:`record_training` is wanted."""
+
+    @abstractmethod
+    def record_training(self, recorder: Recorder, output: Any, target: Any, samples: int) -> bytes:
+        """What the user's code did with a micro-batch in training."""
+
+    @abstractmethod
+    def on_loss(self, loss: Tensor) -> None:
+        """The mean loss of a step is known."""
+
+    @abstractmethod
+    def begin_evaluation(
+        self, kind: str, arguments: tuple[Any, ...]
+    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
+        """Prepares a batch of an evaluation.
+
+        Args:
+            kind: "validation", "test" or "predict".
+            arguments: what Lightning gives to the step after the batch.
+
+        Returns:
+            As :meth:`split` without ``index``, and :meth:`record_training`, for this batch.
+        """
+
+    # ------------------------------------------------------------------ after a run
+
+    @abstractmethod
+    def rebuild(self, state: Mapping[str, Any]) -> None:
+        """Makes a module that holds only one stage whole again, with ``state``."""
+
+
+def parts_of(module: pl.LightningModule) -> ModelParts:
+    """How ``module`` is cut into stages."""
+    return LayerParts(module) if isinstance(module, PipelineModule) else StepParts(module)
+
+
+_REPLACED_STEPS = {  # method of a PipelineModule -> what to override instead
+    "training_step": "loss(), split_batch() and on_training_output()",
+    "validation_step": "on_validation_output()",
+    "test_step": "on_test_output()",
+    "predict_step": "predict_input() and on_predict_output()",
+    "backward": "nothing: the schedule runs the backward of each stage",
+    "optimizer_zero_grad": "nothing: gradients are zeroed at the start of each step",
+}
+
+
+class LayerParts(ModelParts):
+    """One part per layer."""
+
+    module: PipelineModule
+    can_be_cut = True
+
+    def __init__(self, module: PipelineModule) -> None:
+        self.module = module
+
+    @override
+    def check(self) -> None:
+        _check_automatic(self.module)
+        _check_not_overridden(self.module, PipelineModule, _REPLACED_STEPS)
+
+    @override
+    def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
+        return stage_layers(self.module, num_stages, partition, layer_seconds)
+
+    @override
+    def without_storage(self) -> pl.LightningModule:
+        return self.module.without_storage()
+
+    @override
+    def keep(self, owned: range) -> None:
+        self.module.keep_layers(owned)
+
+    @override
+    def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
+        self.module.materialize(owned, seed)
+
+    @override
+    def check_parameters(self, stage: int, num_stages: int) -> None:
+        module = self.module
+        outside = [name for name, _ in module.named_parameters() if not name.startswith("layers.")]
+        if outside:
+            raise ConfigurationError(
+                f"{type(module).__name__} has parameters outside its pipeline: {', '.join(outside[:5])}. Every"
+                " parameter must belong to a layer returned by configure_pipeline(); create modules there, not as"
+                " attributes in __init__."
+            )
+        if not any(p.requires_grad for p in module.parameters()):
+            raise ConfigurationError(
+                f"Stage {stage} of {num_stages} has no trainable parameter. Use a smaller pipeline_parallel_size, or"
+                " arrange the layers in configure_pipeline() so that every stage gets one."
+            )
+
+    @override
+    def is_elsewhere(self, name: str) -> bool:
+        parts = name.split(".", 2)
+        if parts[0] != "layers" or len(parts) < 3 or not parts[1].isdigit():
+            return False
+        index = int(parts[1])
+        return index < len(self.module.layers) and isinstance(self.module.layers[index], AbsentLayer)
+
+    @override
+    def tied_groups(self) -> tuple[tuple[str, ...], ...]:
+        return self.module.tied_groups()
+
+    @override
+    def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        return [self.module.layers[index] for index in owned]
+
+    @override
+    def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        return self.training_parts(owned, recorder)
+
+    @override
+    def split(self, batch: Any, index: int) -> tuple[Any, Any]:
+        return self.module.split_batch(batch)
+
+    @override
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return self.module.loss(output, target)
+
+    @property
+    @override
+    def records_training(self) -> bool:
+        return is_overridden("on_training_output", self.module, PipelineModule)
+
+    @override
+    def record_training(self, recorder: Recorder, output: Any, target: Any, samples: int) -> bytes:
+        return recorder.record(self.module.on_training_output, output, target, samples=samples)
+
+    @override
+    def on_loss(self, loss: Tensor) -> None:
+        self.module.on_training_loss(loss)
+
+    @override
+    def begin_evaluation(
+        self, kind: str, arguments: tuple[Any, ...]
+    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
+        module = self.module
+        if kind == "predict":
+            return (
+                lambda batch: (module.predict_input(batch), None),
+                lambda recorder, output, _, samples: recorder.record(module.on_predict_output, output, samples=samples),
+            )
+        hook = module.on_validation_output if kind == "validation" else module.on_test_output
+        return module.split_batch, lambda recorder, output, target, samples: recorder.record(
+            hook, output, target, samples=samples
+        )
+
+    @override
+    def rebuild(self, state: Mapping[str, Any]) -> None:
+        self.module.rebuild(state)
+
+
+_REPLACED_HOOKS = {
+    "backward": "nothing: gradients are summed over micro-batches and workers first",
+    "optimizer_zero_grad": "nothing: gradients are zeroed at the start of each step",
+}
+
+
+class StepParts(ModelParts):
+    """One part: the module's own steps.
+
+    Its loss must be a mean over the samples of a micro-batch for the result to be that of one device; with
+    ``num_microbatches=1`` (the default) any loss is what it is under ``ddp``.
+    """
+
+    can_be_cut = False
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self._taken: Any = None  # what the newest step recorded
+
+    @override
+    def check(self) -> None:
+        module = self.module
+        _check_automatic(module)
+        _check_not_overridden(module, pl.LightningModule, _REPLACED_HOOKS)
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise UnsupportedFeatureError(
+                f"strategy='recycle' does not support {type(module).__name__}.training_step(dataloader_iter): batches"
+                " are read by their address. Take (batch, batch_idx)."
+            )
+
+    @override
+    def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
+        if num_stages > 1:
+            raise ConfigurationError(
+                f"{type(self.module).__name__} is no PipelineModule, so it has one stage, and not"
+                f" pipeline_parallel_size={num_stages}. Use pipeline_parallel_size=1, or derive it from"
+                " lightning_recycle.PipelineModule and return its layers from configure_pipeline()."
+            )
+        return (range(1),)
+
+    @override
+    def without_storage(self) -> pl.LightningModule:
+        return self.module
+
+    @override
+    def keep(self, owned: range) -> None:
+        pass
+
+    @override
+    def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
+        pass
+
+    @override
+    def check_parameters(self, stage: int, num_stages: int) -> None:
+        if not any(p.requires_grad for p in self.module.parameters()):
+            raise ConfigurationError(f"{type(self.module).__name__} has no trainable parameter.")
+
+    @override
+    def is_elsewhere(self, name: str) -> bool:
+        return False
+
+    @override
+    def tied_groups(self) -> tuple[tuple[str, ...], ...]:
+        return ()
+
+    @override
+    def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        self._training = _TrainingStep(self.module, recorder, self._take)
+        return [self._training]
+
+    @override
+    def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        self._evaluation = _EvaluationStep(self.module, recorder, self._take)
+        return [self._evaluation]
+
+    def _take(self, recording: Any) -> None:
+        self._taken = recording
+
+    @override
+    def split(self, batch: Any, index: int) -> tuple[Any, Any]:
+        return (batch, index), None
+
+    @override
+    def loss(self, output: Any, target: Any) -> Tensor:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise ConfigurationError(
+                f"{type(self.module).__name__}.training_step() returned"
+                f" {'None' if output is None else 'a dict without a loss'}; it must return the loss, or a dict with it"
+                " as 'loss'. A batch cannot be skipped: other workers have their part of it. Return a loss of zero,"
+                " such as 0.0 * output.sum()."
+            )
+        return loss  # type: ignore[no-any-return]
+
+    @property
+    @override
+    def records_training(self) -> bool:
+        return True
+
+    @override
+    def record_training(self, recorder: Recorder, output: Any, target: Any, samples: int) -> bytes:
+        taken, self._taken = self._taken, None
+        return recorder.dump(taken, samples)
+
+    @override
+    def on_loss(self, loss: Tensor) -> None:
+        pass
+
+    @override
+    def begin_evaluation(
+        self, kind: str, arguments: tuple[Any, ...]
+    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
+        self._evaluation.kind, self._evaluation.arguments = kind, arguments
+        return lambda batch: ((batch,), None), self.record_training
+
+    @override
+    def rebuild(self, state: Mapping[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+
+class _Step(nn.Module):
+    """A step of ``module``, recorded; ``take`` gets the recording."""
+
+    def __init__(self, module: pl.LightningModule, recorder: Recorder, take: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.module = module
+        self._recorder, self._take = recorder, take
+
+
+class _TrainingStep(_Step):
+    def __init__(self, module: pl.LightningModule, recorder: Recorder, take: Callable[[Any], None]) -> None:
+        super().__init__(module, recorder, take)
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    @override
+    def forward(self, batch: Any, index: int) -> Any:
+        with self._recorder.recording() as recording:
+            output = self.module.training_step(batch, *([index] if self._takes_index else []))
+            if isinstance(output, Mapping):
+                recording.result = {key: value for key, value in output.items() if key != "loss"}
+        self._take(recording)
+        return output
+
+
+class _EvaluationStep(_Step):
+    kind = "validation"
+    arguments: tuple[Any, ...] = ()
+
+    @override
+    def forward(self, batch: Any) -> Any:
+        step = getattr(self.module, f"{self.kind}_step")
+        with self._recorder.recording() as recording, torch.no_grad():
+            recording.result = step(batch, *self.arguments)
+        self._take(recording)
+        return recording.result
+
+
+def _check_automatic(module: pl.LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise UnsupportedFeatureError(
+            "strategy='recycle' does not support manual optimization: leave automatic_optimization = True."
+        )
+
+
+def _check_not_overridden(
+    module: pl.LightningModule, parent: type[pl.LightningModule], replaced: Mapping[str, str]
+) -> None:
+    for name, remedy in replaced.items():
+        if is_overridden(name, module, parent):
+            raise UnsupportedFeatureError(
+                f"strategy='recycle' never calls {type(module).__name__}.{name}(), it runs its schedule instead."
+                f" Remove it and override {remedy}."
+            )

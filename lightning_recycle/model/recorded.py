@@ -1,0 +1,87 @@
+"""A LightningModule in a worker: what its code logs about one micro-batch is recorded, not done.
+
+``PipelineModule`` is one by birth. Any other module becomes one while it is in a worker (:func:`recorded`): its class
+is replaced by one of the same name that also derives from :class:`RecordedModule`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.errors import UnsupportedFeatureError
+
+__all__ = ["RecordedModule", "as_it_was", "recorded"]
+
+_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+
+
+class RecordedModule(pl.LightningModule):
+    """Its ``self.log`` can be recorded, and its transfer hooks see data only, never the address of a batch."""
+
+    recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
+    """While code runs whose logging is recorded instead of done: (name, value, further arguments)."""
+    _may_log = True
+
+    @override
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As in Lightning; in code that sees one micro-batch it is recorded, and replayed everywhere with the whole
+        step.
+        """
+        if self.recorded_logs is None:
+            if not self._may_log:
+                raise UnsupportedFeatureError(
+                    f"self.log({args[0] if args else kwargs.get('name')!r}, ...) was called while micro-batches are"
+                    " computed, in loss(), split_batch() or a layer: this worker has seen only a part of the batch."
+                    " Log it in on_training_output(), on_validation_output() or on_test_output()."
+                )
+            super().log(*args, **kwargs)
+            return
+        bound = _LOG_SIGNATURE.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
+        self.recorded_logs.append((arguments.pop("name"), arguments.pop("value"), arguments))
+
+    @contextmanager
+    def logging_allowed(self, allowed: bool) -> Iterator[None]:
+        """Whether ``self.log`` works within the block, outside the code whose logging is recorded."""
+        before, self._may_log = self._may_log, allowed
+        try:
+            yield
+        finally:
+            self._may_log = before
+
+    @override
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Leaves addresses alone, which is what Lightning's loops hold: the hook is for data."""
+        return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
+
+
+def recorded(module: pl.LightningModule) -> RecordedModule:
+    """``module`` itself, as a :class:`RecordedModule`."""
+    if not isinstance(module, RecordedModule):
+        module.__class__ = _recorded_class(type(module))  # type: ignore[arg-type]
+    assert isinstance(module, RecordedModule)
+    return module
+
+
+def as_it_was(module: pl.LightningModule) -> None:
+    """Gives ``module`` the class back that it had before :func:`recorded`."""
+    original = getattr(type(module), "_recorded_from", None)
+    if original is not None:
+        module.__class__ = original
+
+
+@cache
+def _recorded_class(cls: type[pl.LightningModule]) -> type[RecordedModule]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    made = type(cls.__name__, (RecordedModule, cls), {**names, "_recorded_from": cls})
+    assert issubclass(made, RecordedModule)
+    return made
