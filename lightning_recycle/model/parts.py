@@ -50,6 +50,8 @@ class ModelParts(ABC):
     module: pl.LightningModule
     can_be_cut: bool
     """Whether it can have several stages."""
+    loss_name: str
+    """The user's function that computes the loss."""
 
     # ------------------------------------------------------------------ before a run
 
@@ -159,6 +161,7 @@ class LayerParts(ModelParts):
 
     module: PipelineModule
     can_be_cut = True
+    loss_name = "loss"
 
     def __init__(self, module: PipelineModule) -> None:
         self.module = module
@@ -275,6 +278,7 @@ class StepParts(ModelParts):
     """
 
     can_be_cut = False
+    loss_name = "training_step"
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module

@@ -82,6 +82,18 @@ def as_it_was(module: pl.LightningModule) -> None:
 @cache
 def _recorded_class(cls: type[pl.LightningModule]) -> type[RecordedModule]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    made = type(cls.__name__, (RecordedModule, cls), {**names, "_recorded_from": cls})
+    made = type(cls.__name__, (RecordedModule, cls), {**names, "_recorded_from": cls, "__reduce_ex__": _as_it_was})
     assert issubclass(made, RecordedModule)
     return made
+
+
+def _as_it_was(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickles and copies a module with the class that it had before."""
+    double = object.__new__(type(module)._recorded_from)
+    double.__dict__.update(module.__dict__)
+    _, (cls, *arguments), *state = double.__reduce_ex__(protocol)
+    return (_new, (cls, *arguments), *state)
+
+
+def _new(cls: type[Any], *arguments: Any) -> Any:
+    return cls.__new__(cls, *arguments)

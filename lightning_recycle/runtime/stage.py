@@ -64,6 +64,7 @@ class Stage:
         loss: on the last stage, maps (output, target) to the scalar mean over the micro-batch; else None.
         forward_context: context entered around every forward (from the precision plugin).
         evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
+        loss_name: the user's function that computes the loss, for errors.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Stage:
         loss: Callable[[Any, Any], Tensor] | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         evaluation_layers: Sequence[nn.Module] | None = None,
+        loss_name: str = "loss",
     ) -> None:
         self._layers = list(layers)
         self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
@@ -82,6 +84,7 @@ class Stage:
         self._seed = seed
         self._device = device
         self._loss = loss
+        self._loss_name = loss_name
         self._forward_context = forward_context
         self._in_flight: dict[int, _InFlight] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -187,14 +190,13 @@ class Stage:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ConfigurationError(
-                f"loss() returned {got}; it must return a scalar tensor, the mean over the micro-batch."
+                f"{self._loss_name}() returned {got}; it must return a scalar tensor, the mean over the micro-batch."
                 " Add .mean(), or return the tensor itself instead of .item()."
             )
         if not loss.requires_grad:
             raise ConfigurationError(
-                "loss() returned a tensor without a gradient: compute it from the output with differentiable"
-                " operations,"
-                " outside torch.no_grad()."
+                f"{self._loss_name}() returned a tensor without a gradient: compute it with differentiable"
+                " operations, outside torch.no_grad()."
             )
         self._in_flight[microbatch].outputs = (loss / divisor,)
         return loss.detach().reshape(())

@@ -215,6 +215,7 @@ class Session:
             loss=self.parts.loss if self.worker.stage == self.grid.stages - 1 else None,
             forward_context=self._forward_context,
             evaluation_layers=self.parts.evaluation_parts(owned, self._recorder),
+            loss_name=self.parts.loss_name,
         )
         return Executor(
             self.worker,

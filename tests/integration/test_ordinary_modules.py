@@ -1,0 +1,239 @@
+"""A LightningModule that knows nothing of pipelines trains as on one device, with one stage, whoever dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.growth import AwaitReplacement, rejoined
+from support.training import QUIET, difference, failures, on_one_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import Accuracy
+
+from lightning_recycle import ConfigurationError, ReCycleError, ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+BATCH = 24
+STEPS = 6  # of an epoch
+EPOCHS = 2
+
+
+class Classifier(L.LightningModule):
+    """Logs values and metrics in all of Lightning's ways, and returns more than a loss."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout))
+        self.head = nn.Linear(16, 3)
+        self.accuracy = Accuracy("multiclass", num_classes=3)
+        self.validation_accuracy = Accuracy("multiclass", num_classes=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        output = self(x)
+        loss = nn.functional.cross_entropy(output, y)
+        self.accuracy(output, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("largest", x.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("batch", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
+        return {"loss": loss, "predicted": output.argmax(1)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        output = self(x)
+        self.validation_accuracy.update(output, y)
+        self.log_dict({"val_loss": nn.functional.cross_entropy(output, y)})
+        self.log("val_accuracy", self.validation_accuracy)
+        return output
+
+    def test_step(self, batch: Any) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+class Returned(L.Callback):
+    """What reaches a callback of the steps."""
+
+    def __init__(self) -> None:
+        self.training: list[Tensor] = []
+        self.validation: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.training.append(outputs["predicted"].cpu())
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.validation.append(outputs.detach().cpu())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"training": self.training, "validation": self.validation}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def data(samples: int = BATCH * STEPS + 7) -> TensorDataset:
+    x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 0).long())
+
+
+def on_grid(pipelines: int, faults: Any = (), strategy: Any = None, **kwargs: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=pipelines,
+        strategy=ReCycleStrategy(**(strategy or {})),
+        callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
+        **{**QUIET, "max_epochs": EPOCHS, **kwargs},
+    )
+
+
+def everything(trainer: L.Trainer, batch: int) -> dict[str, Any]:
+    """Fits, tests and predicts; returns what a user sees of it."""
+    model = Classifier().double()
+    loader = DataLoader(data(), batch)
+    trainer.fit(model, DataLoader(data(), batch, drop_last=True), loader)
+    lost = failures(trainer) if isinstance(trainer.strategy, ReCycleStrategy) else []
+    fitted = {n: float(v) for n, v in trainer.callback_metrics.items() if not n.startswith("recycle/")}
+    tested = trainer.test(model, loader, verbose=False)
+    predicted = torch.cat(trainer.predict(model, loader))
+    metrics = {**fitted, **tested[0]}
+    return {"weights": model.state_dict(), "metrics": metrics, "predicted": predicted, "lost": lost}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert difference(found["weights"], expected["weights"]) < 1e-10
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+    assert torch.allclose(found["predicted"], expected["predicted"], rtol=0, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[dict[str, Any], Returned]:
+    returned = Returned()
+    return everything(on_one_device(max_epochs=EPOCHS, callbacks=[returned]), BATCH), returned
+
+
+@pytest.mark.parametrize("microbatches", [None, 2])
+@pytest.mark.parametrize("faults", [[], [Fault("kill", 1, 0, step=3), Fault("kill", 2, 0, step=8)]], ids=["", "kills"])
+def test_all_that_a_user_sees_is_that_of_one_device(alone: Any, microbatches: int | None, faults: list[Fault]) -> None:
+    expected, seen = alone
+    returned = Returned()
+    run = on_grid(3, faults, {"num_microbatches": microbatches}, callbacks=[returned])
+    found = everything(run, BATCH // 3)
+    assert_equal(found, expected)
+    assert found["lost"] == [(fault.pipeline, 0) for fault in faults]
+    for ours, theirs in zip(
+        [*returned.training, *returned.validation], [*seen.training, *seen.validation], strict=True
+    ):
+        assert sorted(ours.flatten().tolist()) == pytest.approx(sorted(theirs.flatten().tolist()), abs=1e-10)
+
+
+def test_a_replacement_joins(alone: Any) -> None:
+    run = on_grid(
+        2,
+        [Fault("kill", 1, 0, step=3)],
+        {"restart_workers": True, "num_microbatches": 3},
+        callbacks=[AwaitReplacement([6])],
+    )
+    model = Classifier().double()
+    run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True), DataLoader(data(), BATCH // 2))
+    assert rejoined(run) == [(1, 0)]
+    assert difference(model.state_dict(), alone[0]["weights"]) < 1e-10
+
+
+def test_dropout_is_the_same_whoever_computes() -> None:
+    def weights(faults: list[Fault]) -> dict[str, Tensor]:
+        model = Classifier(dropout=0.5).double()
+        on_grid(3, faults, {"num_microbatches": 2}).fit(model, DataLoader(data(), BATCH // 3, drop_last=True))
+        return model.state_dict()
+
+    assert difference(weights([]), weights([Fault("kill", 0, 0, step=2)])) < 1e-10
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone: Any, sharded: bool, tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=4, filename="{step}")
+    run = on_grid(
+        3,
+        strategy={"save_distributed_checkpoint": sharded},
+        enable_checkpointing=True,
+        callbacks=[saves],
+        max_epochs=1,
+    )
+    run.fit(Classifier().double(), DataLoader(data(), BATCH // 3, drop_last=True), DataLoader(data(), BATCH // 3))
+    path = tmp_path / "step=4.ckpt"
+    resumed = Classifier().double()
+    on_grid(2).fit(resumed, DataLoader(data(), BATCH // 2, drop_last=True), ckpt_path=path)
+    assert difference(resumed.state_dict(), alone[0]["weights"]) < 1e-10
+    if not sharded:
+        assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Classifier().state_dict())
+
+
+# ---------------------------------------------------------------------- what cannot work is told
+
+
+class NoLoss(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class LossByName(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"error": self(batch[0]).sum()}
+
+
+class VectorLoss(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+class ByHand(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class ReadsItself(Classifier):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return next(dataloader_iter)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (NoLoss, ["NoLoss.training_step()", "None", "must return the loss"]),
+        (LossByName, ["a dict without a loss", "'loss'"]),
+        (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
+        (ByHand, ["manual optimization", "automatic_optimization"]),
+        (OwnBackward, ["OwnBackward.backward()"]),
+        (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(model: Any, words: list[str]) -> None:
+    with pytest.raises(ReCycleError) as caught:
+        on_grid(2).fit(model().double(), DataLoader(data(), 8, drop_last=True))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_several_stages_need_layers() -> None:
+    with pytest.raises(ConfigurationError, match=r"Classifier is no PipelineModule.*pipeline_parallel_size=1"):
+        on_grid(4, strategy={"pipeline_parallel_size": 2}).fit(Classifier(), DataLoader(data(), 8))
