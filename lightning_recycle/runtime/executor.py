@@ -369,7 +369,7 @@ class Executor:
         norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
         known = self._client.await_loss(number)
         result = StepResult(known.loss, norm, known.outputs, known.after_step)
-        self._gradients.attach(number)
+        self._gradients.hand_over(number)
         started = time.perf_counter()
         if self._shadow is not None:
             self._shadow.update()

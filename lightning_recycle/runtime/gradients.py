@@ -3,10 +3,15 @@
 ``parameter.grad`` is a view into the buffer: backward accumulates in place and nothing is copied. There are two sets of
 buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after the next begins, so a
 peer that lost its part of an all-reduce can adopt it.
+
+A parameter that no micro-batch used has no gradient (None), as on one device, so an optimizer leaves it alone. An empty
+buffer holds negative zeros, to which nothing but negative zeros add up to a negative zero: what still holds only those
+after the sum over all workers was never written, or is zero wherever it was.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import torch
@@ -27,10 +32,12 @@ class GradientBuffers:
         self._parameters: list[nn.Parameter] = []
         self._buffers: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._views: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._firsts: list[Tensor] = []  # per buffer, where each view begins
         for dtype in dict.fromkeys(p.dtype for p in trainable):
             mine = [p for p in trainable if p.dtype == dtype]
             sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in mine]
             self._parameters += mine
+            self._firsts.append(torch.tensor([0, *itertools.accumulate(sizes[:-1])], device=device))
             for buffers, views in zip(self._buffers, self._views, strict=True):
                 buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
                 buffers.append(buffer)
@@ -44,15 +51,26 @@ class GradientBuffers:
         return self._buffers[step % 2]
 
     def begin(self, step: int) -> None:
-        """Zeroes the buffers of ``step`` and makes each ``parameter.grad`` a view into them."""
+        """Empties the buffers of ``step`` and makes each ``parameter.grad`` a view into them."""
         for buffer in self.of_step(step):
-            buffer.zero_()
+            buffer.fill_(complex(-0.0, -0.0) if buffer.is_complex() else -0.0)
         self.attach(step)
 
     def attach(self, step: int) -> None:
         """Makes each ``parameter.grad`` a view into the buffers of ``step``."""
         for parameter, view in zip(self._parameters, self._views[step % 2], strict=True):
             parameter.grad = view
+
+    def hand_over(self, step: int) -> None:
+        """Makes each ``parameter.grad`` what it is on one device after a backward of the whole batch of ``step``."""
+        self.attach(step)
+        views = self._views[step % 2]
+        index = 0
+        for buffer, firsts in zip(self.of_step(step), self._firsts, strict=True):
+            for suspected in _is_empty(buffer[firsts]).tolist():
+                if suspected and bool(_is_empty(views[index]).all()):
+                    self._parameters[index].grad = None
+                index += 1
 
     def check(self, step: int) -> None:
         """Raises UnsupportedFeatureError if a gradient left its buffer (sparse, or replaced by a hook)."""
@@ -79,3 +97,10 @@ class GradientBuffers:
             if id(parameter) not in left_out
         ]
         return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(views))) if views else 0.0
+
+
+def _is_empty(values: Tensor) -> Tensor:
+    """Which of ``values`` are negative zeros."""
+    if values.is_complex():
+        return _is_empty(torch.view_as_real(values)).all(-1)
+    return (values == 0) & torch.signbit(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,34 @@ def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone: Any, shar
     assert difference(resumed.state_dict(), alone[0]["weights"]) < 1e-10
     if not sharded:
         assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Classifier().state_dict())
+
+
+class WithBranches(Classifier):
+    """Some parameters have no part in some steps, or in any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.sometimes = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        output = self(x) + (self.sometimes(x) if batch_idx % 2 else 0)
+        return nn.functional.cross_entropy(output, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def test_a_parameter_without_a_part_in_a_step_is_left_alone() -> None:
+    torch.manual_seed(1)
+    first = WithBranches().double()
+    ours, theirs = copy.deepcopy(first), copy.deepcopy(first)
+    on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
+    run = on_grid(3, [Fault("kill", 1, 0, step=3)])
+    run.fit(ours, DataLoader(data(), BATCH // 3, drop_last=True))
+    assert failures(run) == [(1, 0)]
+    assert torch.equal(theirs.never.weight, first.never.weight)
+    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
 
 # ---------------------------------------------------------------------- what cannot work is told

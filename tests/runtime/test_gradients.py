@@ -132,3 +132,21 @@ def test_sparse_gradients_are_accumulated_or_refused_but_never_lost() -> None:
         return
     assert embedding.weight.grad.sum(1).tolist() == [0, 6, 0, 0, 3]  # type: ignore[union-attr]
     assert gradients.of_step(0)[0].sum().item() == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_what_no_micro_batch_used_has_no_gradient_and_zeros_are_some(dtype: torch.dtype) -> None:
+    used, unused, zero = (nn.Parameter(torch.ones(n, dtype=dtype)) for n in (3, 17, 5))
+    gradients = GradientBuffers([used, unused, zero], CPU)
+    for step in (0, 1):
+        gradients.begin(step)
+        for _ in range(2):
+            ((used * 2).sum() + (zero * 0).sum()).abs().backward()
+        for buffer in gradients.of_step(step):
+            numbers = torch.view_as_real(buffer) if dtype.is_complex else buffer  # as in an all-reduce
+            numbers += torch.full_like(numbers, -0.0)  # of a peer that had no micro-batch
+        gradients.check(step)
+        gradients.hand_over(step)
+        assert unused.grad is None
+        assert torch.equal(used.grad, torch.full_like(used, 4))  # type: ignore[arg-type]
+        assert torch.equal(zero.grad, torch.zeros_like(zero))  # type: ignore[arg-type]
