@@ -52,6 +52,8 @@ class ModelParts(ABC):
     """Whether it can have several stages."""
     loss_name: str
     """The user's function that computes the loss."""
+    loss_backward: Callable[[Tensor], None] | None = None
+    """The user's backward of the loss, if there is one."""
 
     # ------------------------------------------------------------------ before a run
 
@@ -265,7 +267,6 @@ class LayerParts(ModelParts):
 
 
 _REPLACED_HOOKS = {
-    "backward": "nothing: gradients are summed over micro-batches and workers first",
     "optimizer_zero_grad": "nothing: gradients are zeroed at the start of each step",
 }
 
@@ -283,6 +284,8 @@ class StepParts(ModelParts):
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
         self._taken: Any = None  # what the newest step recorded
+        if is_overridden("backward", module, pl.LightningModule):
+            self.loss_backward = module.backward
 
     @override
     def check(self) -> None:

@@ -65,6 +65,7 @@ class Stage:
         forward_context: context entered around every forward (from the precision plugin).
         evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
         loss_name: the user's function that computes the loss, for errors.
+        loss_backward: the user's backward of the loss, if there is one.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Stage:
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         evaluation_layers: Sequence[nn.Module] | None = None,
         loss_name: str = "loss",
+        loss_backward: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._layers = list(layers)
         self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
@@ -85,6 +87,7 @@ class Stage:
         self._device = device
         self._loss = loss
         self._loss_name = loss_name
+        self._loss_backward = loss_backward
         self._forward_context = forward_context
         self._in_flight: dict[int, _InFlight] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -229,7 +232,10 @@ class Stage:
 
     def _differentiate(self, held: _InFlight, grads: Value | None) -> None:
         if grads is None:
-            torch.autograd.backward(held.outputs)
+            if self._loss_backward is not None:
+                self._loss_backward(held.outputs[0])
+            else:
+                torch.autograd.backward(held.outputs)
             return
         received = grads if isinstance(grads, tuple) else (grads,)
         pairs = [

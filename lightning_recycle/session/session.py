@@ -216,6 +216,7 @@ class Session:
             forward_context=self._forward_context,
             evaluation_layers=self.parts.evaluation_parts(owned, self._recorder),
             loss_name=self.parts.loss_name,
+            loss_backward=self.parts.loss_backward,
         )
         return Executor(
             self.worker,

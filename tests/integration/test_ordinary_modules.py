@@ -184,6 +184,19 @@ def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone: Any, shar
         assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Classifier().state_dict())
 
 
+class OwnBackward(Classifier):
+    def backward(self, loss: Tensor) -> None:
+        super().backward(2 * loss)
+
+
+def test_the_users_backward_is_called() -> None:
+    ours, theirs = OwnBackward().double(), OwnBackward().double()
+    on_one_device(max_steps=3).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
+    on_grid(2, max_steps=3).fit(ours, DataLoader(data(), BATCH // 2, drop_last=True))
+    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
+    assert difference(ours.state_dict(), Classifier().double().state_dict()) > 1e-3
+
+
 class WithBranches(Classifier):
     """Some parameters have no part in some steps, or in any."""
 
@@ -236,11 +249,6 @@ class ByHand(Classifier):
         self.automatic_optimization = False
 
 
-class OwnBackward(Classifier):
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-
 class ReadsItself(Classifier):
     def training_step(self, dataloader_iter: Any) -> Any:
         return next(dataloader_iter)
@@ -253,7 +261,6 @@ class ReadsItself(Classifier):
         (LossByName, ["a dict without a loss", "'loss'"]),
         (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
         (ByHand, ["manual optimization", "automatic_optimization"]),
-        (OwnBackward, ["OwnBackward.backward()"]),
         (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
     ],
 )
