@@ -34,6 +34,8 @@ class Collectives:
         self.client = client
         self.rank = client.rank
         self.worker = grid.worker(client.rank)
+        self.is_in_step: Callable[[], bool] = lambda: False
+        """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
 
     # ------------------------------------------------------------------ who is who
 
@@ -61,7 +63,17 @@ class Collectives:
     # ------------------------------------------------------------------ collectives
 
     def gather(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of all live workers, by rank."""
+        """The values of all live workers, by rank.
+
+        Raises:
+            UnsupportedFeatureError: in code that sees one micro-batch.
+        """
+        if self.is_in_step():
+            raise UnsupportedFeatureError(
+                "A step, or a hook that sees outputs, waits for all workers (all_gather, reduce, broadcast or barrier);"
+                " after a failure they run different numbers of steps. Do that in a hook such as on_train_batch_end, or"
+                " log the value: what is logged is gathered from all workers."
+            )
         return self.client.arrive(name, value)
 
     def barrier(self, name: str | None = None) -> None:

@@ -150,6 +150,7 @@ class Session:
         tell_batch_sizes(trainer)
         self._build_model()
         self._recorder = OutputRecorder(module)
+        self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32

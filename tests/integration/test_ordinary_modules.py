@@ -249,6 +249,11 @@ class ByHand(Classifier):
         self.automatic_optimization = False
 
 
+class Gathers(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.all_gather(self(batch[0])).mean()
+
+
 class ReadsItself(Classifier):
     def training_step(self, dataloader_iter: Any) -> Any:
         return next(dataloader_iter)
@@ -261,6 +266,7 @@ class ReadsItself(Classifier):
         (LossByName, ["a dict without a loss", "'loss'"]),
         (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
         (ByHand, ["manual optimization", "automatic_optimization"]),
+        (Gathers, ["all_gather", "on_train_batch_end"]),
         (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
     ],
 )
