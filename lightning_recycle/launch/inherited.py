@@ -1,26 +1,25 @@
 """What every worker is given: the Trainer and what runs in it, pickled once, in a file that no folder has.
 
 Workers inherit its descriptor; replacements do so at any time of the run. It is gone with the last process that
-holds it, however that ends, so there is nothing to clean up.
+holds it, however that ends, so there is nothing to clean up. What of the user's script is in it, and what workers
+find for themselves, is the subject of :mod:`lightning_recycle.launch.main_module`.
 """
 
 from __future__ import annotations
 
 import errno
-import inspect
 import mmap
 import os
 import pickle
+import sys
 import tempfile
-from functools import partial
 from multiprocessing import reduction
-from types import FunctionType
 from typing import IO, Any
 
-import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.launch.main_module import MainModule, MainPickler, enter_main
 
 __all__ = ["Inherited", "Payload"]
 
@@ -33,15 +32,17 @@ class Payload:
 
     Args:
         value: what they are given.
+        main: what they find in the user's script.
 
     Raises:
         ConfigurationError: if it cannot be pickled, or there is no room for it.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, main: MainModule) -> None:
         self._file = _nameless_file()
         try:
-            _Pickler(self._file).dump(value)
+            pickler = _Pickler(self._file, main)
+            pickler.dump((value, pickler.definitions))  # these are complete once the value is pickled
             self._file.flush()
         except Exception as error:
             size = self._file.tell()
@@ -54,8 +55,8 @@ class Payload:
                 ) from error
             raise ConfigurationError(
                 f"The Trainer, model or data cannot be sent to the worker processes: {type(error).__name__}: {error}."
-                " Define classes and functions at module level, and open files and connections in setup() instead of"
-                " __init__."
+                " Open files and connections in setup() instead of __init__, and keep what cannot be pickled out of the"
+                " global variables that the functions of your script read."
             ) from error
 
     def close(self) -> None:
@@ -75,11 +76,14 @@ class Inherited:
     def load(self) -> Any:
         """The value; may be called once. The position in the file is common to all processes, so it is mapped."""
         descriptor = self._descriptor.detach()
+        enter_main()
         try:
             with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-                return pickle.loads(data)
+                value, definitions = pickle.loads(data)
         finally:
             os.close(descriptor)
+        vars(sys.modules["__main__"]).update(definitions)
+        return value
 
 
 def _nameless_file() -> IO[bytes]:
@@ -88,12 +92,10 @@ def _nameless_file() -> IO[bytes]:
     return tempfile.TemporaryFile(prefix="lightning_recycle_")
 
 
-class _Pickler(pickle.Pickler):
-    """Also pickles the schedule of torch's profiler, a closure that ``PyTorchProfiler`` holds."""
+class _Pickler(MainPickler):
+    """Keeps the identity of the default schedule of ``PyTorchProfiler``, by which it is recognised."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, FunctionType) or obj.__qualname__ != "schedule.<locals>.schedule_fn":
-            return NotImplemented
-        if obj is PyTorchProfiler._default_schedule():
-            return PyTorchProfiler._default_schedule, ()  # recognised by its identity
-        return partial(torch.profiler.schedule, **inspect.getclosurevars(obj).nonlocals), ()
+    def reducer_override(self, value: Any) -> Any:
+        if value is PyTorchProfiler._default_schedule():
+            return PyTorchProfiler._default_schedule, ()
+        return super().reducer_override(value)

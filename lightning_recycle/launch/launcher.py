@@ -36,6 +36,7 @@ from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.control.standalone import address_from, key_from_environment
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.launch.main_module import end_import
 from lightning_recycle.launch.processes import Crew, LocalWorker
 from lightning_recycle.launch.results import error_of, take_results
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
@@ -94,7 +95,7 @@ class SupervisorLauncher(_Launcher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return False  # classes defined in a notebook cannot be imported by the workers
+        return True  # workers are no forks of this process, and get what the notebook defines by value
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -107,6 +108,7 @@ class SupervisorLauncher(_Launcher):
             Exception: the user's own exception from a worker, with that worker's traceback.
         """
         assert trainer is not None
+        end_import()
         self._interrupted = True
         weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
         setup, heartbeat = self._prepare(trainer, args, weights_only)

@@ -26,6 +26,7 @@ from typing import Any
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.inherited import Payload
+from lightning_recycle.launch.main_module import import_of_main, main_module
 from lightning_recycle.parent import die_when_closed, end_with
 
 __all__ = ["Crew", "LocalWorker", "process_context"]
@@ -53,12 +54,17 @@ def process_context() -> BaseContext:
 class LocalWorker:
     """A worker process on this machine that runs ``target(argument)`` and dies with this process.
 
+    With ``imports_main`` it imports the script of this process first.
+
     Attributes:
         sentinel: a descriptor that becomes readable when the process ends, and not before.
     """
 
-    def __init__(self, context: BaseContext, target: Callable[[Any], None], argument: Any, name: str) -> None:
+    def __init__(
+        self, context: BaseContext, target: Callable[[Any], None], argument: Any, name: str, imports_main: bool = True
+    ) -> None:
         self._forked = context.get_start_method() == "forkserver"
+        self._imports_main = imports_main
         self._process = self._start(context, partial(_work, os.getpid(), target, argument), name)
         self._pidfd = _open_pidfd(self._process.pid)
         self.sentinel: int = self._process.sentinel if self._pidfd is None else self._pidfd
@@ -72,17 +78,11 @@ class LocalWorker:
             try:
                 if self._forked:
                     _ensure_fork_server()
-                process.start()
+                with import_of_main(self._imports_main):
+                    process.start()
             except (ConnectionError, EOFError):  # the fork server has just died; the next attempt brings up a new one
                 if attempt == _START_ATTEMPTS:
                     raise
-            except RuntimeError as error:
-                if "bootstrapping phase" in str(error):
-                    raise WorkerStartError(
-                        "The script that calls trainer.fit() is imported again by the workers and has no main guard."
-                        " Put the code that runs under: if __name__ == '__main__':"
-                    ) from error
-                raise
             else:
                 return process
         raise AssertionError("unreachable")
@@ -211,7 +211,8 @@ class Crew:
         self._workers: list[LocalWorker] = []
         self._lock = threading.Lock()
         self._closed = False
-        self.payload = Payload(payload)
+        self._main = main_module()
+        self.payload = Payload(payload, self._main)
 
     def start(self, argument: Any, name: str) -> LocalWorker:
         """Starts a worker; callable from any thread.
@@ -219,7 +220,7 @@ class Crew:
         Raises:
             WorkerStartError: if the run is over, or workers cannot be started from here at all.
         """
-        worker = LocalWorker(self._context, self._target, argument, name)
+        worker = LocalWorker(self._context, self._target, argument, name, self._main.imported)
         with self._lock:
             if not self._closed:
                 for over in [other for other in self._workers if other.is_over]:

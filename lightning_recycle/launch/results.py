@@ -62,7 +62,8 @@ def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseExceptio
         if not any(event.kind in ("step", "resumed") for event in history):
             return WorkerStartError(
                 f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above;"
-                " a script without `if __name__ == '__main__':` is a common reason."
+                " a script that comes to trainer.fit() outside of its `if __name__ == '__main__':` when workers"
+                " import it is a common reason."
             )
         return StageLostError(
             f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"

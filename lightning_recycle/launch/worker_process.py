@@ -30,6 +30,7 @@ from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
+from lightning_recycle.launch.main_module import dumps
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -212,7 +213,7 @@ def _crashes_reported(client: ControlClient) -> Any:
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
             summary, text = in_words(error)
             try:
-                dumped = pickle.dumps(error)
+                dumped = dumps(error)
                 pickle.loads(dumped)
                 data: bytes | None = dumped
             except Exception:  # its class cannot be pickled or loaded: the summary and the traceback must do

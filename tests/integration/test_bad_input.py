@@ -5,6 +5,7 @@ The flags and callbacks of Lightning's that are refused are in tests/parity/test
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,8 @@ def test_data_without_addresses_is_refused(loader: Any, words: list[str]) -> Non
 
 def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_the_reason() -> None:
     model = Regression().double()
-    model.callback = lambda: 1
-    with pytest.raises(ConfigurationError, match=r"(?s)cannot be sent to the worker processes.*module level"):
+    model.lock = threading.Lock()
+    with pytest.raises(ConfigurationError, match=r"cannot be sent to the worker processes.*in setup\(\)"):
         fit(model, 2, 2)
 
 
@@ -175,12 +176,14 @@ def test_fault_injection_without_the_strategy_is_refused() -> None:
         single.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
+def test_a_script_that_trains_outside_of_its_main_guard_is_told_so_once(tmp_path: Path) -> None:
+    """With a guard it is imported by the workers; they must not train, and have nothing to say."""
+    script = tmp_path / "half_guarded.py"
     script.write_text(
-        "from support.models import Regression\nfrom support.training import fit\nfit(Regression().double(), 2, 2)\n"
+        "from support.models import Regression\nfrom support.training import fit\n"
+        "fit(Regression().double(), 2, 2)\nif __name__ == '__main__':\n    print('done')\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "WorkerStartError: The script that calls trainer.fit()" in done.stderr  # in the workers
     assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("Traceback") == 1

@@ -1,0 +1,207 @@
+"""What workers find in the user's ``__main__``, and what they are given of it.
+
+Concept: a script with a main guard is imported by every worker, so what it defines outside the guard is found there by
+name. Everything else of ``__main__`` travels *by value* (cloudpickle): what stands under the guard, and all of a
+script that has none (to import it would run it again), of ``python -c``, of a script read from stdin, of a notebook.
+So does what no name leads to anywhere: lambdas, local classes and functions.
+
+What travelled by value is put into the worker's own ``__main__`` under its name. So whatever the worker pickles later
+(results, exceptions, checkpoints) names it as the launching process does, and means the same there.
+
+The code of a script without a guard runs in the launching process alone, unlike under ``ddp``, which runs all of it on
+every device.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import spawn
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import IO, Any
+
+import cloudpickle
+
+__all__ = [
+    "MainModule",
+    "MainPickler",
+    "dumps",
+    "end_import",
+    "enter_main",
+    "import_of_main",
+    "main_module",
+    "read_script",
+]
+
+_MAIN = "__main__"
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class MainModule:
+    """What the workers of a run do with the script.
+
+    Args:
+        imported: whether they import it.
+        hidden: names that they do not find then: what stands under the main guard.
+    """
+
+    imported: bool
+    hidden: frozenset[str] = frozenset()
+
+    def provides(self, value: Any) -> bool:
+        """Whether workers find ``value``, a class or function of ``__main__``, by its name."""
+        name: str = value.__qualname__
+        return self.imported and name.split(".")[0] not in self.hidden and _found(name) is value
+
+
+def main_module() -> MainModule:
+    """What workers will do with the ``__main__`` of this process."""
+    main = sys.modules[_MAIN]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None and spec.name.split(".")[-1] == _MAIN:
+        return MainModule(imported=False)  # `python -m package`: multiprocessing imports no module of that name
+    try:
+        return read_script(Path(path).read_bytes()) if path is not None else MainModule(imported=False)
+    except (OSError, SyntaxError, ValueError):  # "<stdin>", a zip file, or whatever else is no script in a file
+        return MainModule(imported=False)
+
+
+def read_script(source: str | bytes) -> MainModule:
+    """What workers can do with a script that has this source.
+
+    Raises:
+        SyntaxError: if it is no Python.
+    """
+    statements = ast.parse(source).body
+    guards = [statement for statement in statements if isinstance(statement, ast.If) and _asks_for_main(statement.test)]
+    if not guards:
+        return MainModule(imported=False)
+    guarded = {name for guard in guards for name in _names(guard.body)}
+    outside = _names([statement for statement in statements if statement not in guards])
+    return MainModule(imported=True, hidden=frozenset(guarded - set(outside)))
+
+
+def _asks_for_main(test: ast.expr) -> bool:
+    """Whether a condition compares ``__name__`` with ``"__main__"``."""
+    parts = list(ast.walk(test))
+    return any(isinstance(part, ast.Name) and part.id == "__name__" for part in parts) and any(
+        isinstance(part, ast.Constant) and part.value == _MAIN for part in parts
+    )
+
+
+def _names(statements: Sequence[ast.AST]) -> Iterator[str]:
+    """The names that these statements of a module bind to a class or function, or to anything by assignment."""
+    for node in statements:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name  # what it has inside is local
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        else:
+            yield from _names(list(ast.iter_child_nodes(node)))
+
+
+def _found(qualified_name: str) -> Any:
+    """What this name leads to from ``__main__``; None if to nothing."""
+    value: Any = sys.modules[_MAIN]
+    for part in qualified_name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+# ---------------------------------------------------------------------- in the launching process
+
+
+class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles what workers find by name as a name, and the rest of ``__main__`` by value.
+
+    Args:
+        file: where to.
+        main: what the workers find.
+
+    Attributes:
+        definitions: what was pickled by value and has a name in ``__main__``: for :func:`enter_main`.
+    """
+
+    def __init__(self, file: IO[bytes], main: MainModule) -> None:
+        super().__init__(file)
+        self._main = main
+        self.definitions: dict[str, Any] = {}
+        # The globals of a function that travels are those of the worker's `__main__`, not a dict of their own.
+        self.globals_ref[id(vars(sys.modules[_MAIN]))] = _Namespace(__name__=_MAIN)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__ == _MAIN:
+            if self._main.provides(value):
+                return NotImplemented
+            if _found(value.__qualname__) is value and "." not in value.__qualname__:
+                self.definitions[value.__qualname__] = value
+        return super().reducer_override(value)
+
+
+class _Namespace(dict[str, Any]):
+    """Stands in a pickle for the namespace of ``__main__`` where it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _namespace, ()
+
+
+def dumps(value: Any) -> bytes:
+    """Pickles ``value`` in a worker for the launching process, which has all that this ``__main__`` has."""
+    file = io.BytesIO()
+    MainPickler(file, MainModule(imported=True)).dump(value)
+    return file.getvalue()
+
+
+def _namespace() -> dict[str, Any]:
+    return vars(sys.modules[_MAIN])
+
+
+@contextlib.contextmanager
+def import_of_main(wanted: bool) -> Iterator[None]:
+    """Within the block, processes that this thread starts import the ``__main__`` of this one only if ``wanted``."""
+    if wanted:
+        yield
+        return
+    thread = threading.get_ident()
+    with _lock:
+        prepare = spawn.get_preparation_data
+
+        def without_main(name: str) -> dict[str, Any]:
+            data: dict[str, Any] = prepare(name)
+            if threading.get_ident() == thread:
+                for key in ("init_main_from_name", "init_main_from_path"):
+                    data.pop(key, None)
+            return data
+
+        spawn.get_preparation_data = without_main
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = prepare
+
+
+# ---------------------------------------------------------------------- in a worker
+
+
+def enter_main() -> None:
+    """Gives a worker that has not imported the script an empty ``__main__``, instead of the fork server's own."""
+    if "__mp_main__" not in sys.modules:  # the name under which multiprocessing imports one
+        sys.modules[_MAIN] = sys.modules["__mp_main__"] = ModuleType(_MAIN)
+
+
+def end_import() -> None:
+    """Ends this process if it is a worker that imports the script, which has come to a call of ``fit`` outside of its
+    main guard. Quietly: the launching process says why there are no workers.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.stdout.flush()
+        os._exit(1)

@@ -1,0 +1,115 @@
+"""Which definitions of a script workers find by importing it, and what becomes of the others."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightning_recycle.launch.main_module import MainModule, MainPickler, dumps, import_of_main, read_script
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("class A: pass\nprint(A)", MainModule(imported=False)),
+        ("class A: pass\nif __name__ == '__main__':\n    print(A)", MainModule(imported=True)),
+        ("if '__main__' == __name__:\n    class A: pass", MainModule(True, frozenset({"A"}))),
+        ("if __name__ == '__main__' and True:\n    for x in []:\n        def f(): y = 1", MainModule(True, {"x", "f"})),
+        ("if True: A = 1\nif __name__ == '__main__':\n    A = B = 2", MainModule(True, frozenset({"B"}))),
+        ("def main():\n    if __name__ == '__main__': pass\nmain()", MainModule(imported=False)),
+        ("print('__main__', __name__)", MainModule(imported=False)),
+        ("", MainModule(imported=False)),
+    ],
+)
+def test_a_script_is_imported_if_it_has_a_guard_and_what_is_under_it_is_not_found(
+    script: str, expected: MainModule
+) -> None:
+    assert read_script(script) == expected
+
+
+SCRIPT = """
+STEPS = 1
+class Found: pass
+class Hidden: pass
+def count():
+    global STEPS
+    STEPS += 1
+    return STEPS
+def local():
+    class Local: pass
+    return Local
+"""
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
+    """Makes a new ``__main__`` in which the script has run."""
+
+    def run() -> ModuleType:
+        module = ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        exec(compile(SCRIPT, "script.py", "exec"), vars(module))
+        return module
+
+    return run
+
+
+def through(value: Any, main: MainModule) -> bytes:
+    file = io.BytesIO()
+    pickler = MainPickler(file, main)
+    pickler.dump((value, pickler.definitions))
+    return file.getvalue()
+
+
+def test_what_an_importer_finds_stays_a_name_and_the_rest_travels(script: Any) -> None:
+    there = script()
+    data = through([there.Found, there.Hidden], MainModule(True, frozenset({"Hidden"})))
+    here = script()
+    (found, hidden), definitions = pickle.loads(data)
+    assert found is here.Found
+    assert hidden is definitions["Hidden"]
+    assert set(definitions) == {"Hidden"}
+
+
+def test_functions_that_travel_share_the_globals_of_the_worker(script: Any) -> None:
+    there = script()
+    data = through([there.count, there.count], MainModule(imported=False))
+    here = script()
+    (count, again), _ = pickle.loads(data)
+    assert [count(), again()] == [2, 3]
+    assert here.STEPS == 3
+    assert there.STEPS == 1
+
+
+def test_what_comes_back_is_what_left(script: Any) -> None:
+    main = script()
+    local = main.local()
+    (copy, _), definitions = pickle.loads(through([local, main.Hidden], MainModule(imported=False)))
+    assert definitions == {"Hidden": main.Hidden}
+    assert pickle.loads(dumps(copy)) is local
+    assert pickle.loads(dumps(main.Found)) is main.Found
+    assert b"Found" in dumps(main.Found)
+    assert len(dumps(main.Found)) < 100, "by name"
+
+
+def test_only_the_thread_that_asks_hides_the_script() -> None:
+    import threading
+    from multiprocessing import spawn
+
+    def imports() -> bool:
+        return any(key.startswith("init_main") for key in spawn.get_preparation_data("x"))
+
+    before, seen = imports(), []
+    with import_of_main(wanted=False):
+        other = threading.Thread(target=lambda: seen.append(imports()))
+        other.start()
+        other.join()
+        assert not imports()
+    assert seen == [before]
+    assert imports() == before
