@@ -90,6 +90,10 @@ class ReCycleStrategy(ParallelStrategy):
             warning ("warn", and the training goes on) or ends the run ("raise", a
             :class:`~lightning_recycle.errors.CheckpointError`). What was there before is kept.
 
+        run_metrics: whether loggers, the progress bar and callbacks see ``recycle/...`` metrics of the run itself, such
+            as ``recycle/live_workers``.
+        run_summary: whether ``fit`` ends with some lines on steps, loss, failures and the time that these cost.
+
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
         schedules: after ``fit``, the schedule of each generation.
@@ -127,6 +131,8 @@ class ReCycleStrategy(ParallelStrategy):
         machine_errors: MachineErrors = (),
         machine_error_retries: int = 1,
         on_checkpoint_error: Literal["warn", "raise"] = "warn",
+        run_metrics: bool = False,
+        run_summary: bool = True,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -136,7 +142,7 @@ class ReCycleStrategy(ParallelStrategy):
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
-            machine_error_retries, on_checkpoint_error,
+            machine_error_retries, on_checkpoint_error, run_metrics, run_summary,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
@@ -312,6 +318,12 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         self.session.end_training()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.launcher is not None:
+            self.launcher.on_exception(exception)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

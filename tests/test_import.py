@@ -132,7 +132,7 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
     ],
-    "lightning_recycle.launch.worker_process": [
+    "lightning_recycle.launch.settings": [
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",

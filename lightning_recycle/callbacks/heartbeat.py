@@ -1,4 +1,4 @@
-"""The knobs of failure detection, and the state of the run in logs and progress bar."""
+"""The knobs of failure detection, and the state of the run as metrics, for who wants them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class HeartbeatCallback(pl.Callback):
     contents of the heartbeat one that makes no progress. On a failure the coordinator evicts the worker, and the
     survivors take over its micro-batches.
 
-    Logs, whenever they change, ``recycle/live_workers``, ``recycle/failures``, ``recycle/recovery_seconds`` (in
-    total), ``recycle/redone_steps`` and ``recycle/rejoined_workers``.
+    With ``ReCycleStrategy(run_metrics=True)`` logs, whenever they change, ``recycle/live_workers``,
+    ``recycle/failures``, ``recycle/recovery_seconds`` (in total), ``recycle/redone_steps`` and
+    ``recycle/rejoined_workers``.
 
     Silence is no proof of death. A silent or stuck worker is evicted only while a peer that holds the same stage is
     well; if there is none, because it is the last one or all peers are silent too, it is waited for.
@@ -57,6 +58,8 @@ class HeartbeatCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not getattr(trainer.strategy, "run_metrics", False):
+            return
         counters: Mapping[str, float] = getattr(trainer.strategy, "counters", {})
         if counters and (batch_idx == 0 or counters != self._logged):  # Lightning repeats the last value in between
             for name, value in counters.items():

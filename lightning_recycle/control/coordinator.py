@@ -625,6 +625,7 @@ class Coordinator:
             counters = {"live_workers": float(len(self._state.live)), **self._history.counters}
             newest = self._state.applied.get(self._state.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
+            self._history.add_loss(message.step, message.loss)
         frame = encode(message)
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
         for rank in sorted(command.ranks, key=lambda rank: (self.grid.worker(rank).stage, rank)):

@@ -34,7 +34,8 @@ class Event:
 
     Args:
         kind: what happened. "resumed": all workers agreed on where to go on (also in the first generation).
-            "regrouped": all are connected. "step": a step was committed; ``seconds`` since the previous one.
+            "regrouped": all are connected. "step": a step was committed; ``seconds`` since the previous one,
+            ``details["loss"]`` is its mean loss.
             "suspected": a worker is silent, makes no progress, or cannot be reached by another one; ``details`` have
             the ``cause``, and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason.
             "cleared": it was waited for and is well again; ``seconds``: how long that took. "failure": a worker is out;
@@ -79,6 +80,7 @@ class History:
             "rejoined_workers": 0.0,
         }
         self._grid = grid
+        self._losses: dict[int, float] = {}  # of steps that are not committed yet
         self._injected: dict[int, FaultInjected] = {}
         self._failure_time: float | None = None
         self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
@@ -95,6 +97,10 @@ class History:
     def fault_injected(self, message: FaultInjected) -> None:
         """Remembers that a worker is about to fail on purpose: that is when it died."""
         self._injected[message.rank] = message
+
+    def add_loss(self, step: int, loss: float) -> None:
+        """Remembers the mean loss of ``step`` until that is committed."""
+        self._losses[step] = loss
 
     def add(
         self,
@@ -163,6 +169,8 @@ class History:
             case "step":
                 seconds = now - self._last_step_time if self._last_step_time is not None else None
                 self._last_step_time, self.step_seconds = now, seconds
+                if record.step in self._losses:
+                    details["loss"] = self._losses.pop(record.step)
             case "replanned":
                 self.counters["replans"] = self.counters.get("replans", 0.0) + 1
             case "resumed":

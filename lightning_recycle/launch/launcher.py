@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -40,8 +41,10 @@ from lightning_recycle.launch.main_module import end_import
 from lightning_recycle.launch.processes import Crew, LocalWorker
 from lightning_recycle.launch.results import error_of, take_results
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
+from lightning_recycle.launch.settings import Settings
 from lightning_recycle.launch.signals import EndSignals
-from lightning_recycle.launch.worker_process import Call, WorkerStart, global_state, run_outside, worker_main
+from lightning_recycle.launch.summary import summary
+from lightning_recycle.launch.worker_process import Call, WorkerStart, run_outside, worker_main
 from lightning_recycle.model.parts import parts_of
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
@@ -51,6 +54,7 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.checks import check_loaders, check_trainer
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
+from lightning_recycle.session.lightning_callbacks import show_cursor
 
 __all__ = ["INCARNATIONS_PER_START", "SupervisorLauncher"]
 
@@ -90,6 +94,7 @@ class SupervisorLauncher(_Launcher):
         self.schedules: list[Schedule] = []
         self._strategy = strategy
         self._interrupted = False
+        self._said_how_it_ended = False
         self._has_run = False
 
     @property
@@ -109,7 +114,7 @@ class SupervisorLauncher(_Launcher):
         """
         assert trainer is not None
         end_import()
-        self._interrupted = True
+        self._interrupted, self._said_how_it_ended = True, False
         weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
         setup, heartbeat = self._prepare(trainer, args, weights_only)
         if "RECYCLE_COORDINATOR" in os.environ:
@@ -131,6 +136,7 @@ class SupervisorLauncher(_Launcher):
             with EndSignals(gracefully=saves) as signals:
                 return self._launch((trainer, function, args, kwargs), setup, heartbeat, signals)
         except BaseException:
+            show_cursor(trainer)
             if savers and signals.received is None:
                 log.warning(
                     "No checkpoint is written for this error: what is to be saved was in the workers, and they have"
@@ -149,12 +155,16 @@ class SupervisorLauncher(_Launcher):
             if isinstance(outcome, Finished):
                 self._interrupted = False
                 returned = take_results(trainer, outcome.results)
+                if fitting and self._strategy.options.run_summary:
+                    for line in summary(self.history, setup.grid):
+                        rank_zero_info(line)
                 if signals.received is not None:
                     log.warning("%s: the run was at its end; its results are here.", signals.received.name)
                     raise signals.error()
                 return returned
             if signals.received is not None and (outcome is None or isinstance(outcome, Ended)):
                 log.warning("%s: %s", signals.received.name, self._how_it_ended(outcome))
+                self._said_how_it_ended = True
                 raise signals.error()
             error = error_of(outcome, setup.grid, self.history)
             restarts = isinstance(outcome, StageLost) and self._strategy.options.on_stage_lost == "restart" and fitting
@@ -221,7 +231,7 @@ class SupervisorLauncher(_Launcher):
         )
         listen = setup.outsiders
         host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN") if listen else (_HOST, 0)
-        with Crew(worker_main, (call, global_state())) as crew:
+        with Crew(worker_main, (call, Settings.capture())) as crew:
 
             def start(rank: int, incarnation: int, device: int, joining: bool = True) -> LocalWorker:
                 incarnation += attempt * INCARNATIONS_PER_START  # what happened to a position once has happened
@@ -291,6 +301,12 @@ class SupervisorLauncher(_Launcher):
                 " trainer.save_checkpoint(..., weights_only=True), or a ModelCheckpoint callback."
             )
         return True
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning handles an error of this process, or has told the user that Ctrl-C came."""
+        if isinstance(exception, KeyboardInterrupt) and not self._said_how_it_ended:
+            how = self._how_it_ended(Ended())
+            rank_zero_info(how[0].upper() + how[1:])
 
     @override
     def kill(self, signum: Any) -> None:

@@ -120,7 +120,7 @@ def _found(qualified_name: str) -> Any:
 # ---------------------------------------------------------------------- in the launching process
 
 
-class MainPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class MainPickler(cloudpickle.Pickler):
     """Pickles what workers find by name as a name, and the rest of ``__main__`` by value.
 
     Args:

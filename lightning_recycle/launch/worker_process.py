@@ -11,16 +11,13 @@ import pickle
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerState
 
@@ -31,13 +28,14 @@ from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
 from lightning_recycle.launch.main_module import dumps
+from lightning_recycle.launch.settings import ignore_untrue_warnings
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.session import Session
 
-__all__ = ["Call", "Extras", "WorkerStart", "global_state", "run_outside", "worker_main"]
+__all__ = ["Call", "Extras", "WorkerStart", "run_outside", "worker_main"]
 
 log = logging.getLogger(__name__)
 
@@ -87,19 +85,11 @@ class Extras:
     returned: Any
 
 
-def global_state() -> tuple[Any, torch.dtype]:
-    """The global settings of torch that the workers must share."""
-    return _GlobalStateSnapshot.capture(), torch.get_default_dtype()
-
-
 def worker_main(start: WorkerStart) -> None:
     """Runs in a process that the supervisor started."""
     # What the fork server imported is never garbage; a collection over it would hold up every thread, even the
     # heartbeat, and copy its pages (measured: 0.7 s with four workers on a busy machine).
     gc.freeze()
-    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")  # Lightning 2.6 on newer torch
-    # Data is addressed: any epoch can resume in the middle.
-    warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
     if "fork" in multiprocessing.get_all_start_methods():
         # A fork server's child would start its own for DataLoader processes, which outlives a killed worker.
         multiprocessing.set_start_method("fork", force=True)
@@ -110,9 +100,8 @@ def worker_main(start: WorkerStart) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     with _crashes_reported(client):
-        function_call, (states, default_dtype) = start.payload.load()
-        states.restore()
-        torch.set_default_dtype(default_dtype)
+        function_call, settings = start.payload.load()
+        settings.restore()
         _run(client, start.setup, start.place, function_call)
 
 
@@ -185,8 +174,7 @@ def run_outside(
 def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Call, keep_model: bool = False) -> Any:
     trainer, function, args, kwargs = function_call
     _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
-    # Every PipelineModule has a validation_step, whether or not validation is wanted.
-    warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+    ignore_untrue_warnings()
     strategy = cast(_Strategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)
     strategy.enter(session)

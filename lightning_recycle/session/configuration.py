@@ -48,6 +48,8 @@ class Options:
     machine_errors: MachineErrors
     machine_error_retries: int
     on_checkpoint_error: str
+    run_metrics: bool
+    run_summary: bool
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):

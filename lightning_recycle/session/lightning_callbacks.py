@@ -13,13 +13,14 @@ from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, ThroughputMonitor
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichProgressBar, ThroughputMonitor
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
 
 from lightning_recycle.model.parts import ModelParts
 
-__all__ = ["keep_monitors_going", "show_progress_bar", "show_whole_run"]
+__all__ = ["keep_monitors_going", "show_cursor", "show_progress_bar", "show_whole_run"]
 
 _EVALUATIONS = {  # stage -> its name in hooks
     RunningStage.SANITY_CHECKING: "validation",
@@ -89,6 +90,12 @@ def keep_monitors_going(trainer: pl.Trainer) -> None:
                 if stage not in callback._t0s:
                     callback._t0s[stage] = time.perf_counter()
                     callback._samples[stage] = callback._batches[stage] = callback._lengths[stage] = 0
+
+
+def show_cursor(trainer: pl.Trainer) -> None:
+    """Shows the cursor of the terminal, which a ``RichProgressBar`` hides, after its worker was killed."""
+    if isinstance(trainer.progress_bar_callback, RichProgressBar):
+        Console().show_cursor()
 
 
 def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:

@@ -8,6 +8,7 @@ the rows of the newest step can be written twice; in the files of ``CSVLogger`` 
 from __future__ import annotations
 
 import csv
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -110,7 +111,9 @@ def _keep_file(logger: Logger) -> _Cells:
         return set()  # nothing was written yet
     if not written.endswith("\n"):
         written = written[: written.rfind("\n") + 1]  # the leader died in the middle of a line
-    writer = logger.experiment
+    with warnings.catch_warnings():  # that all rows will be deleted: they are kept
+        warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
+        writer = logger.experiment
     write_atomically(path, written)
     rows = list(csv.DictReader(written.splitlines()))
     writer.metrics_keys = list(rows[0]) if rows else next(csv.reader(written.splitlines()), [])

@@ -61,6 +61,7 @@ def trainer(
     """A quiet Trainer on ``pipelines`` x ``stages`` workers, with the same global micro-batches on every grid."""
     callbacks = [FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])]
     arguments = {"pipeline_parallel_size": stages, "num_microbatches": GLOBAL_MICROBATCHES // pipelines}
+    arguments |= {"run_metrics": True}
     return L.Trainer(
         accelerator="cpu",
         devices=pipelines * stages,

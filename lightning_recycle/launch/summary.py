@@ -1,0 +1,83 @@
+"""What a run was, in some lines for who reads the terminal: steps, loss, failures, and the time that each cause cost.
+
+A function of the run's record alone. Times are seconds of the run, in which all workers waited or did over again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_recycle.control.history import Event
+from lightning_recycle.planning.grid import Grid
+
+__all__ = ["summary"]
+
+_CAUSES_SHOWN = 5
+
+
+def summary(history: Sequence[Event], grid: Grid) -> list[str]:
+    """The lines on a run with this record on ``grid``; none if it made no step."""
+    steps = [event for event in history if event.kind == "step"]
+    if not steps:
+        return []
+    begin = next(event for event in history if event.kind in ("resumed", "step"))
+    done, seconds = steps[-1].step + 1, steps[-1].time - begin.time
+    lines = [f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, grid)}."]
+    counts = [
+        _count(number, name)
+        for kind, name in (("failure", "failure"), ("redone", "redone step"), ("rejoined", "replacement"))
+        if (number := sum(event.kind == kind for event in history))
+    ]
+    lost = sorted(_lost(history).items(), key=lambda entry: -entry[1])
+    if counts or lost:
+        total = sum(seconds for _, seconds in lost)
+        lines.append(f"{', '.join(counts) or 'No failures'}; {total:.1f} s lost{':' if lost else '.'}")
+    lines += [f"  {seconds:.1f} s: {cause}" for cause, seconds in lost[:_CAUSES_SHOWN]]
+    if others := lost[_CAUSES_SHOWN:]:
+        lines.append(f"  {sum(seconds for _, seconds in others):.1f} s: {_count(len(others), 'other cause')}")
+    return lines
+
+
+def _loss(steps: Sequence[Event]) -> str:
+    first, last = (step.details.get("loss") for step in (steps[0], steps[-1]))
+    if last is None:
+        return ""
+    return f", loss {last:.4g}" if first is None or steps[0].step else f", loss {first:.4g} at first and {last:.4g} now"
+
+
+def _workers(history: Sequence[Event], grid: Grid) -> str:
+    rosters = [event.details["roster"] for event in history if event.kind == "regrouped"]
+    alive = len(rosters[-1]) if rosters else grid.num_workers
+    return f"{_count(alive, 'worker')}" if alive == grid.num_workers else f"{alive} of {grid.num_workers} workers left"
+
+
+def _lost(history: Sequence[Event]) -> dict[str, float]:
+    """Seconds by cause."""
+    lost: dict[str, float] = {}
+    causes: list[str] = []  # of failures that are not recovered from
+    stage_lost: Event | None = None
+
+    def add(cause: str, seconds: float) -> None:
+        lost[cause] = lost.get(cause, 0.0) + seconds
+
+    for event in history:
+        seconds = event.seconds or 0.0
+        if event.kind == "failure":
+            causes.append(f"worker {event.worker}: {event.details['cause']}")
+        elif event.kind == "recovered" and causes:
+            add("; ".join(causes), seconds)
+            causes = []
+        elif event.kind == "rejoined":
+            add("replacements were given their state", seconds)
+        elif event.kind == "cleared":
+            add(f"worker {event.worker} was silent or stuck, and came back", seconds)
+        elif event.kind == "stage_lost":
+            stage_lost, causes = event, []
+        elif event.kind == "step" and stage_lost is not None:
+            add(f"stage lost at step {stage_lost.step}, and started again", event.time - stage_lost.time)
+            stage_lost = None
+    return lost
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"

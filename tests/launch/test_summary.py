@@ -1,0 +1,85 @@
+"""The lines at the end of a run say what its record says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_recycle.control.history import Event
+from lightning_recycle.launch.summary import summary
+from lightning_recycle.planning.grid import Grid
+
+GRID = Grid(2, 2, 4)
+ALL = (0, 1, 2, 3)
+
+
+def event(kind: str, time: float, step: int = 0, seconds: float | None = None, **details: Any) -> Event:
+    worker = details.pop("worker", None)
+    return Event(kind, time, generation=0, step=step, worker=worker, seconds=seconds, details=details)
+
+
+BEGIN = [event("resumed", 10.0), event("regrouped", 10.5, roster=ALL), event("step", 11.0, loss=2.0)]
+
+
+def test_a_quiet_run_is_one_line() -> None:
+    history = [*BEGIN, event("step", 12.5, 1, loss=0.12345)]
+    assert summary(history, GRID) == ["Run: at step 2 after 2.5 s, loss 2 at first and 0.1235 now, 4 workers."]
+
+
+def test_a_run_without_a_step_has_no_lines() -> None:
+    assert summary(BEGIN[:2], GRID) == []
+
+
+def test_a_run_that_went_on_says_its_last_loss_only() -> None:
+    history = [*BEGIN[:2], event("step", 11.0, 1400, loss=2.0), event("step", 12.0, 1401, loss=1.0)]
+    assert summary(history, GRID) == ["Run: at step 1,402 after 2.0 s, loss 1, 4 workers."]
+
+
+def test_time_that_was_lost_is_told_by_cause() -> None:
+    history = [
+        *BEGIN,
+        event("failure", 12.0, 1, worker=(1, 0), cause="it was killed by SIGKILL"),
+        event("failure", 12.1, 1, worker=(0, 1), cause="silent for 5 s"),
+        event("redone", 12.2, 1),
+        event("regrouped", 12.3, roster=(0, 3)),
+        event("step", 13.5, 1, loss=1.0),
+        event("recovered", 13.5, 1, seconds=1.5),
+        event("rejoined", 14.0, 2, seconds=0.3, worker=(1, 0)),
+        event("rejoined", 14.0, 2, seconds=0.3, worker=(0, 1)),
+        event("cleared", 15.0, 2, seconds=4.0, worker=(0, 0)),
+        event("regrouped", 15.0, roster=ALL),
+        event("step", 16.0, 2, loss=0.5),
+    ]
+    assert summary(history, GRID) == [
+        "Run: at step 3 after 6.0 s, loss 2 at first and 0.5 now, 4 workers.",
+        "2 failures, 1 redone step, 2 replacements; 6.1 s lost:",
+        "  4.0 s: worker (0, 0) was silent or stuck, and came back",
+        "  1.5 s: worker (1, 0): it was killed by SIGKILL; worker (0, 1): silent for 5 s",
+        "  0.6 s: replacements were given their state",
+    ]
+
+
+def test_a_lost_stage_costs_until_the_next_step() -> None:
+    history = [
+        *BEGIN,
+        event("failure", 12.0, 1, worker=(1, 0), cause="gone"),
+        event("stage_lost", 12.0, 1),
+        event("resumed", 15.0),
+        event("regrouped", 15.0, roster=(0, 1)),
+        event("step", 17.0, 1, loss=1.0),
+    ]
+    assert summary(history, GRID)[1:] == [
+        "1 failure; 5.0 s lost:",
+        "  5.0 s: stage lost at step 1, and started again",
+    ]
+
+
+def test_many_causes_are_cut_short() -> None:
+    failures = [
+        [event("failure", 12.0, 1, worker=(0, 0), cause=f"cause {number}"), event("recovered", 13.0, 1, seconds=number)]
+        for number in range(1, 8)
+    ]
+    lines = summary([*BEGIN, *(each for pair in failures for each in pair), event("step", 20.0, 1)], GRID)
+    assert lines[1] == "7 failures; 28.0 s lost:"
+    assert lines[2] == "  7.0 s: worker (0, 0): cause 7"
+    assert lines[-1] == "  3.0 s: 2 other causes"
+    assert len(lines) == 8
