@@ -132,10 +132,12 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
     ],
-    "lightning_recycle.launch.settings": [
+    "lightning_recycle.launch.shared_settings": [
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
+    ],
+    "lightning_recycle.launch.worker_process": [
         "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
     ],

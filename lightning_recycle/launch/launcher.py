@@ -41,7 +41,7 @@ from lightning_recycle.launch.main_module import end_import
 from lightning_recycle.launch.processes import Crew, LocalWorker
 from lightning_recycle.launch.results import error_of, take_results
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
-from lightning_recycle.launch.settings import Settings
+from lightning_recycle.launch.shared_settings import Settings
 from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.summary import summary
 from lightning_recycle.launch.worker_process import Call, WorkerStart, run_outside, worker_main

@@ -28,7 +28,7 @@ from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
 from lightning_recycle.launch.main_module import dumps
-from lightning_recycle.launch.settings import ignore_untrue_warnings
+from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
