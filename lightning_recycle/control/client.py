@@ -463,9 +463,15 @@ class ControlClient:
         os._exit(0 if self._leaving else code)
 
 
-def in_words(error: BaseException) -> tuple[str, str]:
-    """Class and message of ``error``, and its traceback, as text that can be sent: UTF-8 lacks some characters."""
-    texts = (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:
+    """Class and message of ``error``, and its traceback, as text that can be sent: UTF-8 lacks some characters.
+
+    ``shown``: the traceback, if it is not to be the whole one.
+    """
+    texts = (
+        f"{type(error).__name__}: {error}",
+        "".join(traceback.format_exception(error)) if shown is None else shown,
+    )
     summary, text = (text.encode(errors="backslashreplace").decode() for text in texts)
     return summary, text
 

@@ -78,11 +78,13 @@ def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseExceptio
     return ReCycleError(f"The run ended in an unknown way: {outcome!r}.")
 
 
-class _WorkerTraceback(Exception):
+class WorkerTraceback(Exception):
     """The traceback of an exception in a worker, shown as the cause of the same exception raised here."""
 
+    __module__ = "builtins"  # so Python shows its name without that of a module
+
     def __init__(self, worker: Worker, text: str) -> None:
-        self.text = f'\n"""\nIn worker {worker}:\n{text}"""'
+        self.text = f"In worker {worker}:\n\n{text}"
 
     def __str__(self) -> str:
         return self.text
@@ -106,5 +108,5 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
             log.error("Worker %s called sys.exit(%r):\n%s", worker, error.code, crash.traceback)
     if error is None:
         error = ReCycleError(crash.summary)
-    error.__cause__ = _WorkerTraceback(grid.worker(crash.rank), crash.traceback)
+    error.__cause__ = WorkerTraceback(grid.worker(crash.rank), crash.traceback)
     return error

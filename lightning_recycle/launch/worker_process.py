@@ -29,6 +29,7 @@ from lightning_recycle.errors import ConfigurationError, ControlPlaneError, Inje
 from lightning_recycle.launch import rejoin
 from lightning_recycle.launch.main_module import dumps
 from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
+from lightning_recycle.launch.tracebacks import from_users_code
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -199,7 +200,7 @@ def _crashes_reported(client: ControlClient) -> Any:
         with readers_may_die():  # otherwise the process could end without a word
             # A worker that has not entered yet cannot end the run: no member has met this error.
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
-            summary, text = in_words(error)
+            summary, text = in_words(error, from_users_code(error))
             try:
                 dumped = dumps(error)
                 pickle.loads(dumped)
