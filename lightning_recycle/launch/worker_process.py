@@ -30,6 +30,7 @@ from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
+from lightning_recycle.launch.environment import set_num_threads
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -109,6 +110,7 @@ def worker_main(start: WorkerStart) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     with _crashes_reported(client):
+        set_num_threads()
         function_call, (states, default_dtype) = start.payload.load()
         states.restore()
         torch.set_default_dtype(default_dtype)
