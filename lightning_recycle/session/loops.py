@@ -181,17 +181,18 @@ class PipelineFitLoop(_FitLoop):
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
-        """Replaces the fit loop and the epoch loop of ``trainer``, keeping their arguments."""
+        """Replaces the fit loop and the epoch loop of ``trainer`` by loops that go on where these are."""
         old = trainer.fit_loop
         if isinstance(old, cls):  # of an earlier run in this process
             old.runner = old.epoch_loop.automatic_optimization.runner = runner  # type: ignore[attr-defined]
             return
-        new = cls(trainer, old.min_epochs, old.max_epochs)
+        new = cls(trainer)
+        vars(new).update(vars(old))
         new.runner = runner
         new.epoch_loop = PipelineEpochLoop(trainer, old.epoch_loop.min_steps, old.epoch_loop.max_steps, runner)
-        new.epoch_loop.val_loop = old.epoch_loop.val_loop
-        new._data_source = old._data_source
-        new._combined_loader_states_to_load = old._combined_loader_states_to_load
+        optimization = new.epoch_loop.automatic_optimization
+        vars(optimization).update(vars(old.epoch_loop.automatic_optimization))
+        vars(new.epoch_loop).update({**vars(old.epoch_loop), "automatic_optimization": optimization})
         trainer.fit_loop = new
 
     @property
