@@ -21,8 +21,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import TrainerState
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient, in_words
 from lightning_recycle.control.handshake import Refused, VersionMismatch
@@ -30,20 +31,21 @@ from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
+from lightning_recycle.launch.delivery import extras_of, part_of
 from lightning_recycle.launch.environment import set_num_threads
+from lightning_recycle.launch.optimizers import STAY_IN_THE_WORKERS
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
+from lightning_recycle.session.attributes import AttributeCarrier
 from lightning_recycle.session.configuration import Options, Place, RunSetup
-from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.session import Session
 
-__all__ = ["Call", "Extras", "WorkerStart", "global_state", "run_outside", "worker_main"]
+__all__ = ["Call", "WorkerStart", "global_state", "run_outside", "worker_main"]
 
 log = logging.getLogger(__name__)
 
 _COORDINATOR_SECONDS = 60.0  # that an outside worker waits for the coordinator to listen
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")  # attributes of a Trainer
 _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, ended a run
 
 
@@ -57,6 +59,10 @@ class _Strategy(Protocol):
     options: Options
 
     def enter(self, session: Session | None) -> None: ...
+
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[LRSchedulerConfig]
+    missing_optimizers: str | None
 
 
 @dataclass(frozen=True)
@@ -73,18 +79,6 @@ class WorkerStart:
     address: tuple[str, int]
     authkey: bytes
     payload: Any
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What the leader delivers besides the weights; ``metrics`` by attribute of the Trainer."""
-
-    trainer_state: TrainerState
-    should_stop: bool
-    metrics: dict[str, dict[str, Any]]
-    callbacks: dict[str, Any]
-    fit_loop: dict[str, Any]
-    returned: Any
 
 
 def global_state() -> tuple[Any, torch.dtype]:
@@ -191,14 +185,21 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
     strategy = cast(_Strategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)
     strategy.enter(session)
+    callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     with session.settled():
         returned = function(*args, **kwargs)
         whole = session.checkpoints.whole_state() if setup.outsiders else None
-        session.checkpoints.deliver_result(lambda: _extras(trainer, returned))
+        carrier = AttributeCarrier(trainer, callbacks)
+        session.checkpoints.deliver_result(
+            partial(part_of, session, carrier), partial(extras_of, session, carrier, returned)
+        )
     client.leave()
     if whole is not None and keep_model:
         session.leave()
         strategy.enter(None)
+        if trainer.state.fn == TrainerFn.FITTING:
+            strategy.optimizers, strategy.lr_scheduler_configs = [], []  # of one stage, whose parameters are gone
+            strategy.missing_optimizers = STAY_IN_THE_WORKERS
         session.parts.rebuild(whole)
     return returned
 
@@ -222,9 +223,3 @@ def _crashes_reported(client: ControlClient) -> Any:
             client.send(Crash(client.rank, fault, summary, data, text))
             client.leave()
         sys.exit(1)
-
-
-def _extras(trainer: pl.Trainer, returned: Any) -> Extras:
-    metrics = {name: to_cpu(getattr(trainer, name)) for name in _METRICS}
-    callbacks, loop = call._call_callbacks_state_dict(trainer), trainer.fit_loop.state_dict()
-    return Extras(trainer.state, trainer.should_stop, metrics, callbacks, loop, to_cpu(returned))

@@ -186,13 +186,13 @@ class PipelineFitLoop(_FitLoop):
         if isinstance(old, cls):  # of an earlier run in this process
             old.runner = old.epoch_loop.automatic_optimization.runner = runner  # type: ignore[attr-defined]
             return
+        old_epoch = old.epoch_loop
+        epoch = PipelineEpochLoop(trainer, old_epoch.min_steps, old_epoch.max_steps, runner)
+        optimization = epoch.automatic_optimization
+        optimization.optim_progress = old_epoch.automatic_optimization.optim_progress
+        epoch.__dict__.update({**vars(old_epoch), "automatic_optimization": optimization})
         new = cls(trainer)
-        vars(new).update(vars(old))
-        new.runner = runner
-        new.epoch_loop = PipelineEpochLoop(trainer, old.epoch_loop.min_steps, old.epoch_loop.max_steps, runner)
-        optimization = new.epoch_loop.automatic_optimization
-        vars(optimization).update(vars(old.epoch_loop.automatic_optimization))
-        vars(new.epoch_loop).update({**vars(old.epoch_loop), "automatic_optimization": optimization})
+        new.__dict__.update({**vars(old), "epoch_loop": epoch, "runner": runner})
         trainer.fit_loop = new
 
     @property
