@@ -10,7 +10,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_recycle.launch.optimizers import StageOptimizers
+from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.session.attributes import AttributeCarrier, CallbackParts, Pickles
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.session import Session

@@ -23,7 +23,7 @@ from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, WorkerStartError
 from lightning_recycle.launch.delivery import Extras, StagePart
-from lightning_recycle.launch.optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
+from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
 from lightning_recycle.launch.shown_loaders import show_loaders
 from lightning_recycle.launch.worker_process import Call
 from lightning_recycle.model.parts import parts_of

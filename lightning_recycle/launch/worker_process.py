@@ -33,7 +33,7 @@ from lightning_recycle.errors import ConfigurationError, ControlPlaneError, Inje
 from lightning_recycle.launch import rejoin
 from lightning_recycle.launch.delivery import extras_of, part_of
 from lightning_recycle.launch.environment import set_num_threads
-from lightning_recycle.launch.optimizers import STAY_IN_THE_WORKERS
+from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.attributes import AttributeCarrier
