@@ -17,7 +17,12 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from same_script import Classifier, Runs, Session, assert_same
+from support.training import QUIET, failures
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 DIFFERS = {
     "trainer.strategy": "it is what is compared",
@@ -190,14 +195,20 @@ def differences(one: same.Run, grid: same.Run, tolerance: float = 1e-6) -> list[
     return found
 
 
-def fit(session: Session) -> None:
+def fit(session: Session, *callbacks: Any) -> None:
     module = session.run.module = Module()
     trainer = session.trainer(
         max_epochs=2,
         logger=CSVLogger(session.root),
         enable_checkpointing=True,
         log_every_n_steps=1,
-        callbacks=[LearningRateMonitor("step"), Timer(), Keeps(), ModelCheckpoint(monitor="val_loss", save_top_k=-1)],
+        callbacks=[
+            LearningRateMonitor("step"),
+            Timer(),
+            Keeps(),
+            ModelCheckpoint(monitor="val_loss", save_top_k=-1),
+            *callbacks,
+        ],
     )
     trainer.fit(module, session.data.training(), session.data.validation())
 
@@ -290,3 +301,95 @@ def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, saved: Runs,
     resumed = go_on(saved[1].root / "after.ckpt", resume)
     assert resumed.progress == expected.progress
     assert_same(expected.weights, resumed.weights)
+
+
+def test_every_attribute_is_there_if_the_leader_died(fitted: Runs, tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        fit(session, FaultInjectionCallback([Fault("kill", pipeline=0, stage=1, step=5)]))
+
+    grid = same.on_a_grid(script, tmp_path)
+    assert failures(grid.trainer) == [(0, 1)]
+    found = differences(fitted[0], grid)
+    assert not found, "\n".join(found)
+
+
+class DataOfTheWorkers(L.LightningDataModule):
+    """Its loaders need what ``setup`` makes, which the launching process does not call."""
+
+    def __init__(self, data: same.Data) -> None:
+        super().__init__()
+        self.data = data
+        self.epochs_seen = 0
+
+    def setup(self, stage: str) -> None:
+        self.count = same.GLOBAL_BATCH * same.STEPS_PER_EPOCH
+
+    def train_dataloader(self) -> Any:
+        self.epochs_seen += 1
+        return self.data.loader(self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs_seen": self.epochs_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs_seen = state_dict["epochs_seen"]
+
+
+class NoValidation(Module):
+    def configure_callbacks(self) -> Any:
+        return []
+
+
+def fit_a_data_module(session: Session) -> None:
+    module = session.run.module = NoValidation()
+    trainer = session.trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, datamodule=DataOfTheWorkers(session.data))
+    trainer.save_checkpoint(session.root / "after.ckpt")
+
+
+with_data_module = same.runs_of(fit_a_data_module)
+
+
+def test_a_data_module_and_accumulated_batches_are_known_as_on_one_device(with_data_module: Runs) -> None:
+    for run in with_data_module:
+        assert run.trainer.datamodule.epochs_seen == 2
+        assert run.trainer.num_training_batches == same.STEPS_PER_EPOCH
+        assert run.trainer.estimated_stepping_batches == same.STEPS_PER_EPOCH  # 2 epochs of 2 steps
+        assert run.trainer.global_step == same.STEPS_PER_EPOCH
+    mine, its = (torch.load(run.root / "after.ckpt", weights_only=False) for run in with_data_module)
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "DataOfTheWorkers"):
+        assert_same(mine[key], its[key], same.FLOAT32_TOLERANCE, key)
+
+
+class Ordinary(L.LightningModule):
+    """Not a pipeline: it has a step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(Remembers(8, 16), nn.Tanh(), Remembers(16, same.CLASSES)).double()
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def test_an_ordinary_module_is_as_on_one_device() -> None:
+    data = same.samples(same.GLOBAL_BATCH * same.STEPS_PER_EPOCH)
+
+    def train(batch_size: int, **kwargs: Any) -> tuple[L.Trainer, Ordinary]:
+        module, trainer = Ordinary(), L.Trainer(accelerator="cpu", max_epochs=1, **QUIET, **kwargs)
+        trainer.fit(module, DataLoader(data, batch_size=batch_size))
+        return trainer, module
+
+    one, expected = train(same.GLOBAL_BATCH, devices=1)
+    grid, module = train(same.GLOBAL_BATCH // 2, devices=2, strategy=ReCycleStrategy(num_microbatches=1))
+    assert module.seen == expected.seen == list(range(same.STEPS_PER_EPOCH))
+    assert module.net[0].calls == expected.net[0].calls == 1
+    assert_same(one.optimizers[0].state_dict(), grid.optimizers[0].state_dict())
