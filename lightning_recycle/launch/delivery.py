@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -16,6 +18,8 @@ from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.session import Session
 
 __all__ = ["LOOPS", "Extras", "StagePart", "extras_of", "part_of"]
+
+log = logging.getLogger(__name__)
 
 LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
 """The loops of a Trainer that have DataLoaders, by path."""
@@ -95,7 +99,6 @@ def part_of(session: Session, carrier: AttributeCarrier) -> StagePart:
 def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Extras:
     """What this worker, the leader, adds."""
     trainer = session.trainer
-    datamodule = getattr(trainer, "datamodule", None)
     loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
     return Extras(
         returned=to_cpu(returned),
@@ -113,5 +116,16 @@ def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Ext
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         copies=dict(session.checkpoints.copies),
         precision=trainer.precision_plugin.state_dict(),
-        data=datamodule.state_dict() if datamodule is not None else {},
+        data=_state_of_data(trainer),
     )
+
+
+def _state_of_data(trainer: pl.Trainer) -> dict[str, Any]:
+    datamodule = getattr(trainer, "datamodule", None)
+    try:
+        return datamodule.state_dict() if datamodule is not None else {}
+    except Exception as error:  # its teardown() was called before, and the run is worth more than this state
+        log.warning(
+            "The state of %s does not come home: %s: %s", type(datamodule).__name__, type(error).__name__, error
+        )
+        return {}
