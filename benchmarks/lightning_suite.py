@@ -44,11 +44,15 @@ def pytest_configure(config: Any) -> None:
 
 
 def _strategy(name: str) -> Any:
-    if name != "recycle":
-        return name
-    from lightning_recycle import ReCycleStrategy
+    if name == "recycle":
+        from lightning_recycle import ReCycleStrategy
 
-    return ReCycleStrategy(pipeline_parallel_size=1)
+        return ReCycleStrategy(pipeline_parallel_size=1)
+    if name == "ddp_forkserver":  # has no name in Lightning
+        from lightning.pytorch.strategies import DDPStrategy
+
+        return DDPStrategy(start_method="forkserver")
+    return name
 
 
 def run(checkout: Path, part: str, strategy: str, out: Path, arguments: list[str]) -> dict[str, str]:

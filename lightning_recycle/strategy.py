@@ -97,6 +97,7 @@ class ReCycleStrategy(ParallelStrategy):
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
         schedules: after ``fit``, the schedule of each generation.
+        missing_optimizers: after ``fit``, why the launching process has no optimizers, if it has none.
 
     Raises:
         ConfigurationError: for values that cannot work.
@@ -146,6 +147,7 @@ class ReCycleStrategy(ParallelStrategy):
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
+        self.missing_optimizers: str | None = None
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid:
         """Returns the grid for ``num_workers`` devices; ``batch_size`` (per pipeline), if known, helps to choose M.
@@ -180,7 +182,9 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_session": None, "_launcher": None}
+        # Workers make optimizers of their own, as each fit does on one device too.
+        optimizers: dict[str, Any] = {"_optimizers": [], "_lightning_optimizers": [], "lr_scheduler_configs": []}
+        return {**super().__getstate__(), **optimizers, "_session": None, "_launcher": None}
 
     @property
     def history(self) -> list[Event]:
@@ -382,7 +386,9 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.session.checkpoints.optimizer_state(optimizer)
+        if self._session is None:
+            return super().optimizer_state(optimizer)
+        return self._session.checkpoints.optimizer_state(optimizer)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -139,9 +139,23 @@ PRIVATE = {
     ],
     "lightning_recycle.launch.worker_process": [
         "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
-        "lightning.pytorch.trainer:call._call_callbacks_state_dict",
     ],
-    "lightning_recycle.launch.results": ["lightning.pytorch.trainer:call._call_callbacks_load_state_dict"],
+    "lightning_recycle.launch.delivery": [
+        "lightning.pytorch.trainer:call._call_callbacks_state_dict",
+        "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
+    ],
+    "lightning_recycle.launch.results": [
+        "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
+        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.attach_data",
+    ],
+    "lightning_recycle.launch.returned_optimizers": [
+        "lightning.pytorch.core.optimizer:_init_optimizers_and_lr_schedulers",
+    ],
+    "lightning_recycle.launch.shown_loaders": [
+        "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
+        "lightning.pytorch.trainer.connectors.data_connector:_request_dataloader",
+        "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
+    ],
     "lightning_recycle.session.snapshot": [
         "lightning.pytorch.loops.loop:_Loop._load_from_state_dict",
         "lightning.pytorch.loops.fit_loop:RestartStage.RESTARTED_MID_EPOCH",

@@ -25,6 +25,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -71,6 +73,10 @@ _VAL_LOADERS = 2  # position of val_dataloaders among the arguments of Trainer._
 
 class Configured(Protocol):
     """What the launcher asks of the strategy."""
+
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[LRSchedulerConfig]
+    missing_optimizers: str | None
 
     @property
     def options(self) -> Options: ...
@@ -131,6 +137,8 @@ class SupervisorLauncher(_Launcher):
         self.history, self.schedules = [], []
         fitting = trainer.state.fn == TrainerFn.FITTING
         savers = fitting and any(map(saves_on_exception, trainer.checkpoint_callbacks))
+        if fitting:
+            self._strategy.optimizers, self._strategy.lr_scheduler_configs = [], []  # of an earlier fit
         saves = savers or (fitting and bool(self._strategy.options.save_on_signal))
         try:
             with EndSignals(gracefully=saves) as signals:
@@ -154,7 +162,7 @@ class SupervisorLauncher(_Launcher):
             self._has_run = True
             if isinstance(outcome, Finished):
                 self._interrupted = False
-                returned = take_results(trainer, outcome.results)
+                returned = take_results((trainer, function, args, kwargs), outcome.results)
                 if fitting and self._strategy.options.run_summary:
                     for line in summary(self.history, setup.grid):
                         rank_zero_info(line)
@@ -288,16 +296,16 @@ class SupervisorLauncher(_Launcher):
         """Whether this process can write ``checkpoint``: it has the weights of a run that ended well.
 
         Raises:
-            UnsupportedFeatureError: if the checkpoint needs more than the weights.
+            UnsupportedFeatureError: if it should have the optimizers' states, and they did not come home.
         """
         if self._interrupted:
             if not any(event.kind == "saved" and event.details["path"] == os.fspath(path) for event in self.history):
                 log.warning("%s is not written: the run failed, and its newest weights were in the workers.", path)
             return False
-        if "optimizer_states" in checkpoint:
+        if "optimizer_states" in checkpoint and self._strategy.missing_optimizers is not None:
             raise UnsupportedFeatureError(
                 f"trainer.save_checkpoint({os.fspath(path)!r}) was called in the launching process, which has the"
-                " weights but not the optimizer's state: that is gone with the workers. Use"
+                f" weights but not the optimizers: {self._strategy.missing_optimizers}. Use"
                 " trainer.save_checkpoint(..., weights_only=True), or a ModelCheckpoint callback."
             )
         return True

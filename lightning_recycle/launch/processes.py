@@ -25,6 +25,7 @@ from typing import Any
 
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.errors import WorkerStartError
+from lightning_recycle.launch.environment import NameWithEnvironment, modules_found
 from lightning_recycle.launch.inherited import Payload
 from lightning_recycle.launch.main_module import import_of_main, main_module
 from lightning_recycle.parent import die_when_closed, end_with
@@ -173,7 +174,8 @@ def _ensure_fork_server() -> None:
     resource_tracker.ensure_running()  # unblocks SIGINT if it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with modules_found():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -194,6 +196,8 @@ def _work(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
 class Crew:
     """All worker processes that one run starts here. Use it as a context manager: none survives it.
 
+    Each has the environment that this process has now.
+
     Args:
         target: what a worker runs; takes one argument.
         payload: what every worker needs.
@@ -211,6 +215,7 @@ class Crew:
         self._workers: list[LocalWorker] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._environment = dict(os.environ)
         self._main = main_module()
         self.payload = Payload(payload, self._main)
 
@@ -220,7 +225,8 @@ class Crew:
         Raises:
             WorkerStartError: if the run is over, or workers cannot be started from here at all.
         """
-        worker = LocalWorker(self._context, self._target, argument, name, self._main.imported)
+        named = NameWithEnvironment(name, self._environment)
+        worker = LocalWorker(self._context, self._target, argument, named, self._main.imported)
         with self._lock:
             if not self._closed:
                 for over in [other for other in self._workers if other.is_over]:

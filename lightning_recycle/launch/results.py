@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import MutableMapping, Sequence
+from operator import attrgetter
+from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
 
 from lightning_recycle.control.history import Event
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
-from lightning_recycle.errors import ReCycleError, StageLostError, WorkerStartError
-from lightning_recycle.launch.worker_process import Extras
+from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, WorkerStartError
+from lightning_recycle.launch.delivery import Extras, StagePart
+from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
+from lightning_recycle.launch.shown_loaders import show_loaders
+from lightning_recycle.launch.worker_process import Call
 from lightning_recycle.model.parts import parts_of
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.session.attributes import AttributeCarrier
 from lightning_recycle.session.snapshot import load_progress
 
 __all__ = ["error_of", "take_results"]
@@ -27,13 +36,27 @@ __all__ = ["error_of", "take_results"]
 log = logging.getLogger(__name__)
 
 
-def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
-    """Puts what the workers delivered, by rank, into ``trainer`` and its module; returns what they returned."""
+class _Strategy(Protocol):
+    """What this module needs from the strategy."""
+
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[LRSchedulerConfig]
+    missing_optimizers: str | None
+
+
+def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
+    """Puts what the workers delivered, by rank, into the Trainer of ``call_`` and its module, and empties ``results``:
+    model and optimizers may be large. Returns what the workers returned.
+    """
+    trainer = call_[0]
     module = trainer.lightning_module
     state: dict[str, torch.Tensor] = {}
+    parts: list[StagePart] = []
     extras: Extras | None = None
-    for part, found in (unpack(payload) for _, payload in sorted(results.items())):
-        state.update(part)
+    for rank in sorted(results):
+        part, found = unpack(results.pop(rank))
+        parts.append(part)
+        state.update(part.state)
         extras = found or extras
     assert extras is not None
     parts_of(module).build()
@@ -41,18 +64,80 @@ def take_results(trainer: pl.Trainer, results: Mapping[int, Any]) -> Any:
         if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
             tensor.data = tensor.data.to(state[name].dtype)
     module.load_state_dict(state)
-    trainer.state = extras.trainer_state
-    trainer.should_stop = extras.should_stop
-    for name, metrics in extras.metrics.items():
-        getattr(trainer, name).update(metrics)
+    _attach_data(call_)
+    _restore_trainer(trainer, extras)
+    _restore_states(trainer, extras)
+    carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
+    for packed in (*(part.attributes for part in parts), extras.modules):
+        carrier.restore_modules(packed)
+    carrier.restore_callbacks(extras.callback_parts)
+    carrier.restore(trainer.profiler, extras.profiler)  # type: ignore[attr-defined]
+    if trainer.state.fn == TrainerFn.FITTING:
+        _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
+    return extras.returned
+
+
+def _attach_data(call_: Call) -> None:
+    """Links module, data and Trainer, as the function of the Trainer did in the workers."""
+    trainer, function, args, kwargs = call_
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    evaluated = {
+        TrainerFn.VALIDATING: "val_dataloaders",
+        TrainerFn.TESTING: "test_dataloaders",
+        TrainerFn.PREDICTING: "predict_dataloaders",
+    }
+    assert trainer.state.fn is not None
+    names = {"dataloaders": evaluated.get(trainer.state.fn, "")}
+    data = {names.get(name, name): value for name, value in given.items() if name.endswith("dataloaders")}
+    datamodule = given.get("datamodule")
+    for name, value in data.items():
+        if isinstance(value, pl.LightningDataModule):  # Lightning takes it in the place of loaders too
+            data[name], datamodule = None, value
+    trainer._data_connector.attach_data(trainer.lightning_module, datamodule=datamodule, **data)
+
+
+def _restore_trainer(trainer: pl.Trainer, extras: Extras) -> None:
+    """Progress, metrics, and what is known of the data."""
+    for path, attributes in extras.trainer.items():
+        vars(attrgetter(path)(trainer) if path else trainer).update(attributes)
+    for name, loop_state in extras.loops.items():
+        load_progress(getattr(trainer, name), loop_state)
+    trainer.fit_loop._combined_loader_states_to_load = []  # nothing is being resumed
+    for path, states in extras.loaders.items():
+        loop = attrgetter(path)(trainer)
+        loop._combined_loader = show_loaders(
+            loop._data_source, states, "max_size_cycle" if path == "fit_loop" else "sequential"
+        )
+    if trainer.state.fn == TrainerFn.FITTING:
+        for owner, name in ((trainer.fit_loop, "max_batches"), (trainer, "val_check_batch")):
+            if isinstance(steps := getattr(owner, name, None), int):
+                setattr(owner, name, steps * trainer.accumulate_grad_batches)  # workers count in steps
+
+
+def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: Extras) -> None:
+    strategy = cast(_Strategy, trainer.strategy)
+    known = [stage for stage in stages if stage is not None]
+    strategy.missing_optimizers = STAY_IN_THE_WORKERS if len(known) < len(stages) else None
+    if strategy.missing_optimizers is None:
+        try:
+            strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(
+                trainer.lightning_module, known, extras.copies, extras.schedulers
+            )
+        except ConfigurationError as error:  # most scripts do not need them here; who does is told
+            strategy.missing_optimizers = str(error)
+            log.info("The launching process has no optimizers: %s", error)
+
+
+def _restore_states(trainer: pl.Trainer, extras: Extras) -> None:
+    """What callbacks, the data module and the precision plugin have in state dicts."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):  # it takes results only from its own directory
             found = extras.callbacks.get(callback.state_key, {})
             callback.dirpath = found.get("dirpath", callback.dirpath)
-            callback.current_score = found.get("current_score")  # part of its state, but not restored from it
     call._call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
-    load_progress(trainer.fit_loop, extras.fit_loop)
-    return extras.returned
+    trainer.precision_plugin.load_state_dict(extras.precision)
+    if extras.data:
+        trainer.datamodule.load_state_dict(extras.data)  # type: ignore[attr-defined]
 
 
 def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseException:

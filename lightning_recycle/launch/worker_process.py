@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import TrainerState
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient, in_words
 from lightning_recycle.control.handshake import Refused, VersionMismatch
@@ -27,22 +28,24 @@ from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
+from lightning_recycle.launch.delivery import extras_of, part_of
+from lightning_recycle.launch.environment import set_num_threads
 from lightning_recycle.launch.main_module import dumps
+from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS
 from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
 from lightning_recycle.launch.tracebacks import from_users_code
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
+from lightning_recycle.session.attributes import AttributeCarrier
 from lightning_recycle.session.configuration import Options, Place, RunSetup
-from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.session import Session
 
-__all__ = ["Call", "Extras", "WorkerStart", "run_outside", "worker_main"]
+__all__ = ["Call", "WorkerStart", "run_outside", "worker_main"]
 
 log = logging.getLogger(__name__)
 
 _COORDINATOR_SECONDS = 60.0  # that an outside worker waits for the coordinator to listen
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")  # attributes of a Trainer
 _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, ended a run
 
 
@@ -56,6 +59,10 @@ class _Strategy(Protocol):
     options: Options
 
     def enter(self, session: Session | None) -> None: ...
+
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[LRSchedulerConfig]
+    missing_optimizers: str | None
 
 
 @dataclass(frozen=True)
@@ -74,18 +81,6 @@ class WorkerStart:
     payload: Any
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What the leader delivers besides the weights; ``metrics`` by attribute of the Trainer."""
-
-    trainer_state: TrainerState
-    should_stop: bool
-    metrics: dict[str, dict[str, Any]]
-    callbacks: dict[str, Any]
-    fit_loop: dict[str, Any]
-    returned: Any
-
-
 def worker_main(start: WorkerStart) -> None:
     """Runs in a process that the supervisor started."""
     # What the fork server imported is never garbage; a collection over it would hold up every thread, even the
@@ -101,6 +96,7 @@ def worker_main(start: WorkerStart) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     with _crashes_reported(client):
+        set_num_threads()
         function_call, settings = start.payload.load()
         settings.restore()
         _run(client, start.setup, start.place, function_call)
@@ -179,14 +175,21 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
     strategy = cast(_Strategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)
     strategy.enter(session)
+    callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     with session.settled():
         returned = function(*args, **kwargs)
         whole = session.checkpoints.whole_state() if setup.outsiders else None
-        session.checkpoints.deliver_result(lambda: _extras(trainer, returned))
+        carrier = AttributeCarrier(trainer, callbacks)
+        session.checkpoints.deliver_result(
+            partial(part_of, session, carrier), partial(extras_of, session, carrier, returned)
+        )
     client.leave()
     if whole is not None and keep_model:
         session.leave()
         strategy.enter(None)
+        if trainer.state.fn == TrainerFn.FITTING:
+            strategy.optimizers, strategy.lr_scheduler_configs = [], []  # of one stage, whose parameters are gone
+            strategy.missing_optimizers = STAY_IN_THE_WORKERS
         session.parts.rebuild(whole)
     return returned
 
@@ -210,9 +213,3 @@ def _crashes_reported(client: ControlClient) -> Any:
             client.send(Crash(client.rank, fault, summary, data, text))
             client.leave()
         sys.exit(1)
-
-
-def _extras(trainer: pl.Trainer, returned: Any) -> Extras:
-    metrics = {name: to_cpu(getattr(trainer, name)) for name in _METRICS}
-    callbacks, loop = call._call_callbacks_state_dict(trainer), trainer.fit_loop.state_dict()
-    return Extras(trainer.state, trainer.should_stop, metrics, callbacks, loop, to_cpu(returned))

@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeAlias
 
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning import cancellation
 
 __all__ = ["ChildExit", "Report", "UnavailableError", "run_in_child"]
 
@@ -66,7 +67,11 @@ def run_in_child(
         on_message: called here for each message of the child.
         time_limit: seconds after which the child is killed; None for no limit.
         cancelled: an event; once it is set, the child is killed within ``_LOOK_SECONDS``.
+
+    Raises:
+        Cancelled: if the plan for which it runs is given up (:mod:`~lightning_recycle.planning.cancellation`).
     """
+    planning = cancellation.current()
     deadline = None if time_limit is None else time.monotonic() + time_limit
     try:
         payload = pickle.dumps(argument)
@@ -89,11 +94,12 @@ def run_in_child(
         finally:
             theirs.close()
         try:
-            answered, failure = _listen(ours, payload, on_message, deadline, child, cancelled)
+            answered, failure = _listen(ours, payload, on_message, deadline, child, cancelled or planning)
         finally:
             if child.poll() is None:
                 child.kill()
             child.wait()
+        cancellation.check()
         log = _tail(output)
     if not answered and failure is None:
         last = log.strip().splitlines()[-1:]

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
+from lightning_recycle.planning import cancellation
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.list_scheduling import Rule, play
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, Timing, best_timing
@@ -133,6 +134,7 @@ class _Search:
         return solution
 
     def _judge(self, sequence: list[int], held: int, rule: Rule | None) -> Solution:
+        cancellation.check()
         self.plays_left -= 1
         # The exact period of a schedule that cannot become the start of further changes does not matter.
         hopeless = self.ruled.score[0] + 1e-9 if self.ruled else None

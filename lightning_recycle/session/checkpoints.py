@@ -102,7 +102,7 @@ class Checkpoints:
                 optimizer.state_dict(), self._all_parameter_names(optimizer), self.copies, self._stage
             )
         parts = self.collectives.gather_stages(
-            "optimizer state", lambda: (to_cpu(optimizer.state_dict()), self._parameter_names(optimizer))
+            "optimizer state", lambda: (to_cpu(optimizer.state_dict()), self.parameter_names(optimizer))
         )
         return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
 
@@ -111,10 +111,10 @@ class Checkpoints:
         return self.collectives.worker.stage
 
     def _all_parameter_names(self, optimizer: Optimizer) -> list[list[list[str]]]:
-        """Like :meth:`_parameter_names`, by stage."""
-        return self.collectives.gather_stages("names of parameters", lambda: self._parameter_names(optimizer))
+        """Like :meth:`parameter_names`, by stage."""
+        return self.collectives.gather_stages("names of parameters", lambda: self.parameter_names(optimizer))
 
-    def _parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
+    def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of the optimizer's parameters, by group."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -272,14 +272,14 @@ class Checkpoints:
         if self._unwinding:
             raise CheckpointError(failure.text)
 
-    def deliver_result(self, extras: Callable[[], Any]) -> None:
-        """Delivers this worker's part of the result: (the stage's state dict, the leader's ``extras()``)."""
+    def deliver_result(self, part: Callable[[], Any], extras: Callable[[], Any]) -> None:
+        """Delivers the result: of each stage its ``part()``, with the leader's ``extras()``."""
         grid = self.collectives.grid
         while True:
-            part = None
-            if self.collectives.speaks:
-                is_last = self._stage == grid.stages - 1
-                part = (to_cpu(self.module.state_dict()), extras() if is_last else None)
-            delivered = self.collectives.gather(RESULT, part)
+            result = None
+            leads = self.collectives.leads
+            if leads or (self.collectives.speaks and self._stage < grid.stages - 1):  # the leader has the last stage
+                result = (part(), extras() if leads else None)
+            delivered = self.collectives.gather(RESULT, result)
             if {grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(grid.stages)):
                 return

@@ -181,17 +181,18 @@ class PipelineFitLoop(_FitLoop):
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
-        """Replaces the fit loop and the epoch loop of ``trainer``, keeping their arguments."""
+        """Replaces the fit loop and the epoch loop of ``trainer`` by loops that go on where these are."""
         old = trainer.fit_loop
         if isinstance(old, cls):  # of an earlier run in this process
             old.runner = old.epoch_loop.automatic_optimization.runner = runner  # type: ignore[attr-defined]
             return
-        new = cls(trainer, old.min_epochs, old.max_epochs)
-        new.runner = runner
-        new.epoch_loop = PipelineEpochLoop(trainer, old.epoch_loop.min_steps, old.epoch_loop.max_steps, runner)
-        new.epoch_loop.val_loop = old.epoch_loop.val_loop
-        new._data_source = old._data_source
-        new._combined_loader_states_to_load = old._combined_loader_states_to_load
+        old_epoch = old.epoch_loop
+        epoch = PipelineEpochLoop(trainer, old_epoch.min_steps, old_epoch.max_steps, runner)
+        optimization = epoch.automatic_optimization
+        optimization.optim_progress = old_epoch.automatic_optimization.optim_progress
+        epoch.__dict__.update({**vars(old_epoch), "automatic_optimization": optimization})
+        new = cls(trainer)
+        new.__dict__.update({**vars(old), "epoch_loop": epoch, "runner": runner})
         trainer.fit_loop = new
 
     @property

@@ -304,7 +304,8 @@ class Session:
 
     def enter_training(self) -> None:
         """Before the first epoch: a worker that joins a running training waits until it is let in."""
-        client, restored = self.client, self.checkpoints.restored_steps
+        # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
+        client, restored = self.client, self.checkpoints.restored_steps or self.trainer.global_step
         if threading.current_thread() is threading.main_thread():
             # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
             signal.signal(signal.SIGTERM, lambda *_: client.request_leave())

@@ -12,7 +12,6 @@ import pytest
 from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import exact_fit
-from support.waiting import wait_for
 
 from lightning_recycle.callbacks import failing
 
@@ -126,17 +125,11 @@ def test_the_launching_process_keeps_nothing_of_its_runs(tmp_path: Path) -> None
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     check(1, tmp_path / "first")  # what the first run starts, such as the fork server, stays
-    assert not threads_left()
+    assert not project_threads()
     before = descriptors()
     check(3, tmp_path / "second")
-    assert not threads_left()
+    assert not project_threads()
     assert descriptors() == before
-
-
-def threads_left() -> list[str]:
-    """The project's threads in this process, once the one that plans ahead has had time to end the plan it is at."""
-    wait_for(lambda: not project_threads(), 20)
-    return project_threads()
 
 
 def project_threads() -> list[str]:

@@ -217,10 +217,32 @@ def test_nobody_tells_workers_from_outside_to_save(
         on_a_grid(fit(callbacks=[callback], enable_checkpointing=True), tmp_path)
 
 
-def test_after_a_fit_the_launching_process_saves_weights_and_refuses_to_save_more(tmp_path: Path) -> None:
-    run = on_a_grid(fit(max_steps=1), tmp_path)
-    with pytest.raises(UnsupportedFeatureError, match="weights_only=True"):
+class NeedsSetup(Classifier):
+    """Its optimizer depends on what exists in the workers only."""
+
+    def setup(self, stage: str) -> None:
+        self.file = open(__file__)  # noqa: SIM115
+
+    def configure_optimizers(self) -> Any:
+        assert self.file.readable()
+        return super().configure_optimizers()
+
+    def teardown(self, stage: str) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "reason"),
+    [(Classifier, {"save_distributed_checkpoint": True}, "stay in the workers"), (NeedsSetup, {}, "'file'")],
+)
+def test_without_its_optimizers_the_launching_process_saves_weights_and_refuses_to_save_more(
+    module: Any, strategy: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    run = on_a_grid(fit(module, max_steps=1), tmp_path, **strategy)
+    assert run.trainer.optimizers == []
+    with pytest.raises(UnsupportedFeatureError, match="weights_only=True") as refusal:
         run.trainer.save_checkpoint(tmp_path / "all.ckpt")
+    assert reason in str(refusal.value)
     run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     loaded = Classifier.load_from_checkpoint(tmp_path / "weights.ckpt")
     assert_same(loaded.state_dict(), run.weights)

@@ -8,6 +8,7 @@ for other times is adopted (:mod:`~lightning_recycle.control.plans.drift`), they
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -28,6 +29,7 @@ from lightning_recycle.planning import (
     plan,
     retime,
 )
+from lightning_recycle.planning.cancellation import Cancelled, cancelled_by
 from lightning_recycle.planning.library import PlanLibrary
 
 __all__ = ["OperationSeconds", "RunPlanner", "costs_from", "schedules_kept"]
@@ -39,6 +41,7 @@ OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 
 _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
 _AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, estimated from the first plan
+_END_SECONDS = 30.0  # for a planner of the user's, which does not know that its plan is not wanted any more
 _MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
 _MOVE_HORIZON = 1000  # steps within which it must pay
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
@@ -99,7 +102,7 @@ class RunPlanner:
         self._plan_seconds = 0.0
         self._changed = threading.Condition()
         self._request: tuple[list[frozenset[Worker]], OperationSeconds] | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None  # started by the first request
 
     def prepare(self) -> None:
@@ -220,22 +223,26 @@ class RunPlanner:
         with self._changed:
             self._request = (candidates[:affordable], {stage: dict(by_name) for stage, by_name in seconds.items()})
             self._changed.notify()
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._plan_requests, name="recycle-plan-ahead", daemon=True)
                 self._thread.start()
 
     def _plan_requests(self) -> None:
         """The planning thread: works on the newest request."""
+        with contextlib.suppress(Cancelled), cancelled_by(self._closed):
+            self._plan_newest_requests()
+
+    def _plan_newest_requests(self) -> None:
         while True:
             with self._changed:
-                while self._request is None and not self._closed:
+                while self._request is None and not self._closed.is_set():
                     self._changed.wait()
-                if self._closed:
+                if self._closed.is_set():
                     return
                 request = self._request
             assert request is not None
             for candidate in request[0]:
-                if self._request is not request or self._closed:
+                if self._request is not request or self._closed.is_set():
                     break
                 try:
                     factors = _of_live(self._factors, candidate)
@@ -248,10 +255,14 @@ class RunPlanner:
                         self._request = None
 
     def close(self) -> None:
-        """Stops planning ahead without waiting for a plan that is being made."""
+        """Stops planning ahead: gives up the plan that is being made, and waits until the thread has ended."""
         with self._changed:
-            self._closed = True
+            self._closed.set()
             self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+            if self._thread.is_alive():
+                log.warning("The planner %r has not ended after %g s and is left behind.", self._planner, _END_SECONDS)
 
 
 def _of_live(factors: _Factors, failed: frozenset[Worker]) -> _Factors:

@@ -6,7 +6,7 @@ functions over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -152,9 +152,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every stage delivered its result: payloads by rank."""
+    """Every stage delivered its result: payloads by rank. Whoever opens one takes it out, as it may be large."""
 
-    results: Mapping[int, Any]
+    results: MutableMapping[int, Any]
 
 
 @dataclass(frozen=True, slots=True)

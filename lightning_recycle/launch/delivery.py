@@ -1,0 +1,131 @@
+"""What workers deliver at the end of a run: each stage its part of the model, the leader what all have in common."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_recycle.launch.returned_optimizers import StageOptimizers
+from lightning_recycle.session.attributes import AttributeCarrier, CallbackParts, Pickles
+from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.session import Session
+
+__all__ = ["LOOPS", "Extras", "StagePart", "extras_of", "part_of"]
+
+log = logging.getLogger(__name__)
+
+LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
+"""The loops of a Trainer that have DataLoaders, by path."""
+
+_ATTRIBUTES = {  # of the Trainer's parts, by path: what a run changes, and is in no state dict
+    "": ("state", "should_stop", "val_check_batch"),
+    "_checkpoint_connector": ("_ckpt_path",),
+    "_logger_connector": ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics"),
+    "fit_loop": ("min_epochs", "max_epochs", "max_batches", "_last_train_dl_reload_epoch"),
+    "fit_loop.epoch_loop": ("_skip_next_val",),
+    "fit_loop.epoch_loop.val_loop": ("_max_batches", "_has_run", "_last_val_dl_reload_epoch"),
+    "validate_loop": ("_max_batches", "_has_run", "verbose"),
+    "test_loop": ("_max_batches", "_has_run", "verbose"),
+    "predict_loop": ("max_batches",),
+}
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a stage delivers.
+
+    Args:
+        state: its state dict.
+        optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
+            stage does not train, or writes checkpoints of its own because the whole is too large for one place.
+        attributes: what its layers keep outside of state dicts.
+    """
+
+    state: dict[str, Tensor]
+    optimizers: StageOptimizers | None
+    attributes: dict[str, Pickles]
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the leader delivers besides.
+
+    Args:
+        returned: what the function of the Trainer returned.
+        trainer: attributes of the Trainer and of its parts, by path.
+        loops: the state dict of each loop, by name.
+        loaders: the states of the DataLoaders of each loop that has read them, by path.
+        callbacks: the states of the callbacks.
+        callback_parts: the callbacks, with what they keep outside of their states.
+        modules: what the module and its submodules keep outside of their state dict.
+        profiler: what the profiler keeps.
+        schedulers: the states of the learning-rate schedulers.
+        copies: the parameters that are a copy of another stage's, and of which one.
+        precision: the state of the precision plugin.
+        data: the state of the data module.
+    """
+
+    returned: Any
+    trainer: dict[str, dict[str, Any]]
+    loops: dict[str, dict[str, Any]]
+    loaders: dict[str, list[dict[str, Any]]]
+    callbacks: dict[str, Any]
+    callback_parts: CallbackParts
+    modules: dict[str, Pickles]
+    profiler: Pickles
+    schedulers: list[dict[str, Any]]
+    copies: dict[str, str]
+    precision: dict[str, Any]
+    data: dict[str, Any]
+
+
+def part_of(session: Session, carrier: AttributeCarrier) -> StagePart:
+    """The part of this worker's stage."""
+    trainer, checkpoints = session.trainer, session.checkpoints
+    optimizers = None
+    if trainer.state.fn == TrainerFn.FITTING and not checkpoints.sharded:
+        optimizers = [(to_cpu(o.state_dict()), checkpoints.parameter_names(o)) for o in trainer.optimizers]
+    layers = carrier.pack_modules(lambda name: name.startswith("layers."))
+    return StagePart(to_cpu(session.module.state_dict()), optimizers, layers)
+
+
+def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Extras:
+    """What this worker, the leader, adds."""
+    trainer = session.trainer
+    loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
+    return Extras(
+        returned=to_cpu(returned),
+        trainer={
+            path: {name: to_cpu(vars(owner)[name]) for name in names if name in vars(owner)}
+            for path, names in _ATTRIBUTES.items()
+            for owner in [attrgetter(path)(trainer) if path else trainer]
+        },
+        loops={name: getattr(trainer, name).state_dict() for name in LOOPS if "." not in name},
+        loaders={path: loader._state_dicts() for path, loader in loaders.items() if loader is not None},
+        callbacks=call._call_callbacks_state_dict(trainer),
+        callback_parts=carrier.pack_callbacks(),
+        modules=carrier.pack_modules(lambda name: not name.startswith("layers.")),
+        profiler=carrier.pack(trainer.profiler),  # type: ignore[attr-defined]
+        schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        copies=dict(session.checkpoints.copies),
+        precision=trainer.precision_plugin.state_dict(),
+        data=_state_of_data(trainer),
+    )
+
+
+def _state_of_data(trainer: pl.Trainer) -> dict[str, Any]:
+    datamodule = getattr(trainer, "datamodule", None)
+    try:
+        return datamodule.state_dict() if datamodule is not None else {}
+    except Exception as error:  # its teardown() was called before, and the run is worth more than this state
+        log.warning(
+            "The state of %s does not come home: %s: %s", type(datamodule).__name__, type(error).__name__, error
+        )
+        return {}

@@ -1,0 +1,60 @@
+"""The optimizers and schedulers of a run, in the launching process, where nothing trains.
+
+The module's own ``configure_optimizers`` makes them for the whole model, as on one device, and they get the states that
+the workers delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.session.optimizer_states import merge_optimizer_states
+
+__all__ = ["STAY_IN_THE_WORKERS", "StageOptimizers", "make_optimizers"]
+
+StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]
+"""Of each optimizer of a stage the state dict, and the names of the parameters by group."""
+
+STAY_IN_THE_WORKERS = (
+    "with save_distributed_checkpoint=True, and where workers are started by hand, their states stay in the workers"
+)
+"""Why the launching process may have no optimizers."""
+
+
+def make_optimizers(
+    module: pl.LightningModule,
+    stages: Sequence[StageOptimizers],
+    copies: Mapping[str, str],
+    schedulers: Sequence[dict[str, Any]],
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """The optimizers and schedulers of the whole model.
+
+    Args:
+        module: the module, with all its parameters.
+        stages: the optimizers of each stage, in order.
+        copies: the parameters that are a copy of another stage's, and of which one.
+        schedulers: the states of the learning-rate schedulers.
+
+    Raises:
+        ConfigurationError: if the module cannot make them here.
+    """
+    try:
+        optimizers, configs = _init_optimizers_and_lr_schedulers(module)
+    except Exception as error:  # the user's: it may need what exists in the workers only
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
+            f" in the workers: {type(error).__name__}: {error}"
+        ) from error
+    for index, optimizer in enumerate(optimizers):
+        states, names = zip(*(stage[index] for stage in stages), strict=True)
+        optimizer.load_state_dict(merge_optimizer_states(states, names, copies))
+    for config, state in zip(configs, schedulers, strict=True):
+        config.scheduler.load_state_dict(state)
+    return optimizers, configs

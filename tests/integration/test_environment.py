@@ -1,0 +1,86 @@
+"""Workers have the environment that the launching process had when their run started, whatever an earlier run had."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from support.growth import AwaitReplacement, Marks, Meanwhile, kill, mark_of, rejoined
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.scripts import output_of
+from support.training import exact_fit
+
+SCRIPT = Path(__file__).with_name("seed_sweep.py")
+
+
+def sweep(*seeds: int) -> list[dict[str, Any]]:
+    lines = output_of(SCRIPT, *seeds, env={"OMP_NUM_THREADS": "1"}).splitlines()
+    return [json.loads(line.removeprefix("RUN ")) for line in lines if line.startswith("RUN ")]
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    """Of the seeds 1, 2 and 1 in one process."""
+    return sweep(1, 2, 1)
+
+
+def test_each_run_of_a_seed_sweep_equals_one_of_a_fresh_process(runs: list[dict[str, Any]]) -> None:
+    first, second, first_again = (run["weights"] for run in runs)
+    assert first != second
+    assert first == first_again
+    (fresh,) = sweep(2)
+    assert second == fresh["weights"]
+
+
+def test_what_was_set_or_deleted_between_two_runs_has_arrived(runs: list[dict[str, Any]]) -> None:
+    found = [run["found"] for run in runs]
+    assert [[worker["set"] for worker in run] for run in found] == [["1"] * 2, ["2"] * 2, ["1"] * 2]
+    assert [[worker["deleted"] for worker in run] for run in found] == [["yes"] * 2, [None] * 2, [None] * 2]
+
+
+def test_the_environment_is_there_when_a_worker_imports_the_script(runs: list[dict[str, Any]]) -> None:
+    assert [[worker["at import"] for worker in run["found"]] for run in runs] == [["1"] * 2, ["2"] * 2, ["1"] * 2]
+
+
+def test_torch_uses_as_many_threads_as_the_environment_says_now(runs: list[dict[str, Any]]) -> None:
+    assert [[worker["threads"] for worker in run["found"]] for run in runs] == [[1] * 2, [2] * 2, [3] * 2]
+
+
+class Finds(L.Callback):
+    """Writes down a variable in each process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        path = self.folder / f"found-{trainer.global_rank}-{strategy.incarnation}"
+        path.write_text(os.environ.get("OF_THE_RUN", "nothing"))
+
+
+def test_a_replacement_has_the_environment_of_the_start_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 40
+    monkeypatch.setenv("OF_THE_RUN", "start")
+
+    def strike(pid: int) -> None:
+        os.environ["OF_THE_RUN"] = "later"
+        kill(pid)
+
+    with Meanwhile(lambda: mark_of(tmp_path, 1, 0), strike):
+        run = exact_fit(
+            Regression().double(),
+            2,
+            1,
+            data=dataset(GLOBAL_BATCH * steps),
+            max_steps=steps,
+            strategy={"restart_workers": True},
+            callbacks=[AwaitReplacement(range(20, steps), pace=0.1), Marks(tmp_path), Finds(tmp_path)],
+        )
+    assert rejoined(run) == [(1, 0)]
+    assert {path.name: path.read_text() for path in tmp_path.glob("found-*")} == dict.fromkeys(
+        ("found-0-0", "found-1-0", "found-1-1"), "start"
+    )

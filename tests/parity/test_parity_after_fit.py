@@ -1,0 +1,395 @@
+"""After a run the Trainer of the launching process is as after the same run on one device, attribute by attribute.
+
+What may differ is written down in :data:`DIFFERS`, with the reason.
+"""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import same_script as same
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
+from same_script import Classifier, Runs, Session, assert_same
+from support.training import QUIET, failures
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+DIFFERS = {
+    "trainer.strategy": "it is what is compared",
+    "trainer.device_ids": "the grid has more devices",
+    "trainer.num_devices": "the grid has more devices",
+    "trainer.world_size": "the grid has more devices",
+    "trainer.distributed_sampler_kwargs": "the grid has more devices",
+    "callback Keeps.file": "an open file cannot leave the worker: the launching process keeps what it has",
+    "callback ModelCheckpoint._last_time_checked": "a time of day",
+    "callback Timer._start_time": "a time of day",
+    "callback Timer._end_time": "a time of day",
+    "trainer._last_val_time": "a time of day, which every fit sets",
+    "fit_loop._combined_loader": "the loaders in it are compared as trainer.train_dataloader",
+    "fit_loop.epoch_loop.val_loop._combined_loader": "the loaders in it are compared as trainer.val_dataloaders",
+    "test_loop._combined_loader": "the loaders in it are compared as trainer.test_dataloaders",
+    "fit_loop.epoch_loop._results": "what was logged is in the metrics; every run begins it anew",
+    "fit_loop.epoch_loop.val_loop._results": "what was logged is in the metrics; every run begins it anew",
+    "test_loop._results": "what was logged is in the metrics; every run begins it anew",
+    "fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader": "every evaluation begins it anew",
+    "test_loop._seen_batches_per_dataloader": "every evaluation begins it anew",
+}
+"""Attributes of the launching process that may differ from those of one device, and why.
+
+Besides, there are callbacks of this package, and ``recycle/`` metrics.
+"""
+
+
+class Keeps(L.Callback):
+    """Keeps things as users' callbacks do."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.notes: dict[str, Any] = {}
+        self.watched: Any = None
+        self.file: Any = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.watched = pl_module
+        self.file = open(__file__)  # noqa: SIM115, which cannot be pickled
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].detach().clone())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.file.close()
+        self.notes = {"epoch": trainer.current_epoch, "trainer": trainer}
+
+
+class Remembers(nn.Linear):
+    """A layer with an attribute that is in no state dict."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls = 1
+        return super().forward(x)
+
+
+class Module(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+        self.best: Tensor | None = None
+        self.untouched = self.twin = {"kept": [1, 2]}
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        return [layer.double() for layer in (Remembers(8, 16), nn.Tanh(), Remembers(16, same.CLASSES))]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2 * int(total))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def configure_callbacks(self) -> Any:
+        return [EarlyStopping("val_loss", patience=10)]
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(self.current_epoch)
+        self.best = torch.ones(2) * self.current_epoch
+
+
+class Stays:
+    """Stands for an object that is compared by its class only."""
+
+    def __init__(self, kind: type) -> None:
+        self.name = kind.__name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stays) and self.name == other.name
+
+    def __repr__(self) -> str:
+        return f"a {self.name}"
+
+
+def is_own(value: Any) -> bool:
+    """Whether it is a callback that only the grid has."""
+    return isinstance(value, L.Callback) and type(value).__module__.startswith("lightning_recycle.")
+
+
+def view(value: Any, root: Path) -> Any:
+    """What of a value can be compared between two runs."""
+    if value is None or isinstance(value, (bool, int, float, Tensor)):
+        return value
+    if isinstance(value, (str, Path)):
+        return str(value).replace(str(root), "ROOT")
+    if isinstance(value, _BaseProgress):
+        return view(value.state_dict(), root)
+    if isinstance(value, Mapping):
+        items = [(str(view(key, root)), item) for key, item in value.items()]
+        return {key: view(item, root) for key, item in items if not key.startswith("recycle/")}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+        return [view(item, root) for item in items if not is_own(item)]
+    return Stays(type(value))
+
+
+def attributes_of(trainer: L.Trainer, module: L.LightningModule, root: Path) -> dict[str, Any]:
+    """All attributes of what a user finds in a Trainer, by path."""
+    found: dict[str, Any] = {}
+
+    def look(path: str, owner: Any, names: Any) -> None:
+        for name in names:
+            try:
+                found[f"{path}.{name}"] = view(getattr(owner, name), root)
+            except Exception as error:  # the attribute cannot be read now, which must be so in both
+                found[f"{path}.{name}"] = type(error).__name__
+
+    properties = [name for name, kind in inspect.getmembers(type(trainer)) if isinstance(kind, property)]
+    look("trainer", trainer, sorted({*vars(trainer), *properties}))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not is_own(callback):
+            look(f"callback {type(callback).__name__}", callback, vars(callback))
+
+    def look_at_loop(path: str, loop: _Loop) -> None:
+        look(path, loop, vars(loop))
+        for name, child in vars(loop).items():
+            if isinstance(child, _Loop):
+                look_at_loop(f"{path}.{name}", child)
+
+    for name in ("fit_loop", "validate_loop", "test_loop", "predict_loop"):
+        look_at_loop(name, getattr(trainer, name))
+    for name, submodule in module.named_modules():
+        look(f"module {name}".strip(), submodule, vars(submodule))
+    for index, optimizer in enumerate(trainer.optimizers):
+        found[f"optimizer {index}"] = view(optimizer.state_dict(), root)
+    for index, config in enumerate(trainer.lr_scheduler_configs):
+        look(f"schedule {index}", config, vars(config))
+        found[f"schedule {index} state"] = view(config.scheduler.state_dict(), root)
+    return found
+
+
+def differences(one: same.Run, grid: same.Run, tolerance: float = 1e-6) -> list[str]:
+    """The attributes that differ, and how, without those that may."""
+    mine, its = (attributes_of(run.trainer, run.module, run.root) for run in (one, grid))
+    assert len(mine) > 300  # an attribute that nobody looked at would not differ
+    found = []
+    for path in sorted(mine.keys() | its.keys()):
+        if any(path == allowed or path.startswith(f"{allowed}.") for allowed in DIFFERS):
+            continue
+        if path not in its or path not in mine:
+            found.append(f"{path}: only {'on one device' if path in mine else 'on the grid'}")
+            continue
+        try:
+            assert_same(mine[path], its[path], tolerance, path)
+        except AssertionError as error:
+            found.append(str(error).splitlines()[0])
+    return found
+
+
+def fit(session: Session, *callbacks: Any) -> None:
+    module = session.run.module = Module()
+    trainer = session.trainer(
+        max_epochs=2,
+        logger=CSVLogger(session.root),
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+        callbacks=[
+            LearningRateMonitor("step"),
+            Timer(),
+            Keeps(),
+            ModelCheckpoint(monitor="val_loss", save_top_k=-1),
+            *callbacks,
+        ],
+    )
+    trainer.fit(module, session.data.training(), session.data.validation())
+
+
+def fit_and_test(session: Session) -> None:
+    fit(session)
+    session.run.trainer.test(session.run.module, session.data.validation(), verbose=False)
+
+
+fitted, tested = same.runs_of(fit), same.runs_of(fit_and_test)
+
+
+def test_every_attribute_after_fit_is_that_of_one_device(fitted: Runs) -> None:
+    found = differences(*fitted)
+    assert not found, "\n".join(found)
+
+
+def test_every_attribute_after_a_test_that_follows_is_that_of_one_device(tested: Runs) -> None:
+    found = differences(*tested)
+    assert not found, "\n".join(found)
+
+
+def test_what_may_differ_exists(tested: Runs) -> None:
+    """An entry of the list that stands for nothing would hide what gets its name."""
+    known = attributes_of(tested[0].trainer, tested[0].module, tested[0].root)
+    attributes = vars(Timer()), vars(ModelCheckpoint())
+    assert {path for path in DIFFERS if path not in known} <= {f"callback Timer.{name}" for name in attributes[0]}
+
+
+def test_what_callbacks_and_the_module_keep_is_there(fitted: Runs) -> None:
+    trainer, module = fitted[1].trainer, fitted[1].module
+    keeps = next(callback for callback in trainer.callbacks if isinstance(callback, Keeps))
+    assert len(keeps.losses) == trainer.global_step == 2 * same.STEPS_PER_EPOCH
+    assert keeps.watched is module  # not a worker's, which has one stage
+    assert keeps.notes == {"epoch": 2, "trainer": trainer}
+    assert (module.epochs, module.best.tolist()) == ([0, 1], [1.0, 1.0])
+    assert module.layers[0].calls == module.layers[2].calls == 1  # of both stages
+    assert module.untouched is module.twin  # what has not changed is the same object
+    assert trainer.early_stopping_callback.best_score < float("inf")  # from configure_callbacks()
+    assert module.trainer is trainer
+    assert trainer.estimated_stepping_batches == 2 * same.STEPS_PER_EPOCH
+
+
+def assert_same_checkpoints(one: Path, other: Path) -> None:
+    mine, its = (torch.load(path, weights_only=False) for path in (one, other))
+    assert list(mine) == list(its)
+    for key in mine:
+        if key == "callbacks":  # Timer and the folders of ModelCheckpoint
+            assert list(mine[key]) == [name for name in its[key] if "HeartbeatCallback" not in name]
+        else:
+            assert_same(mine[key], its[key], same.FLOAT32_TOLERANCE, key)
+
+
+def save(session: Session) -> None:
+    fit(session)
+    session.run.trainer.save_checkpoint(session.root / "after.ckpt")
+
+
+saved = same.runs_of(save)
+
+
+def test_a_checkpoint_that_is_saved_after_fit_is_whole(saved: Runs) -> None:
+    one, grid = saved
+    assert_same_checkpoints(one.root / "after.ckpt", grid.root / "after.ckpt")
+
+
+def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(saved: Runs) -> None:
+    folder = saved[1].root
+    (last,) = folder.rglob("epoch=1-step=8.ckpt")
+    mine, its = (torch.load(path, weights_only=False) for path in (folder / "after.ckpt", last))
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        assert_same(mine[key], its[key], 0.0, key)
+
+
+@pytest.mark.parametrize("resume", [same.on_one_device, same.on_a_grid])
+def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, saved: Runs, tmp_path: Path) -> None:
+    def go_on(path: Path, run: Any) -> same.Run:
+        def script(session: Session) -> None:
+            module = session.run.module = Module()
+            session.trainer(max_epochs=3).fit(
+                module, session.data.training(), session.data.validation(), ckpt_path=path, weights_only=False
+            )
+
+        folder.mkdir()
+        return run(script, folder)
+
+    folder = tmp_path / "one"
+    expected = go_on(saved[0].root / "after.ckpt", same.on_one_device)
+    folder = tmp_path / "resumed"
+    resumed = go_on(saved[1].root / "after.ckpt", resume)
+    assert resumed.progress == expected.progress
+    assert_same(expected.weights, resumed.weights)
+
+
+def test_every_attribute_is_there_if_the_leader_died(fitted: Runs, tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        fit(session, FaultInjectionCallback([Fault("kill", pipeline=0, stage=1, step=5)]))
+
+    grid = same.on_a_grid(script, tmp_path)
+    assert failures(grid.trainer) == [(0, 1)]
+    found = differences(fitted[0], grid)
+    assert not found, "\n".join(found)
+
+
+class DataOfTheWorkers(L.LightningDataModule):
+    """Its loaders need what ``setup`` makes, which the launching process does not call."""
+
+    def __init__(self, data: same.Data) -> None:
+        super().__init__()
+        self.data = data
+        self.epochs_seen = 0
+
+    def setup(self, stage: str) -> None:
+        self.count = same.GLOBAL_BATCH * same.STEPS_PER_EPOCH
+
+    def train_dataloader(self) -> Any:
+        self.epochs_seen += 1
+        return self.data.loader(self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs_seen": self.epochs_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs_seen = state_dict["epochs_seen"]
+
+
+class NoValidation(Module):
+    def configure_callbacks(self) -> Any:
+        return []
+
+
+def fit_a_data_module(session: Session) -> None:
+    module = session.run.module = NoValidation()
+    trainer = session.trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, datamodule=DataOfTheWorkers(session.data))
+    trainer.save_checkpoint(session.root / "after.ckpt")
+
+
+with_data_module = same.runs_of(fit_a_data_module)
+
+
+def test_a_data_module_and_accumulated_batches_are_known_as_on_one_device(with_data_module: Runs) -> None:
+    for run in with_data_module:
+        assert run.trainer.datamodule.epochs_seen == 2
+        assert run.trainer.num_training_batches == same.STEPS_PER_EPOCH
+        assert run.trainer.estimated_stepping_batches == same.STEPS_PER_EPOCH  # 2 epochs of 2 steps
+        assert run.trainer.global_step == same.STEPS_PER_EPOCH
+    mine, its = (torch.load(run.root / "after.ckpt", weights_only=False) for run in with_data_module)
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "DataOfTheWorkers"):
+        assert_same(mine[key], its[key], same.FLOAT32_TOLERANCE, key)
+
+
+class Ordinary(L.LightningModule):
+    """Not a pipeline: it has a step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(Remembers(8, 16), nn.Tanh(), Remembers(16, same.CLASSES)).double()
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def test_an_ordinary_module_is_as_on_one_device() -> None:
+    data = same.samples(same.GLOBAL_BATCH * same.STEPS_PER_EPOCH)
+
+    def train(batch_size: int, **kwargs: Any) -> tuple[L.Trainer, Ordinary]:
+        module, trainer = Ordinary(), L.Trainer(accelerator="cpu", max_epochs=1, **QUIET, **kwargs)
+        trainer.fit(module, DataLoader(data, batch_size=batch_size))
+        return trainer, module
+
+    one, expected = train(same.GLOBAL_BATCH, devices=1)
+    grid, module = train(same.GLOBAL_BATCH // 2, devices=2, strategy=ReCycleStrategy(num_microbatches=1))
+    assert module.seen == expected.seen == list(range(same.STEPS_PER_EPOCH))
+    assert module.net[0].calls == expected.net[0].calls == 1
+    assert_same(one.optimizers[0].state_dict(), grid.optimizers[0].state_dict())
