@@ -49,7 +49,12 @@ from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import SaveAndEnd
-from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_progress_bar, show_whole_run
+from lightning_recycle.session.lightning_callbacks import (
+    keep_monitors_going,
+    keep_reports_apart,
+    show_progress_bar,
+    show_whole_run,
+)
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
@@ -135,7 +140,11 @@ class Session:
     # ------------------------------------------------------------------ setup
 
     def keep_log_files(self) -> None:
-        """Lets the Trainer's loggers go on after an earlier run, as in one process."""
+        """Lets the Trainer's loggers go on after an earlier run, as in one process, and each worker's profiler write
+        files of its own.
+        """
+        if self.grid.num_workers > 1:
+            keep_reports_apart(self.trainer)
         if self.run.has_run and self.collectives.leads:
             keep_files(self.trainer.loggers)
 
@@ -146,7 +155,7 @@ class Session:
         self.module = module = recorded(trainer.lightning_module)
         self.parts = parts_of(module)
         strategy.accelerator.setup(trainer)
-        show_whole_run(trainer, self.parts)
+        show_whole_run(trainer, self.parts, self.grid.num_workers)
         tell_batch_sizes(trainer)
         self._build_model()
         self._recorder = OutputRecorder(module)
