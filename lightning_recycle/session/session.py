@@ -158,7 +158,7 @@ class Session:
         show_whole_run(trainer, self.parts, self.grid.num_workers)
         tell_batch_sizes(trainer)
         self._build_model()
-        self._recorder = OutputRecorder(module)
+        self._recorder = OutputRecorder(module, alone=self.grid.global_microbatches == 1)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
@@ -326,6 +326,7 @@ class Session:
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
         if self._joined_with is not None:  # its donor waited here, after the same hooks
             restore_snapshot(self.trainer, self._joined_with)
+            self._recorder.collected.load_state(self._joined_with.collected)
             self._joined_with = None
 
         def apply_with_hooks(result: StepResult) -> None:
@@ -429,7 +430,12 @@ class Session:
         return Facts(counters, options)
 
     def take_snapshot(self) -> WorkerSnapshot:
-        return take_snapshot(self.trainer, self.client.member.next_collective, self.stop_requests.agreed)
+        return take_snapshot(
+            self.trainer,
+            self.client.member.next_collective,
+            self._recorder.collected.state(),
+            self.stop_requests.agreed,
+        )
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         member = self.client.member
@@ -438,4 +444,5 @@ class Session:
         member.joining = False
         member.next_collective = snapshot.next_collective
         self.stop_requests.agreed = snapshot.stop_agreed
+        self._recorder.collected.load_state(snapshot.collected)
         self._joined_with = snapshot
