@@ -48,6 +48,7 @@ from lightning_recycle.session.checks import check_batch, check_optimizers
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.gradient_norms import complete_norms
 from lightning_recycle.session.interruption import SaveAndEnd
 from lightning_recycle.session.lightning_callbacks import (
     keep_monitors_going,
@@ -117,6 +118,7 @@ class Session:
     def leave(self) -> None:
         """The run is over, but this process goes on as the launching process of the next one."""
         self._count_in_batches()
+        complete_norms(None)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
         as_it_was(self.module)
@@ -168,6 +170,9 @@ class Session:
         self._transfers = strategy.root_device.type != "cpu" or overridden
         tied = ties_between_stages(self.parts.tied_groups(), self.run.parts)
         ties = TieExchange(tied, self.worker.stage, dict(module.named_parameters()))
+        if self.grid.stages > 1:
+            names = {id(p): ties.copies.get(name, name) for name, p in module.named_parameters()}
+            complete_norms(self.collectives.gather_stages, names)
         self.executor = self._build_executor(ties)
         self.checkpoints = Checkpoints(
             self.parts,
