@@ -140,6 +140,10 @@ PRIVATE = {
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
     ],
     "lightning_recycle.launch.results": ["lightning.pytorch.trainer:call._call_callbacks_load_state_dict"],
+    "lightning_recycle.session.gradient_norms": [
+        "lightning.pytorch.utilities:grad_norm.__code__",
+        "torch.nn.utils.clip_grad:_get_total_norm",
+    ],
     "lightning_recycle.session.snapshot": [
         "lightning.pytorch.loops.loop:_Loop._load_from_state_dict",
         "lightning.pytorch.loops.fit_loop:RestartStage.RESTARTED_MID_EPOCH",

@@ -212,7 +212,7 @@ class Collected:
                     refuse(place.path, "a NumPy array cannot be followed; make it a tensor")
                 place.value[...] = place.copy
             elif isinstance(place.value, Metric):
-                if place.value._update_count != place.copy:
+                if place.value.update_count != place.copy:
                     refuse(
                         place.path, "a torchmetrics object must be an attribute of the module, or in an nn.ModuleDict"
                     )
@@ -312,7 +312,7 @@ def _visit(
     elif isinstance(value, np.ndarray):
         copy = value.copy()
     elif isinstance(value, Metric):
-        copy = value._update_count
+        copy = value.update_count
     elif _is_plain_object(value) and depth:
         attributes, longest = vars(value), _OWN_ITEMS
         namespaces.append(_Namespace(path, attributes, frozenset(attributes)))
@@ -355,9 +355,10 @@ def _compare_lists(place: _Place, now: Any, found: Any, refuse: Any) -> None:
             refuse(place.path, "items were removed")
     elif now is old or _begins_with(now, place.copy):
         items = list(now)
-        for index, (before, after) in enumerate(zip(place.copy, items, strict=False)):
-            if not _is_item(before, after):
-                found((*place.path, (False, index)), Kind.ASSIGN, after)
+        if not all(map(is_, place.copy, items)):  # long lists grow, and this is quick
+            for index, (before, after) in enumerate(zip(place.copy, items, strict=False)):
+                if not _is_item(before, after):
+                    found((*place.path, (False, index)), Kind.ASSIGN, after)
         if len(items) > kept:
             found(place.path, Kind.EXTEND, items[kept:])
     elif {id(getattr(item, "plain", item)) for item in now} & set(map(id, place.copy)):
@@ -385,7 +386,8 @@ def _compare_dicts(place: _Place, now: Any, found: Any, refuse: Any) -> None:
     elif any(key not in now for key in place.copy):
         refuse(place.path, "items were removed")
     else:
-        for key, value in list(now.items()):
+        kept = len(now) == len(place.copy) and all(map(is_, place.copy.values(), now.values()))
+        for key, value in [] if kept else list(now.items()):
             if key not in place.copy:
                 found((*place.path, (False, key)), Kind.CREATE, value)
             elif not _is_item(place.copy[key], value):

@@ -125,9 +125,9 @@ class OutputRecorder:
             return pickle.dumps(recorded)
         except Exception as error:
             raise UnsupportedFeatureError(
-                f"What a hook or step of {type(self._module).__name__} returned, logged or put into attributes cannot be"
-                f" sent to the other workers, which need it too: {error}. Use tensors, numbers, strings, and lists and"
-                " dicts of them."
+                f"What a hook or step of {type(self._module).__name__} returned, logged or put into attributes cannot"
+                f" be sent to the other workers, which need it too: {error}. Use tensors, numbers, strings, and lists"
+                " and dicts of them."
             ) from error
 
     def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:

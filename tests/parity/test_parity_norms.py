@@ -82,13 +82,3 @@ def test_grad_norm_is_complete_whoever_dies(tmp_path: Path, stage: int, at: str)
     grid = same.on_a_grid(logged(LogsNorms, fault), tmp_path / "grid", restart_workers=True)
     same.assert_same(one.metrics, grid.metrics, same.FLOAT32_TOLERANCE)
     same.assert_same(one.weights, grid.weights)
-
-
-class ClipsByHand(same.Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-
-
-def test_clipping_by_the_norm_of_a_stage_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    same.on_a_grid(lambda session: session.fit(ClipsByHand(), max_epochs=1) and None, tmp_path)
-    assert capfd.readouterr().err.count("sees the gradients of one stage") == 1
