@@ -41,7 +41,7 @@ def test_every_reference_to_the_function_sees_all_stages(model: nn.Sequential, s
         f"grad_2.0_norm/{n}" for n in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")
     ] + ["grad_2.0_norm_total"]
     own = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-    torch.testing.assert_close(norms["grad_2.0_norm_total"], torch.stack([*own, torch.tensor(4.0)]).norm().float())
+    torch.testing.assert_close(norms["grad_2.0_norm_total"], torch.stack([*own, torch.tensor(4.0).double()]).norm())
     assert the_same(model, "2") == norms
 
 
