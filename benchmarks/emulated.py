@@ -153,7 +153,7 @@ class _SleepRecorder(L.Callback):
         self.directory = Path(directory)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        (self.directory / str(trainer.global_rank)).write_text(str(_Slots.seconds / _Slots.wanted))
+        (self.directory / str(trainer.strategy.grid_rank)).write_text(str(_Slots.seconds / _Slots.wanted))
 
     def mean(self) -> float:
         ratios = [float(path.read_text()) for path in self.directory.iterdir()]

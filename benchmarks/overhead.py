@@ -201,6 +201,11 @@ def run_strategy(plan: Plan, gate: Gate, watched: bool = False, **options: Any) 
     return float(trainer.callback_metrics["train_loss"])
 
 
+def _rank(trainer: L.Trainer) -> int:
+    """A number of this worker's own: under DDP its global rank."""
+    return int(getattr(trainer.strategy, "grid_rank", trainer.global_rank))
+
+
 class _Gatekeeper(L.Callback):
     """Leads each worker through the gate."""
 
@@ -211,11 +216,11 @@ class _Gatekeeper(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.plan.is_gate(trainer.global_step):
-            self.gate.wait(trainer.global_rank)
+            self.gate.wait(_rank(trainer))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        Memory.now(pl_module.parameters(), trainer.optimizers[0]).save(self.gate, trainer.global_rank)
-        self.gate.wait(trainer.global_rank)
+        Memory.now(pl_module.parameters(), trainer.optimizers[0]).save(self.gate, _rank(trainer))
+        self.gate.wait(_rank(trainer))
 
 
 # ---------------------------------------------------------------------- the baseline

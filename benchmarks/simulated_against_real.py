@@ -218,7 +218,7 @@ class _Replacement(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.strategy.incarnation:
             time.sleep(self._away)
-            (Path(self._directory) / str(trainer.global_rank)).write_text(repr(time.time()))
+            (Path(self._directory) / str(trainer.strategy.grid_rank)).write_text(repr(time.time()))
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if self._last is None and trainer.strategy.counters.get("rejoined_workers", 0) >= self._rejoins:

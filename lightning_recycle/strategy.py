@@ -20,6 +20,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,6 +28,7 @@ from typing_extensions import override
 from lightning_recycle.control.history import Event
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.launch.launcher import SupervisorLauncher
+from lightning_recycle.model.parts import parts_of
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
@@ -43,8 +45,12 @@ __all__ = ["ReCycleStrategy"]
 class ReCycleStrategy(ParallelStrategy):
     """Pipeline and data parallelism that goes on, with the same result, when workers die.
 
-    ``devices * num_nodes`` workers form D pipelines of S stages; the rank of the worker at pipeline d, stage s is
-    ``d * S + s``. The DataLoader's ``batch_size`` is per pipeline and is split into M micro-batches.
+    ``devices * num_nodes`` workers form D pipelines of S stages. The DataLoader's ``batch_size`` is per pipeline and is
+    split into M micro-batches.
+
+    ``trainer.world_size`` and ``trainer.global_rank`` are what data code means by them: D, and the pipeline d of a
+    worker. Workers of one pipeline share a rank; exactly one worker has ``trainer.is_global_zero``. The places in the
+    grid have names of their own: ``grid``, ``worker`` and ``grid_rank``, which is ``d * S + s``.
 
     Args:
         pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1.
@@ -252,9 +258,17 @@ class ReCycleStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def grid_rank(self) -> int:
+        """The place of this worker in the grid as a number of its own: d * S + s."""
+        return self.session.place.rank
+
+    @property
     @override
     def global_rank(self) -> int:
-        return 0 if self._session is None else self._session.place.rank
+        """The pipeline of this worker, which other workers share: the rank that data code divides by. 0 in the
+        launching process.
+        """
+        return 0 if self._session is None else self._session.worker.pipeline
 
     @property
     @override
@@ -269,7 +283,36 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
-        return len(self.parallel_devices or [0]) if self._session is None else self._session.grid.num_workers
+        """The number of pipelines: a step's batch is that many times the DataLoader's. It is the same in all processes,
+        before, in and after a run, and stays what it was when the run goes on with fewer pipelines, as the global batch
+        does.
+
+        Raises:
+            ConfigurationError: if the devices cannot be divided into pipelines.
+        """
+        if self._session is not None:
+            return self._session.run.batch_pipelines
+        module, devices = self.lightning_module, self.num_devices
+        if module is not None:
+            return self.options.choose_grid(devices, can_be_cut=parts_of(module).can_be_cut).pipelines
+        grid = self.options.choose_grid(devices)
+        if self.pipeline_parallel_size is None and grid.stages > 1:  # type: ignore[attr-defined]
+            rank_zero_warn(
+                f"trainer.world_size is {grid.pipelines}, the number of pipelines if the model is a PipelineModule;"
+                f" with another one it will be {devices}, as many as devices. To be sure before the Trainer has its"
+                " model, use ReCycleStrategy(pipeline_parallel_size=...)."
+            )
+        return grid.pipelines
+
+    @property
+    def num_devices(self) -> int:
+        """The number of workers that the run starts with."""
+        return len(self.parallel_devices or [0]) * self.num_nodes
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     @override

@@ -156,6 +156,10 @@ PRIVATE = {
         "lightning.pytorch.trainer.connectors.data_connector:_request_dataloader",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
     ],
+    "lightning_recycle.session.gradient_norms": [
+        "lightning.pytorch.utilities:grad_norm.__code__",
+        "torch.nn.utils.clip_grad:_get_total_norm",
+    ],
     "lightning_recycle.session.snapshot": [
         "lightning.pytorch.loops.loop:_Loop._load_from_state_dict",
         "lightning.pytorch.loops.fit_loop:RestartStage.RESTARTED_MID_EPOCH",

@@ -122,8 +122,8 @@ class FaultInjectionCallback(pl.Callback):
                 " with another strategy a fault would end the run."
             )
         strategy = cast(_Strategy, trainer.strategy)
-        rank = trainer.global_rank
-        agenda = self._agenda(trainer.world_size, rank, strategy.incarnation)
+        rank = strategy.grid_rank
+        agenda = self._agenda(strategy.grid.num_workers, rank, strategy.incarnation)
         self._injector = _Injector(self.faults, agenda, strategy, rank)
         strategy.at_point.append(self._injector.at_point)
 
@@ -171,6 +171,8 @@ class _Strategy(Protocol):
     """What this module needs from the strategy."""
 
     executor: _Executor | None
+    grid: Grid
+    grid_rank: int
     incarnation: int
     at_point: list[Callable[[str, int], None]]
 
@@ -182,7 +184,7 @@ class _Injector:
         faults: faults of all workers; this process picks its own when it first acts.
         agenda: timed failures of this process.
         strategy: strategy of this process. Without an executor this is not a worker, and nothing ever happens.
-        rank: rank of this process.
+        rank: this process's place in the grid.
     """
 
     def __init__(self, faults: Sequence[Fault], agenda: Agenda, strategy: _Strategy, rank: int) -> None:

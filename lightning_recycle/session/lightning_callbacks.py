@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lightning_recycle.model.parts import ModelParts
 
-__all__ = ["keep_monitors_going", "show_cursor", "show_progress_bar", "show_whole_run"]
+__all__ = ["keep_monitors_going", "keep_reports_apart", "show_cursor", "show_progress_bar", "show_whole_run"]
 
 _EVALUATIONS = {  # stage -> its name in hooks
     RunningStage.SANITY_CHECKING: "validation",
@@ -30,16 +30,26 @@ _EVALUATIONS = {  # stage -> its name in hooks
 }
 
 
-def show_whole_run(trainer: pl.Trainer, parts: ModelParts) -> None:
-    """Prepares the callbacks of a worker; called while ``parts`` still are the whole model."""
+def show_whole_run(trainer: pl.Trainer, parts: ModelParts, num_workers: int) -> None:
+    """Prepares the callbacks of one of ``num_workers``; called while ``parts`` still are the whole model."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary) and trainer.state.fn == TrainerFn.FITTING:
             _summarize_whole_model(callback, trainer, parts)
         elif isinstance(callback, ThroughputMonitor):
-            _measure_grid_as_one_device(callback, trainer)
+            _measure_grid_as_one_device(callback, num_workers)
         elif isinstance(callback, BasePredictionWriter):
             for name in ("write_on_batch_end", "write_on_epoch_end"):
                 setattr(callback, name, _by_the_leader(trainer, getattr(callback, name)))
+
+
+def keep_reports_apart(trainer: pl.Trainer) -> None:
+    """Lets the profiler name its report after this worker's device also if Lightning sees a world of one pipeline."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    profiler.setup = partial(_set_up_profiler, type(profiler).setup.__get__(profiler), trainer.local_rank)
+
+
+def _set_up_profiler(setup: Callable[..., None], rank: int, stage: Any, local_rank: Any, log_dir: Any) -> None:
+    setup(stage=stage, local_rank=rank, log_dir=log_dir)
 
 
 def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: ModelParts) -> None:
@@ -57,12 +67,12 @@ def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: M
     callback._summary = lambda *_: summary  # type: ignore[method-assign]
 
 
-def _measure_grid_as_one_device(monitor: ThroughputMonitor, trainer: pl.Trainer) -> None:
+def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) -> None:
     """A step's batch is the global one, so the rates are those of all devices together."""
     for throughput in monitor._throughputs.values():
         throughput.world_size = 1
         if throughput.available_flops is not None:
-            throughput.available_flops *= trainer.world_size
+            throughput.available_flops *= num_workers
 
 
 def _by_the_leader(trainer: pl.Trainer, write: Callable[..., None]) -> Callable[..., None]:

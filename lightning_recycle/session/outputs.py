@@ -1,10 +1,11 @@
 """What the last stage's outputs become: logged values and metric states, the same on every worker.
 
 Concept: the user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on the worker that
-computed it. What they do there is *recorded* instead of done: calls of ``self.log``, and what each torchmetrics object
-of the module gained. The records of all micro-batches of a step travel through the coordinator to all workers, and are
-*replayed* there in the order of the micro-batches. So every worker holds the complete metrics, whoever dies, and
-callbacks take the same decisions everywhere.
+computed it. What they do there is *recorded* instead of done: calls of ``self.log``, what each torchmetrics object of
+the module gained, and what they collected in its other attributes (:mod:`~lightning_recycle.session.collected`). The
+records of all micro-batches of a step travel through the coordinator to all workers, and are *replayed* there in the
+order of the micro-batches. So every worker holds the complete metrics, whoever dies, and callbacks take the same
+decisions everywhere.
 
 Values that were logged are combined as ``reduce_fx`` says: the mean weighted by samples, the sum, the extremes.
 Metric states are combined by the reduction that each state declares. A hook must not look at what it logged or at
@@ -26,6 +27,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.session.collected import Change, Collected
 from lightning_recycle.session.optimizer_states import to_cpu
 
 __all__ = ["OutputRecorder", "Recording", "Returned", "concatenate", "metric_states", "set_metric_states"]
@@ -49,12 +51,14 @@ class _Record:
         logs: (name, value, keyword arguments) of each ``self.log``.
         metrics: what each metric gained: its states after this micro-batch alone, by path in the module.
         result: what the hook returned.
+        changes: what the hook collected in other attributes of the module.
     """
 
     samples: int
     logs: tuple[tuple[str, Any, dict[str, Any]], ...]
     metrics: dict[str, _States]
     result: Any
+    changes: tuple[Change, ...]
 
 
 @dataclass
@@ -64,13 +68,23 @@ class Recording:
     logs: tuple[tuple[str, Any, dict[str, Any]], ...] = ()
     metrics: dict[str, _States] = field(default_factory=dict)
     result: Any = None
+    changes: tuple[Change, ...] = ()
 
 
 class OutputRecorder:
-    """Records and replays for ``module``."""
+    """Records and replays for ``module``.
 
-    def __init__(self, module: RecordedModule) -> None:
+    Args:
+        module: the user's module.
+        alone: whether a step has one micro-batch in all, so that nothing has to be put together.
+
+    Attributes:
+        collected: what the hooks collect in attributes of the module that are no metrics.
+    """
+
+    def __init__(self, module: RecordedModule, alone: bool = False) -> None:
         self._module = module
+        self.collected = Collected(module, alone)
         self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
         for collection in module.modules():
             if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own
@@ -94,7 +108,9 @@ class OutputRecorder:
             metric.reset()
         module.recorded_logs = []
         try:
-            yield recording
+            with self.collected.noticed() as changes:
+                yield recording
+            recording.changes = tuple(changes)
             recording.logs = tuple(self._portable(*log) for log in module.recorded_logs)
             recording.metrics = {p: to_cpu(metric_states(m)) for p, m in self._metrics.items() if m._update_count}
         finally:
@@ -104,7 +120,15 @@ class OutputRecorder:
 
     def dump(self, recording: Recording, samples: int) -> bytes:
         """What was recorded in a block, for :meth:`replay`."""
-        return pickle.dumps(_Record(samples, recording.logs, recording.metrics, to_cpu(recording.result)))
+        recorded = _Record(samples, recording.logs, recording.metrics, to_cpu(recording.result), recording.changes)
+        try:
+            return pickle.dumps(recorded)
+        except Exception as error:
+            raise UnsupportedFeatureError(
+                f"What a hook or step of {type(self._module).__name__} returned, logged or put into attributes cannot"
+                f" be sent to the other workers, which need it too: {error}. Use tensors, numbers, strings, and lists"
+                " and dicts of them."
+            ) from error
 
     def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         if isinstance(value, Metric):
@@ -145,6 +169,7 @@ class OutputRecorder:
             gained = [record.metrics[path] for record in ordered if path in record.metrics]
             if gained:
                 _add(metric, path, [_to(states, device) for states in gained], keep_step_value=path in wanted)
+        self.collected.repeat([record.changes for record in ordered])
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
         for record in ordered:

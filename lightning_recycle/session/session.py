@@ -48,8 +48,14 @@ from lightning_recycle.session.checks import check_batch, check_optimizers
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.gradient_norms import complete_norms
 from lightning_recycle.session.interruption import SaveAndEnd
-from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_progress_bar, show_whole_run
+from lightning_recycle.session.lightning_callbacks import (
+    keep_monitors_going,
+    keep_reports_apart,
+    show_progress_bar,
+    show_whole_run,
+)
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
@@ -112,6 +118,7 @@ class Session:
     def leave(self) -> None:
         """The run is over, but this process goes on as the launching process of the next one."""
         self._count_in_batches()
+        complete_norms(None)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
         as_it_was(self.module)
@@ -135,7 +142,11 @@ class Session:
     # ------------------------------------------------------------------ setup
 
     def keep_log_files(self) -> None:
-        """Lets the Trainer's loggers go on after an earlier run, as in one process."""
+        """Lets the Trainer's loggers go on after an earlier run, as in one process, and each worker's profiler write
+        files of its own.
+        """
+        if self.grid.num_workers > 1:
+            keep_reports_apart(self.trainer)
         if self.run.has_run and self.collectives.leads:
             keep_files(self.trainer.loggers)
 
@@ -146,10 +157,10 @@ class Session:
         self.module = module = recorded(trainer.lightning_module)
         self.parts = parts_of(module)
         strategy.accelerator.setup(trainer)
-        show_whole_run(trainer, self.parts)
+        show_whole_run(trainer, self.parts, self.grid.num_workers)
         tell_batch_sizes(trainer)
         self._build_model()
-        self._recorder = OutputRecorder(module)
+        self._recorder = OutputRecorder(module, alone=self.grid.global_microbatches == 1)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
@@ -159,6 +170,9 @@ class Session:
         self._transfers = strategy.root_device.type != "cpu" or overridden
         tied = ties_between_stages(self.parts.tied_groups(), self.run.parts)
         ties = TieExchange(tied, self.worker.stage, dict(module.named_parameters()))
+        if self.grid.stages > 1:
+            names = {id(p): ties.copies.get(name, name) for name, p in module.named_parameters()}
+            complete_norms(self.collectives.gather_stages, names)
         self.executor = self._build_executor(ties)
         self.checkpoints = Checkpoints(
             self.parts,
@@ -318,6 +332,7 @@ class Session:
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
         if self._joined_with is not None:  # its donor waited here, after the same hooks
             restore_snapshot(self.trainer, self._joined_with)
+            self._recorder.collected.load_state(self._joined_with.collected)
             self._joined_with = None
 
         def apply_with_hooks(result: StepResult) -> None:
@@ -421,7 +436,12 @@ class Session:
         return Facts(counters, options)
 
     def take_snapshot(self) -> WorkerSnapshot:
-        return take_snapshot(self.trainer, self.client.member.next_collective, self.stop_requests.agreed)
+        return take_snapshot(
+            self.trainer,
+            self.client.member.next_collective,
+            self._recorder.collected.state(),
+            self.stop_requests.agreed,
+        )
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         member = self.client.member
@@ -430,4 +450,5 @@ class Session:
         member.joining = False
         member.next_collective = snapshot.next_collective
         self.stop_requests.agreed = snapshot.stop_agreed
+        self._recorder.collected.load_state(snapshot.collected)
         self._joined_with = snapshot

@@ -88,6 +88,7 @@ class WorkerSnapshot:
         should_stop: whether it is set on the donor.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
+        collected: the attributes of the module in which hooks collect.
     """
 
     module: dict[str, Any]
@@ -105,9 +106,12 @@ class WorkerSnapshot:
     should_stop: bool
     stop_agreed: bool
     next_collective: int
+    collected: dict[str, Any]
 
 
-def take_snapshot(trainer: pl.Trainer, next_collective: int, stop_agreed: bool = False) -> WorkerSnapshot:
+def take_snapshot(
+    trainer: pl.Trainer, next_collective: int, collected: dict[str, Any], stop_agreed: bool = False
+) -> WorkerSnapshot:
     """The state of this worker, at the beginning of a step; tensors are not copied."""
     module = trainer.lightning_module
     datamodule = getattr(trainer, "datamodule", None)
@@ -127,6 +131,7 @@ def take_snapshot(trainer: pl.Trainer, next_collective: int, stop_agreed: bool =
         should_stop=trainer.should_stop,
         stop_agreed=stop_agreed,
         next_collective=next_collective,
+        collected=collected,
     )
 
 

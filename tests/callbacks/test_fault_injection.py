@@ -52,8 +52,11 @@ class FakeExecutor:
 class FakeStrategy:
     strategy_name = "recycle"
 
-    def __init__(self, incarnation: int = 0) -> None:
+    grid = GRID
+
+    def __init__(self, incarnation: int = 0, grid_rank: int = 0) -> None:
         self.executor: FakeExecutor | None = None
+        self.grid_rank = grid_rank
         self.incarnation = incarnation
         self.at_point: list[Callable[[str, int], None]] = []
 
@@ -67,10 +70,8 @@ class FakeWorker:
 
     def __init__(self, callback: FaultInjectionCallback, worker: Worker, incarnation: int = 0) -> None:
         self.callback = pickle.loads(pickle.dumps(callback))
-        self.strategy = FakeStrategy(incarnation)
-        self.trainer: Any = SimpleNamespace(
-            strategy=self.strategy, global_rank=GRID.rank(worker), world_size=GRID.num_workers
-        )
+        self.strategy = FakeStrategy(incarnation, GRID.rank(worker))
+        self.trainer: Any = SimpleNamespace(strategy=self.strategy)
         self.callback.setup(self.trainer, None, "fit")
         self.executor = self.strategy.executor = FakeExecutor(worker)
 
@@ -355,7 +356,7 @@ def test_the_launching_process_never_fails() -> None:
     callback = FaultInjectionCallback([Fault("exception", 0, 0, 0), Fault("exception", 0, 0, at="setup")], **ALWAYS)
     callback.check(GRID)
     strategy = FakeStrategy()  # without an executor
-    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, world_size=4)
+    trainer: Any = SimpleNamespace(strategy=strategy)
     callback.setup(trainer, None, "fit")
     callback.on_fit_start(trainer, None)
     for point in ("setup", "recovery", "checkpoint", "validation", "end"):

@@ -68,7 +68,7 @@ class Diary(pl.Callback):
         assert isinstance(pl_module, ChaosModel)
         self._strategy, self._module = strategy, pl_module
         self._directory.mkdir(exist_ok=True)
-        path = self._directory / f"{trainer.global_rank}-{os.getpid()}.jsonl"
+        path = self._directory / f"{getattr(trainer.strategy, 'grid_rank', 0)}-{os.getpid()}.jsonl"
         self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         strategy.executor.before_operation.append(self._before)
         strategy.executor.after_operation.append(self._after)

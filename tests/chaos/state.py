@@ -98,7 +98,7 @@ class FinalCheckpoint(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         folder = self._directory / WORKERS
         folder.mkdir(exist_ok=True)
-        torch.save(_of_one_process(trainer), folder / f"{trainer.global_rank}-{os.getpid()}")
+        torch.save(_of_one_process(trainer), folder / f"{getattr(trainer.strategy, 'grid_rank', 0)}-{os.getpid()}")
         trainer.save_checkpoint(self._directory / _FINAL, weights_only=False)
 
 

@@ -17,7 +17,15 @@ import torch
 from support.process_tree import is_alive
 from support.waiting import wait_for
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import check_dataloader
@@ -428,3 +436,43 @@ def test_prepare_gets_a_seed_that_belongs_to_the_microbatch() -> None:
             step_data(source, 0, step)
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 4
+
+
+# ---------------------------------------------------------------------- a DistributedSampler
+
+
+class Backwards(DistributedSampler[int]):
+    """A user's own, with another order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__())[::-1])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", [DistributedSampler, Backwards])
+@pytest.mark.parametrize("size", [32, 29])
+def test_each_pipeline_reads_what_its_replica_would(
+    kind: type[DistributedSampler[int]], shuffle: bool, drop_last: bool, size: int
+) -> None:
+    samplers = [kind(Numbers(size), 2, rank, shuffle, seed=5, drop_last=drop_last) for rank in (0, 1)]
+    loader = MicrobatchLoader(
+        DataLoader(samplers[0].dataset, batch_size=4, sampler=samplers[1]), Grid(2, 1, 2), 0, SEED, prefetch=False
+    )
+    assert len(loader) == len(samplers[0]) // 4
+    for epoch in (0, 3):
+        for pipeline, sampler in enumerate(samplers):
+            sampler.set_epoch(epoch)
+            expected = list(sampler)
+            for step in range(len(loader)):
+                read = [i for m in (0, 1) for _, i in loader.addresses(epoch, step, Microbatch(pipeline, m))]
+                assert sorted(read) == sorted(expected[4 * step : 4 * step + 4])
+
+
+@pytest.mark.parametrize(("drop_last", "read"), [(False, 29), (True, 28)])
+def test_an_evaluation_repeats_no_sample(drop_last: bool, read: int) -> None:
+    sampler = DistributedSampler(Numbers(29), 4, 1, shuffle=False, drop_last=drop_last)
+    data = DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
+    loader = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=True)
+    found = [int(i) for handle in loader for i in loader.read_batch(handle)]
+    assert found == list(range(read))

@@ -24,7 +24,7 @@ class Slow(Regression):
     seconds = 0.0
 
     def on_train_start(self) -> None:
-        print("rank", self.trainer.global_rank, flush=True)
+        print("rank", self.trainer.strategy.grid_rank, flush=True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         print("step", self.global_step, flush=True)

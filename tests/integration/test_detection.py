@@ -93,7 +93,7 @@ class LongHook(L.Callback):
         self.rank = rank
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_rank == self.rank and trainer.global_step == 5:
+        if trainer.strategy.grid_rank == self.rank and trainer.global_step == 5:
             time.sleep(LONG)
 
 

@@ -41,7 +41,7 @@ class AwaitChange(L.Callback):
             if client.interrupted or client.generation > 0:  # somebody died: there is no change for that generation
                 return
             time.sleep(0.002)
-        if trainer.global_step == CHANGE and trainer.global_rank == self.dies:
+        if trainer.global_step == CHANGE and trainer.strategy.grid_rank == self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

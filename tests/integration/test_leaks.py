@@ -28,7 +28,7 @@ class DieAgain(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        if trainer.global_rank == self._rank and strategy.incarnation < self._times:
+        if trainer.strategy.grid_rank == self._rank and strategy.incarnation < self._times:
             self._steps += 1
             if self._steps == LAST_STEP:
                 failing.kill()
@@ -52,7 +52,7 @@ class Census(L.Callback):
         self._seen = strategy.generation
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        path = self._directory / f"{trainer.global_rank}-{os.getpid()}.json"
+        path = self._directory / f"{trainer.strategy.grid_rank}-{os.getpid()}.json"
         path.write_text(json.dumps(list(self._counts.values())))
 
 

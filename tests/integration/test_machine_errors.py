@@ -169,7 +169,7 @@ class KillReaders(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        if (trainer.global_rank, trainer.global_step, strategy.incarnation) == (self.rank, 3, 0):
+        if (trainer.strategy.grid_rank, trainer.global_step, strategy.incarnation) == (self.rank, 3, 0):
             readers = psutil.Process().children()
             assert readers
             for reader in readers:
@@ -198,7 +198,7 @@ class FewDescriptors(L.Callback):
         self.rank = rank
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if (trainer.global_rank, trainer.global_step) == (self.rank, 3):
+        if (trainer.strategy.grid_rank, trainer.global_step) == (self.rank, 3):
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 

@@ -56,7 +56,7 @@ class EpochDiary(L.Callback):
             self._epochs[trainer.current_epoch] = {"lr": trainer.optimizers[0].param_groups[0]["lr"], **logged}
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        torch.save(self._epochs, self._directory / f"{trainer.global_rank}.pt")
+        torch.save(self._epochs, self._directory / f"{trainer.strategy.grid_rank}.pt")
 
 
 def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rate_of_its_peers(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ class GraphDiary(L.Callback):
 
     def _describe(self, trainer: L.Trainer, point: str) -> None:
         strategy: Any = trainer.strategy
-        name = f"{trainer.global_rank}-{strategy.incarnation}-{trainer.global_step:02}-{point}"
+        name = f"{trainer.strategy.grid_rank}-{strategy.incarnation}-{trainer.global_step:02}-{point}"
         (self._directory / name).write_text(json.dumps(describe(trainer, ALLOWED)))
 
 
@@ -214,7 +214,7 @@ class ChangesItsRate(L.Callback):
     """One worker steps with a learning rate of its own."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 2 and trainer.global_step == 3:
+        if trainer.strategy.grid_rank == 2 and trainer.global_step == 3:
             trainer.optimizers[0].param_groups[0]["lr"] = 0.0625
 
 
@@ -227,7 +227,7 @@ class ChangesItsWeights(L.Callback):
     """A weight of one worker changes by one bit."""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        if trainer.global_rank == 2 and trainer.global_step == 3:
+        if trainer.strategy.grid_rank == 2 and trainer.global_step == 3:
             weight = next(module.parameters()).data.view(torch.int64).flatten()
             weight[0] ^= 1 << 20  # 1e-10 of it; the lowest bits are rounded away in a step
 

@@ -35,7 +35,9 @@ class Stops(L.Callback):
         self._step, self._ranks = step, ranks
 
     def _stop(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.sanity_checking or (self._ranks is not None and trainer.global_rank not in self._ranks):
+        if trainer.sanity_checking or (
+            self._ranks is not None and getattr(trainer.strategy, "grid_rank", 0) not in self._ranks
+        ):
             return
         if trainer.global_step >= self._step:
             trainer.should_stop = True
@@ -147,7 +149,7 @@ class OwnClock(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         time.sleep(0.02)
-        if trainer.global_rank == self._rank and time.monotonic() - self._begun > self._seconds:
+        if getattr(trainer.strategy, "grid_rank", 0) == self._rank and time.monotonic() - self._begun > self._seconds:
             trainer.should_stop = True
             if self._dies:
                 threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()

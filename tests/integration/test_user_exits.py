@@ -20,7 +20,7 @@ class Leaves(L.Callback):
         self._leave, self._code, self._everywhere = leave, code, everywhere
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2 and (self._everywhere or trainer.global_rank == 1):
+        if trainer.global_step == 2 and (self._everywhere or trainer.strategy.grid_rank == 1):
             self._leave(self._code)
 
 

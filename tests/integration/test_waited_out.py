@@ -51,7 +51,7 @@ class SlowHook(L.Callback):
         setattr(self, hook, self._pause)
 
     def _pause(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == STEP and trainer.global_rank in self.ranks:
+        if trainer.global_step == STEP and trainer.strategy.grid_rank in self.ranks:
             time.sleep(LONG)
 
 
@@ -63,7 +63,7 @@ class SlowClipping(Regression):
 
 class SlowOutputs(Regression):
     def on_training_output(self, output: Tensor, target: Tensor) -> None:
-        if self.trainer.global_step == STEP and self.trainer.global_rank == 3 and not hasattr(self, "paused"):
+        if self.trainer.global_step == STEP and self.trainer.strategy.grid_rank == 3 and not hasattr(self, "paused"):
             self.paused = True
             time.sleep(LONG)
 

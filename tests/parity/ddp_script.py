@@ -31,13 +31,10 @@ def strategy(name: str) -> dict[str, Any]:
     return {"strategy": ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=2), "devices": 2 * PIPELINES}
 
 
-def training(trainer: L.Trainer, data: Data) -> Any:
-    """The training data in order: Lightning's own sampler for DDP shuffles it, whatever the DataLoader says."""
-    loader = data.training()
-    if isinstance(trainer.strategy, ReCycleStrategy):
-        return loader
-    sampler = DistributedSampler(loader.dataset, trainer.world_size, trainer.global_rank, shuffle=False)
-    return DataLoader(loader.dataset, batch_size=data.batch_size, sampler=sampler)
+def sharded(trainer: L.Trainer, loader: DataLoader[Any], shuffle: bool) -> DataLoader[Any]:
+    """The loader as a user of DDP writes it: the sampler gives each process its share."""
+    sampler = DistributedSampler(loader.dataset, trainer.world_size, trainer.global_rank, shuffle=shuffle, seed=3)
+    return DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler)
 
 
 if __name__ == "__main__":
@@ -53,7 +50,8 @@ if __name__ == "__main__":
         **{**QUIET, "enable_checkpointing": True, **strategy(name)},
     )
     module = Synchronized()
-    trainer.fit(module, training(trainer, data), data.loader(4 * GLOBAL_BATCH, seed=2))
+    validation = sharded(trainer, data.loader(4 * GLOBAL_BATCH, seed=2), shuffle=False)
+    trainer.fit(module, sharded(trainer, data.training(), shuffle=True), validation)
     if trainer.is_global_zero:
         metrics = {k: v for k, v in trainer.callback_metrics.items() if not k.startswith("recycle/")}
         torch.save((module.state_dict(), metrics, trainer.current_epoch, trainer.global_step), root / "left.pt")

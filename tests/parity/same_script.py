@@ -115,7 +115,8 @@ class Book:
 
     def note(self, trainer: Any, hook: str, *args: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"{self.who}-{trainer.global_rank}-{os.getpid()}.jsonl", "a") as file:
+        rank = getattr(trainer.strategy, "grid_rank", 0)  # the launching process and one device have none
+        with open(self.folder / f"{self.who}-{rank}-{os.getpid()}.jsonl", "a") as file:
             progress = [trainer.current_epoch, trainer.global_step, str(trainer.state.stage)]
             file.write(json.dumps([hook, progress, [brief(a) for a in args]]) + "\n")
 

@@ -26,7 +26,7 @@ class DiesInEvaluation(pl_callbacks.Callback):
     """Kills the first leader when the second batch of an evaluation begins."""
 
     def _on_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        if trainer.global_rank == LEADER and batch_idx == 1:
+        if trainer.strategy.grid_rank == LEADER and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _on_batch

@@ -24,7 +24,7 @@ class NotesMetrics(Callback):
             return
         self.folder.mkdir(exist_ok=True)
         seen = {k: float(v) for k, v in trainer.callback_metrics.items() if k != "recycle/recovery_seconds"}
-        with open(self.folder / f"{trainer.global_rank}-{os.getpid()}", "a") as file:
+        with open(self.folder / f"{getattr(trainer.strategy, 'grid_rank', 0)}-{os.getpid()}", "a") as file:
             file.write(json.dumps(seen, sort_keys=True) + "\n")
 
     on_train_batch_end = on_validation_end = on_train_epoch_end = _note

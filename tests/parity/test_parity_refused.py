@@ -1,6 +1,6 @@
 """What cannot be supported is refused in the launching process, before a worker starts, with the value and a remedy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from same_script import Classifier, Data, Session, assert_same, on_a_grid
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_recycle import UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
@@ -109,10 +109,21 @@ class LogsInLoss(Classifier):
         return loss
 
 
-def distributed_sampler(session: Session) -> None:
+class OwnShare(Sampler[int]):
+    """Divides the data among replicas by itself."""
+
+    num_replicas, rank = 4, 1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 32, self.num_replicas))
+
+
+def own_share(session: Session) -> None:
     dataset = session.data.training().dataset
-    sampler = DistributedSampler(dataset, num_replicas=4, rank=1)
-    session.trainer(max_steps=1).fit(Classifier(), DataLoader(dataset, batch_size=4, sampler=sampler))
+    session.trainer(max_steps=1).fit(Classifier(), DataLoader(dataset, batch_size=4, sampler=OwnShare()))
 
 
 class WithoutState(IterableDataset[Any]):
@@ -171,7 +182,7 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
     "predict_step": (fit(OwnPredictStep), ["predict_step()", "on_predict_output()"]),
     "backward": (fit(OwnBackward), ["OwnBackward.backward()", "schedule"]),
     "optimizer_zero_grad": (fit(OwnZeroGrad), ["optimizer_zero_grad()", "zeroed"]),
-    "DistributedSampler": (distributed_sampler, ["DistributedSampler(num_replicas=4, rank=1)", "shuffle=True"]),
+    "a sampler of one replica": (own_share, ["OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler"]),
     "IterableDataset without state": (stateless, ["WithoutState", "state_dict()", "StatefulDataLoader"]),
     "CombinedLoader in training": (two_loaders, ["CombinedLoader(mode='min_size')", "ConcatDataset"]),
     "several loaders in training": (two_loaders_in_a_list, ["list", "DataLoader"]),

@@ -54,7 +54,7 @@ class Marks(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         strategy: Any = trainer.strategy
-        self._name = f"{trainer.global_rank}-{strategy.incarnation}-{os.getpid()}"
+        self._name = f"{trainer.strategy.grid_rank}-{strategy.incarnation}-{os.getpid()}"
         if self._at is not None and strategy.incarnation == 1:
             strategy.at_point.append(self._reach)
 

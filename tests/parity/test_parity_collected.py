@@ -1,0 +1,95 @@
+"""Outputs that a module collects in its attributes are whole on every worker, as they are on one device."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import same_script as same
+from collecting import Collecting, KeepsAFunction, KeepsTheBest
+from lightning.pytorch.callbacks import Callback
+from support.growth import AwaitReplacement
+
+from lightning_recycle import UnsupportedFeatureError
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+
+class NotesMetrics(Callback):
+    """Every worker writes down what it logged in each epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        self._note(trainer)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        self._note(trainer)
+
+    def _note(self, trainer: Any) -> None:
+        self.folder.mkdir(exist_ok=True)
+        seen = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("recycle/")}
+        rank = getattr(trainer.strategy, "grid_rank", 0)
+        with open(self.folder / f"{rank}-{os.getpid()}", "a") as file:
+            file.write(json.dumps(seen, sort_keys=True) + "\n")
+
+
+def collected(session: same.Session, *faults: Fault) -> None:
+    module = Collecting()
+    callbacks: list[Any] = [NotesMetrics(session.root / "notes")]
+    if faults:
+        callbacks += [AwaitReplacement([6, 11]), FaultInjectionCallback(list(faults))]
+    trainer = session.fit(module, validates=True, max_epochs=3, callbacks=callbacks)
+    session.run.results["fit"] = session.run.metrics
+    session.run.results["history"] = [event.kind for event in getattr(trainer.strategy, "history", [])]
+    session.run.results["test"] = trainer.test(module, session.data.validation(), verbose=False)
+
+
+collected_runs = same.runs_of(collected)
+
+
+@pytest.mark.parametrize("phase", ["fit", "test"])
+def test_what_an_epochs_end_makes_of_collected_outputs_is_that_of_one_device(
+    collected_runs: same.Runs, phase: str
+) -> None:
+    one, grid = (run.results[phase] for run in collected_runs)
+    assert len(one if phase == "fit" else one[0]) > 15
+    same.assert_same(one, grid, same.FLOAT32_TOLERANCE if phase == "test" else same.TOLERANCE)
+
+
+def notes(run: same.Run) -> dict[str, list[str]]:
+    """What was noted, by rank; a replacement's after that of the dead worker."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((run.root / "notes").iterdir(), key=lambda path: path.stat().st_mtime):
+        found.setdefault(path.name.split("-")[0], []).extend(path.read_text().splitlines())
+    return found
+
+
+def test_every_worker_holds_all_that_was_collected(collected_runs: same.Runs) -> None:
+    found = notes(collected_runs[1])
+    assert sorted(found) == ["0", "1", "2", "3"]
+    assert all(lines == found["0"] for lines in found.values())
+    assert len(found["0"]) == 4
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_nothing_that_was_collected_dies_with_a_worker_and_a_replacement_gets_it(
+    collected_runs: same.Runs, tmp_path: Path, stage: int
+) -> None:
+    def with_a_kill(session: same.Session) -> None:
+        collected(session, Fault("kill", 0, stage, step=5, at="backward_input"), Fault("kill", 1, stage, step=9))
+
+    grid = same.on_a_grid(with_a_kill, tmp_path, restart_workers=True)
+    assert grid.results["history"].count("failure") == 2
+    assert "rejoin" in " ".join(grid.results["history"])
+    same.assert_same(collected_runs[0].results["fit"], grid.results["fit"])
+    same.assert_same(collected_runs[0].results["test"], grid.results["test"], same.FLOAT32_TOLERANCE)
+    found = notes(grid)
+    assert len({lines[-1] for lines in found.values()}) == 1
+
+
+@pytest.mark.parametrize(("module", "words"), [(KeepsTheBest, "self.best"), (KeepsAFunction, "cannot be sent")])
+def test_what_cannot_be_collected_is_told(module: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=words):
+        same.on_a_grid(lambda session: session.fit(module(), validates=True, max_epochs=1) and None, tmp_path)

@@ -1,0 +1,84 @@
+"""Norms of gradients that hooks compute are those of the whole model."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import same_script as same
+import torch
+from lightning.pytorch.utilities import grad_norm
+from support.growth import AwaitReplacement
+from torch import nn
+
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+
+class LogsNorms(same.Classifier):
+    """As Lightning's documentation shows it, for the module and for one of its layers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        self.log("largest", grad_norm(self, "inf")["grad_inf_norm_total"])
+        self.log("of_a_layer", grad_norm(self.layers[2], 1)["grad_1.0_norm_total"])
+        self.folder.mkdir(exist_ok=True)
+        with open(self.folder / str(os.getpid()), "a") as file:
+            file.write(json.dumps({name: float(value) for name, value in norms.items()}) + "\n")
+
+
+class LogsNormsOfTied(LogsNorms):
+    """A weight that both stages hold counts once."""
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        layers: list[Any] = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, same.CLASSES)]
+        layers[2].weight = layers[0].weight
+        return [layer.double() for layer in layers]
+
+
+def logged(module: type[LogsNorms], *faults: Fault) -> same.Script:
+    def script(session: same.Session) -> None:
+        callbacks: list[Any] = [FaultInjectionCallback(list(faults)), AwaitReplacement([5])] if faults else []
+        session.fit(module(session.root / "norms"), max_epochs=2, callbacks=callbacks)
+
+    return script
+
+
+def noted(run: same.Run) -> list[list[str]]:
+    return [path.read_text().splitlines() for path in (run.root / "norms").iterdir()]
+
+
+@pytest.mark.parametrize("staggered", [True, False])
+@pytest.mark.parametrize("module", [LogsNorms, LogsNormsOfTied])
+def test_grad_norm_is_that_of_one_device_on_every_worker(
+    tmp_path: Path, module: type[LogsNorms], staggered: bool
+) -> None:
+    for name in ("one", "grid"):
+        (tmp_path / name).mkdir()
+    one = same.on_one_device(logged(module), tmp_path / "one")
+    grid = same.on_a_grid(logged(module), tmp_path / "grid", staggered=staggered)
+    assert "grad_2.0_norm_total" in one.metrics
+    assert "grad_2.0_norm/layers.4.bias" in one.metrics
+    same.assert_same(one.metrics, grid.metrics)
+    same.assert_same(one.weights, grid.weights)
+    found = noted(grid)
+    assert len(found) == same.PIPELINES * same.STAGES
+    assert all(lines == found[0] for lines in found)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("at", ["backward_input", "optimizer"])
+def test_grad_norm_is_complete_whoever_dies(tmp_path: Path, stage: int, at: str) -> None:
+    for name in ("one", "grid"):
+        (tmp_path / name).mkdir()
+    one = same.on_one_device(logged(LogsNorms), tmp_path / "one")
+    fault = Fault("kill", 0, stage, step=3, at=at)
+    grid = same.on_a_grid(logged(LogsNorms, fault), tmp_path / "grid", restart_workers=True)
+    same.assert_same(one.metrics, grid.metrics)
+    same.assert_same(one.weights, grid.weights)
