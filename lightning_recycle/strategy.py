@@ -279,6 +279,7 @@ class ReCycleStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.session.keep_log_files()
+        self.session.averages.await_stage()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -181,6 +181,7 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
     strategy.enter(session)
     with session.settled():
         returned = function(*args, **kwargs)
+        session.averages.release()
         whole = session.checkpoints.whole_state() if setup.outsiders else None
         session.checkpoints.deliver_result(lambda: _extras(trainer, returned))
     client.leave()

@@ -24,12 +24,9 @@ __all__ = ["check_batch", "check_loaders", "check_optimizers", "check_trainer"]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
-_WEIGHT_AVERAGING = "a worker has one stage and no copy of the model to average; average the weights of checkpoints"
 _RERUNS = "it runs trial trainings inside the workers; run it with strategy='auto' and give the Trainer what it found"
 _CHANGES_PARAMETERS = "the parameters that are trained are fixed when the workers start; set requires_grad before fit"
 _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what to do
-    "StochasticWeightAveraging": _WEIGHT_AVERAGING,
-    "WeightAveraging": _WEIGHT_AVERAGING,  # and EMAWeightAveraging
     "GradientAccumulationScheduler": (
         "the plan has a fixed number of micro-batches per step; use Trainer(accumulate_grad_batches=...)"
     ),

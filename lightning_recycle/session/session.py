@@ -56,6 +56,7 @@ from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stop_requests import StopRequests
+from lightning_recycle.session.weight_averages import WeightAverages
 
 __all__ = ["Session"]
 
@@ -80,6 +81,7 @@ class Session:
         module: the module with the parts of this stage; like what follows it exists from :meth:`setup` on.
         parts: how it is cut into stages.
         stop_requests: what is agreed about ``trainer.should_stop``.
+        averages: the averages of this stage's weights that callbacks keep.
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
@@ -105,6 +107,7 @@ class Session:
         self._joined_with: WorkerSnapshot | None = None
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
+        self.averages = WeightAverages(trainer)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
@@ -170,6 +173,7 @@ class Session:
             weights_only=self.run.weights_only,
             reach=self.reach,
         )
+        self.averages.connect(self.checkpoints)
         undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(trainer, self.collectives, self.executor)
         if self._fitting:
@@ -192,6 +196,7 @@ class Session:
         self.parts.keep(owned)
         with strategy.precision_plugin.module_init_context():
             self.parts.build(owned, self._seed)
+        self.averages.copy_stage(self.module)
         strategy.model = strategy.precision_plugin.convert_module(self.module)
         strategy.model_to_device()
         self.parts.check_parameters(self.worker.stage, self.grid.stages)
@@ -316,7 +321,7 @@ class Session:
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
         if self._joined_with is not None:  # its donor waited here, after the same hooks
-            restore_snapshot(self.trainer, self._joined_with)
+            restore_snapshot(self.trainer, self.averages, self._joined_with)
             self._joined_with = None
 
         def apply_with_hooks(result: StepResult) -> None:
@@ -420,12 +425,13 @@ class Session:
         return Facts(counters, options)
 
     def take_snapshot(self) -> WorkerSnapshot:
-        return take_snapshot(self.trainer, self.client.member.next_collective, self.stop_requests.agreed)
+        member = self.client.member
+        return take_snapshot(self.trainer, self.averages, member.next_collective, self.stop_requests.agreed)
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         member = self.client.member
         member.joining = True  # loaders ask all workers something when read; this one answers itself
-        join_before_batch(self.trainer, snapshot)
+        join_before_batch(self.trainer, self.averages, snapshot)
         member.joining = False
         member.next_collective = snapshot.next_collective
         self.stop_requests.agreed = snapshot.stop_agreed

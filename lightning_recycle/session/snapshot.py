@@ -32,6 +32,7 @@ from torchmetrics import Metric
 
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop
 from lightning_recycle.session.outputs import metric_states, set_metric_states
+from lightning_recycle.session.weight_averages import WeightAverages
 
 __all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "take_snapshot"]
 
@@ -83,6 +84,7 @@ class WorkerSnapshot:
         attributes: attributes of the Trainer's parts that are in no state dict, by path.
         callbacks: the states of the callbacks.
         checkpoints: attributes of each ModelCheckpoint that are not in its state.
+        averages: the averages of the stage's weights that callbacks keep.
         data: the state dict of the data module, if there is one.
         has_validated: whether the validation loaders have been read.
         should_stop: whether it is set on the donor.
@@ -100,6 +102,7 @@ class WorkerSnapshot:
     attributes: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
     checkpoints: list[dict[str, Any]]
+    averages: list[dict[str, Any]]
     data: dict[str, Any]
     has_validated: bool
     should_stop: bool
@@ -107,7 +110,9 @@ class WorkerSnapshot:
     next_collective: int
 
 
-def take_snapshot(trainer: pl.Trainer, next_collective: int, stop_agreed: bool = False) -> WorkerSnapshot:
+def take_snapshot(
+    trainer: pl.Trainer, averages: WeightAverages, next_collective: int, stop_agreed: bool = False
+) -> WorkerSnapshot:
     """The state of this worker, at the beginning of a step; tensors are not copied."""
     module = trainer.lightning_module
     datamodule = getattr(trainer, "datamodule", None)
@@ -122,6 +127,7 @@ def take_snapshot(trainer: pl.Trainer, next_collective: int, stop_agreed: bool =
         attributes={path: _attributes(attrgetter(path)(trainer), names) for path, names in _ATTRIBUTES.items()},
         callbacks=call._call_callbacks_state_dict(trainer),
         checkpoints=[_attributes(c, _OF_CHECKPOINTS) for c in _model_checkpoints(trainer)],
+        averages=averages.state(),
         data=datamodule.state_dict() if datamodule is not None else {},
         has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         should_stop=trainer.should_stop,
@@ -130,7 +136,7 @@ def take_snapshot(trainer: pl.Trainer, next_collective: int, stop_agreed: bool =
     )
 
 
-def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> None:
     """Sets this worker's Trainer as if it had always been there: its fit loop goes on with the batch of that step.
 
     Loaders that the donor has read (again) meanwhile are read here; other workers take no part in that.
@@ -138,7 +144,7 @@ def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
     loop = trainer.fit_loop
     assert isinstance(loop, PipelineFitLoop)
     _read_loaders(trainer, snapshot)
-    restore_snapshot(trainer, snapshot)
+    restore_snapshot(trainer, averages, snapshot)
     loop.on_load_checkpoint(snapshot.loops["state_dict"])
     loop.find_places()
     # The batch of this step is about to begin here; in the donor it has begun.
@@ -160,7 +166,7 @@ def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
     epoch.enters_mid_epoch = True
 
 
-def restore_snapshot(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> None:
     """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
     module = trainer.lightning_module
     module.load_state_dict(snapshot.module)
@@ -168,13 +174,14 @@ def restore_snapshot(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
         if name in snapshot.metrics:
             assert isinstance(metric, Metric)
             set_metric_states(metric, snapshot.metrics[name])
+    load_progress(trainer.fit_loop, snapshot.loops)
+    trainer.fit_loop._combined_loader_states_to_load = []
+    averages.load(snapshot.averages)
     for optimizer, state in zip(trainer.optimizers, snapshot.optimizers, strict=True):
         optimizer.load_state_dict(state)
     for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
         config.scheduler.load_state_dict(deepcopy(state))
     trainer.precision_plugin.load_state_dict(snapshot.precision)
-    load_progress(trainer.fit_loop, snapshot.loops)
-    trainer.fit_loop._combined_loader_states_to_load = []
     for path, logged in zip(_RESULTS, snapshot.results, strict=True):
         results = attrgetter(path)(trainer)._results
         results.clear()
