@@ -395,6 +395,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.session.finetuning.restore_groups()
         self.session.checkpoints.load_optimizer_state(checkpoint)
 
     @override

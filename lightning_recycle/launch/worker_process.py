@@ -182,6 +182,7 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
     with session.settled():
         returned = function(*args, **kwargs)
         session.averages.release()
+        session.finetuning.release()
         whole = session.checkpoints.whole_state() if setup.outsiders else None
         session.checkpoints.deliver_result(lambda: _extras(trainer, returned))
     client.leave()

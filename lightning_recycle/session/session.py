@@ -44,10 +44,11 @@ from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.checks import check_batch, check_optimizers
+from lightning_recycle.session.checks import check_batch, check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
 from lightning_recycle.session.interruption import SaveAndEnd
 from lightning_recycle.session.lightning_callbacks import keep_monitors_going, show_progress_bar, show_whole_run
 from lightning_recycle.session.loggers import LogRelay, keep_files
@@ -82,6 +83,7 @@ class Session:
         parts: how it is cut into stages.
         stop_requests: what is agreed about ``trainer.should_stop``.
         averages: the averages of this stage's weights that callbacks keep.
+        finetuning: callbacks that freeze parameters and train them later.
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
@@ -108,6 +110,7 @@ class Session:
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
         self.averages = WeightAverages(trainer)
+        self.finetuning = Finetuning(trainer)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
@@ -174,6 +177,7 @@ class Session:
             reach=self.reach,
         )
         self.averages.connect(self.checkpoints)
+        self.finetuning.connect(self.collectives, ties.copies)
         undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(trainer, self.collectives, self.executor)
         if self._fitting:
@@ -194,8 +198,11 @@ class Session:
         trainer, strategy = self.trainer, self.trainer.strategy
         owned = self.run.parts[self.worker.stage]
         self.parts.keep(owned)
+        unbuilt = has_recipes(self.module)
         with strategy.precision_plugin.module_init_context():
             self.parts.build(owned, self._seed)
+        if unbuilt:
+            self.finetuning.freeze(self.module)
         self.averages.copy_stage(self.module)
         strategy.model = strategy.precision_plugin.convert_module(self.module)
         strategy.model_to_device()
@@ -203,10 +210,14 @@ class Session:
         if self._fitting:
             self._batches_per_step = trainer.accumulate_grad_batches
             self._count_in_batches = count_in_steps(trainer)
-            strategy.setup_optimizers(trainer)
+            with empty_optimizers():
+                strategy.setup_optimizers(trainer)
         strategy.setup_precision_plugin()
         if self._fitting:
             check_optimizers(strategy.optimizers)
+        if self._fitting and self.grid.stages > 1:
+            trains = any(parameter.requires_grad for parameter in self.module.parameters())
+            check_trained(self.module, self.collectives.decide(trains, all_agree=False) or self.client.joining)
         strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _build_executor(self, ties: TieExchange) -> Executor:
@@ -434,5 +445,6 @@ class Session:
         join_before_batch(self.trainer, self.averages, snapshot)
         member.joining = False
         member.next_collective = snapshot.next_collective
+        self.finetuning.joined()
         self.stop_requests.agreed = snapshot.stop_agreed
         self._joined_with = snapshot

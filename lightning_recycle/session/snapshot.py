@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric
 
+from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 from lightning_recycle.session.weight_averages import WeightAverages
@@ -76,6 +77,7 @@ class WorkerSnapshot:
     Args:
         module: the state dict of the stage.
         metrics: the states of the module's torchmetrics objects, by name.
+        trained: which parameters require a gradient, and the optimizers' groups.
         optimizers: the state dicts of the stage's optimizers.
         schedulers: the state dicts of the schedulers.
         precision: the state dict of the precision plugin.
@@ -94,6 +96,7 @@ class WorkerSnapshot:
 
     module: dict[str, Any]
     metrics: dict[str, dict[str, Any]]
+    trained: dict[str, Any]
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
@@ -119,6 +122,7 @@ def take_snapshot(
     return WorkerSnapshot(
         module=module.state_dict(),
         metrics={name: metric_states(m) for name, m in module.named_modules() if isinstance(m, Metric)},
+        trained=trained(module, trainer.optimizers),
         optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         precision=trainer.precision_plugin.state_dict(),
@@ -177,6 +181,7 @@ def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: Wo
     load_progress(trainer.fit_loop, snapshot.loops)
     trainer.fit_loop._combined_loader_states_to_load = []
     averages.load(snapshot.averages)
+    load_trained(module, trainer.optimizers, snapshot.trained)
     for optimizer, state in zip(trainer.optimizers, snapshot.optimizers, strict=True):
         optimizer.load_state_dict(state)
     for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):

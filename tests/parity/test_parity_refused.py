@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.utilities import CombinedLoader
 from same_script import Classifier, Data, Session, assert_same, on_a_grid
 from torch import Tensor, nn
@@ -24,12 +23,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_recycle import LayerSpec, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
-
-
-class Finetuning(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None: ...
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None: ...
 
 
 class OwnTrainingStep(Classifier):
@@ -163,8 +156,7 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
     ),
     "BatchSizeFinder": (fit(callbacks=[BatchSizeFinder()]), ["BatchSizeFinder", "strategy='auto'"]),
     "LearningRateFinder": (fit(callbacks=[LearningRateFinder()]), ["LearningRateFinder", "strategy='auto'"]),
-    "BaseFinetuning": (fit(callbacks=[Finetuning()]), ["Finetuning", "requires_grad"]),
-    "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "requires_grad"]),
+    "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "before fit"]),
     "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
     "training_step": (fit(OwnTrainingStep), ["OwnTrainingStep.training_step()", "on_training_output()"]),
     "validation_step": (fit(OwnValidationStep), ["validation_step()", "on_validation_output()"]),
