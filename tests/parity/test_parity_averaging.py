@@ -35,6 +35,7 @@ from same_script import (
 from support.growth import AwaitReplacement, rejoined
 from support.training import failures
 from torch import Tensor, nn
+from torch.nn import functional
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_recycle import LayerSpec, ReCycleStrategy
@@ -235,6 +236,37 @@ def test_who_joins_goes_on_with_the_averages_of_its_donor(name: str, joins: int,
     assert rejoined(run.trainer)[:1] == [(1, 0)]
     assert failures(run.trainer) == [(1, 0), (0, 0)]
     assert_same_training(undisturbed(name), run)
+
+
+class Ordinary(L.LightningModule):
+    """No PipelineModule: the model and its own steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*Averaged().configure_pipeline())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", functional.cross_entropy(self.model(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_averages_of_an_ordinary_module_are_those_of_one_device(name: str, tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        more = [FaultInjectionCallback([Fault("kill", 0, 0, step=6)])] if session.data.batch_size < GLOBAL_BATCH else []
+        session.fit(Ordinary(), validates=True, callbacks=[CALLBACKS[name](), *more], max_epochs=EPOCHS)
+
+    (tmp_path / "one").mkdir()
+    one = on_one_device(script, tmp_path / "one")
+    grid = on_grid(script, tmp_path / "grid", stages=1)
+    assert failures(grid.trainer) == [(0, 0)]
+    assert_same(one.weights, grid.weights)
+    assert_same(one.metrics, grid.metrics)
 
 
 # ---------------------------------------------------------------------- checkpoints
