@@ -17,6 +17,7 @@ from support.growth import AwaitReplacement, rejoined
 from support.training import failures
 from torch import nn
 
+from lightning_recycle import LayerSpec
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 EPOCHS = 4
@@ -110,6 +111,26 @@ def test_frozen_layers_keep_their_weights(tmp_path: Path) -> None:
     found = on_a_grid(training(lambda: Frozen(0, 1, 2)), tmp_path).weights
     for name, value in initial.items():
         assert torch.equal(found[name], value) == (name.split(".")[1] in "012"), name
+
+
+class InRecipes(Frozen):
+    """With layers that no process builds but the workers of their stage, after the callbacks' ``setup``."""
+
+    def configure_pipeline(self) -> list[Any]:
+        widths = [8, 16, 16, 16, 16, 16, 4]
+        return [LayerSpec(nn.Linear, *width) for width in itertools.pairwise(widths)]
+
+
+def test_layers_that_are_built_later_are_frozen_too(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        session.run.module = InRecipes().double()
+        session.trainer(max_epochs=1, callbacks=[Later()]).fit(session.run.module, session.data.training())
+
+    fresh = InRecipes().double()
+    fresh.materialize()
+    found = on_a_grid(script, tmp_path).weights
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(found[name], value) == (name.split(".")[1] in "0123"), name
 
 
 FAULTS = {
