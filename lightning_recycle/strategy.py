@@ -326,6 +326,7 @@ class ReCycleStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.session.keep_log_files()
+        self.session.averages.await_stage()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -443,6 +444,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.session.finetuning.restore_groups()
         self.session.checkpoints.load_optimizer_state(checkpoint)
 
     @override

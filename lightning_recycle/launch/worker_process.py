@@ -178,6 +178,8 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     with session.settled():
         returned = function(*args, **kwargs)
+        session.averages.release()
+        session.finetuning.release()
         whole = session.checkpoints.whole_state() if setup.outsiders else None
         carrier = AttributeCarrier(trainer, callbacks)
         session.checkpoints.deliver_result(

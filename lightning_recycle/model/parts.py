@@ -199,9 +199,9 @@ class LayerParts(ModelParts):
                 " parameter must belong to a layer returned by configure_pipeline(); create modules there, not as"
                 " attributes in __init__."
             )
-        if not any(p.requires_grad for p in module.parameters()):
+        if not any(True for _ in module.parameters()):
             raise ConfigurationError(
-                f"Stage {stage} of {num_stages} has no trainable parameter. Use a smaller pipeline_parallel_size, or"
+                f"Stage {stage} of {num_stages} has no parameters. Use a smaller pipeline_parallel_size, or"
                 " arrange the layers in configure_pipeline() so that every stage gets one."
             )
 

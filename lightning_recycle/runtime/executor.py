@@ -345,7 +345,8 @@ class Executor:
     def _reduce(self, step: int) -> None:
         self._gradients.check(step)
         with self._client.waiting("peers"), self._measured(OpKind.REDUCE):
-            for buffer in self._gradients.of_step(step):
+            # A stage that trains nothing waits for its peers all the same: no worker gets further ahead of them.
+            for buffer in self._gradients.of_step(step) or [torch.zeros(1)]:
                 self._communicator.all_reduce(buffer)
             self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
         self._payload = CommitPayload(self._squared_norm(step))

@@ -44,6 +44,9 @@ __all__ = ["Checkpoints"]
 
 log = logging.getLogger(__name__)
 
+_FURTHER_WEIGHTS = ("current_model_state",)
+"""What a checkpoint may hold by parameter besides ``state_dict``: with WeightAveraging that is the average."""
+
 
 @dataclass
 class Checkpoints:
@@ -86,10 +89,19 @@ class Checkpoints:
 
     def whole_state(self) -> dict[str, Any]:
         """The state dict of the whole model, on every worker."""
+        return self.joined("model state", self.module.state_dict())
+
+    def joined(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of all stages as one, on every worker; each gives its own, named like its parameters."""
         merged: dict[str, Any] = {}
-        for part in self.collectives.gather_stages("model state", lambda: to_cpu(self.module.state_dict())):
+        for part in self.collectives.gather_stages(name, lambda: to_cpu(state)):
             merged.update(part)
         return merged
+
+    def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` of the whole model without what belongs to layers of other stages."""
+        owned = set(self.module.state_dict())
+        return {key: value for key, value in state.items() if key in owned or not self.parts.is_elsewhere(key)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole model's optimizer state, parameters numbered in the order of the layers; with sharded checkpoints
@@ -144,11 +156,7 @@ class Checkpoints:
 
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a checkpoint of the whole model."""
-        owned = set(self.module.state_dict())
-        others = {key for key in checkpoint["state_dict"] if key not in owned and self.parts.is_elsewhere(key)}
-        self.module.load_state_dict(
-            {key: value for key, value in checkpoint["state_dict"].items() if key not in others}, strict=strict
-        )
+        self.module.load_state_dict(self.own_part(checkpoint["state_dict"]), strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the optimizer state of a checkpoint of the whole model.
@@ -163,7 +171,8 @@ class Checkpoints:
 
     def _load_sharded(self, path: Any) -> dict[str, Any]:
         """This worker's part of a sharded checkpoint."""
-        wanted = {f"{prefix}.{name}" for prefix in ("model", "state_dict") for name in self.module.state_dict()}
+        kinds = ("model", "state_dict", *_FURTHER_WEIGHTS)
+        wanted = {f"{kind}.{name}" for kind in kinds for name in self.module.state_dict()}
         states: list[str] = []
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
         for index, optimizer in enumerate(optimizers):
@@ -246,6 +255,7 @@ class Checkpoints:
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> WriteFailure | None:
         shard = {"model": checkpoint.pop("state_dict")}
+        shard |= {kind: checkpoint.pop(kind) for kind in _FURTHER_WEIGHTS if kind in checkpoint}
         for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
             shard[f"optimizer_{index}"] = state
         if self._stage > 0:  # the groups are the same for all stages

@@ -20,23 +20,18 @@ from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.session.interruption import saves_on_exception
 
-__all__ = ["check_batch", "check_loaders", "check_optimizers", "check_trainer"]
+__all__ = ["check_batch", "check_loaders", "check_optimizers", "check_trained", "check_trainer"]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
-_WEIGHT_AVERAGING = "a worker has one stage and no copy of the model to average; average the weights of checkpoints"
 _RERUNS = "it runs trial trainings inside the workers; run it with strategy='auto' and give the Trainer what it found"
-_CHANGES_PARAMETERS = "the parameters that are trained are fixed when the workers start; set requires_grad before fit"
 _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what to do
-    "StochasticWeightAveraging": _WEIGHT_AVERAGING,
-    "WeightAveraging": _WEIGHT_AVERAGING,  # and EMAWeightAveraging
     "GradientAccumulationScheduler": (
         "the plan has a fixed number of micro-batches per step; use Trainer(accumulate_grad_batches=...)"
     ),
     "BatchSizeFinder": _RERUNS,
     "LearningRateFinder": _RERUNS,
-    "BaseFinetuning": _CHANGES_PARAMETERS,
-    "ModelPruning": _CHANGES_PARAMETERS,
+    "ModelPruning": "it prunes what it finds in the whole model; prune the model before fit, or after it",
 }
 
 
@@ -122,6 +117,15 @@ def check_batch(batch: Any) -> None:
             f"The batch is a {type(batch).__name__} of the batches of several DataLoaders; strategy='recycle' takes a"
             " batch from one. Return one DataLoader from train_dataloader(), and from the other hooks one or a list,"
             " without CombinedLoader."
+        )
+
+
+def check_trained(module: pl.LightningModule, trains: bool) -> None:
+    """Raises ConfigurationError unless a stage has something to train: steps of several would have no effect."""
+    if not trains:
+        raise ConfigurationError(
+            f"No parameter of {type(module).__name__} requires a gradient, so there is nothing to train: set"
+            " requires_grad = True for those that are to be trained."
         )
 
 

@@ -44,10 +44,11 @@ from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.checks import check_batch, check_optimizers
+from lightning_recycle.session.checks import check_batch, check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
 from lightning_recycle.session.gradient_norms import complete_norms
 from lightning_recycle.session.interruption import SaveAndEnd
 from lightning_recycle.session.lightning_callbacks import (
@@ -62,6 +63,7 @@ from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stop_requests import StopRequests
+from lightning_recycle.session.weight_averages import WeightAverages
 
 __all__ = ["Session"]
 
@@ -86,6 +88,8 @@ class Session:
         module: the module with the parts of this stage; like what follows it exists from :meth:`setup` on.
         parts: how it is cut into stages.
         stop_requests: what is agreed about ``trainer.should_stop``.
+        averages: the averages of this stage's weights that callbacks keep.
+        finetuning: callbacks that freeze parameters and train them later.
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
@@ -111,6 +115,8 @@ class Session:
         self._joined_with: WorkerSnapshot | None = None
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
+        self.averages = WeightAverages(trainer)
+        self.finetuning = Finetuning(trainer)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
@@ -184,6 +190,8 @@ class Session:
             weights_only=self.run.weights_only,
             reach=self.reach,
         )
+        self.averages.connect(self.checkpoints)
+        self.finetuning.connect(self.collectives, ties.copies)
         undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(trainer, self.collectives, self.executor)
         if self._fitting:
@@ -204,18 +212,26 @@ class Session:
         trainer, strategy = self.trainer, self.trainer.strategy
         owned = self.run.parts[self.worker.stage]
         self.parts.keep(owned)
+        unbuilt = has_recipes(self.module)
         with strategy.precision_plugin.module_init_context():
             self.parts.build(owned, self._seed)
+        if unbuilt:
+            self.finetuning.freeze(self.module)
+        self.averages.copy_stage(self.module)
         strategy.model = strategy.precision_plugin.convert_module(self.module)
         strategy.model_to_device()
         self.parts.check_parameters(self.worker.stage, self.grid.stages)
         if self._fitting:
             self._batches_per_step = trainer.accumulate_grad_batches
             self._count_in_batches = count_in_steps(trainer)
-            strategy.setup_optimizers(trainer)
+            with empty_optimizers():
+                strategy.setup_optimizers(trainer)
         strategy.setup_precision_plugin()
         if self._fitting:
             check_optimizers(strategy.optimizers)
+        if self._fitting and self.grid.stages > 1:
+            trains = any(parameter.requires_grad for parameter in self.module.parameters())
+            check_trained(self.module, self.collectives.decide(trains, all_agree=False) or self.client.joining)
         strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _build_executor(self, ties: TieExchange) -> Executor:
@@ -331,7 +347,7 @@ class Session:
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
         if self._joined_with is not None:  # its donor waited here, after the same hooks
-            restore_snapshot(self.trainer, self._joined_with)
+            restore_snapshot(self.trainer, self.averages, self._joined_with)
             self._recorder.collected.load_state(self._joined_with.collected)
             self._joined_with = None
 
@@ -438,6 +454,7 @@ class Session:
     def take_snapshot(self) -> WorkerSnapshot:
         return take_snapshot(
             self.trainer,
+            self.averages,
             self.client.member.next_collective,
             self._recorder.collected.state(),
             self.stop_requests.agreed,
@@ -446,9 +463,10 @@ class Session:
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         member = self.client.member
         member.joining = True  # loaders ask all workers something when read; this one answers itself
-        join_before_batch(self.trainer, snapshot)
+        join_before_batch(self.trainer, self.averages, snapshot)
         member.joining = False
         member.next_collective = snapshot.next_collective
+        self.finetuning.joined()
         self.stop_requests.agreed = snapshot.stop_agreed
         self._recorder.collected.load_state(snapshot.collected)
         self._joined_with = snapshot

@@ -169,8 +169,6 @@ def load_sharded(path: str | os.PathLike[str], wanted: Callable[[str], bool]) ->
     _load_state_dict(checkpoint, reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
     rest = torch.load(Path(path) / _METADATA_FILENAME, map_location="cpu", weights_only=True)
     optimizers = sorted(key for key in checkpoint if key.startswith("optimizer_"))
-    return {
-        **rest,
-        "state_dict": checkpoint.get("model", checkpoint.get("state_dict", {})),
-        "optimizer_states": [checkpoint[key] for key in optimizers],
-    }
+    states = [checkpoint.pop(key) for key in optimizers]
+    weights = checkpoint.pop("model", None) or checkpoint.pop("state_dict", {})
+    return {**rest, **checkpoint, "state_dict": weights, "optimizer_states": states}

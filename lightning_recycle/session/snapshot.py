@@ -30,8 +30,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric
 
+from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop
 from lightning_recycle.session.outputs import metric_states, set_metric_states
+from lightning_recycle.session.weight_averages import WeightAverages
 
 __all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "take_snapshot"]
 
@@ -75,6 +77,7 @@ class WorkerSnapshot:
     Args:
         module: the state dict of the stage.
         metrics: the states of the module's torchmetrics objects, by name.
+        trained: which parameters require a gradient, and the optimizers' groups.
         optimizers: the state dicts of the stage's optimizers.
         schedulers: the state dicts of the schedulers.
         precision: the state dict of the precision plugin.
@@ -83,6 +86,7 @@ class WorkerSnapshot:
         attributes: attributes of the Trainer's parts that are in no state dict, by path.
         callbacks: the states of the callbacks.
         checkpoints: attributes of each ModelCheckpoint that are not in its state.
+        averages: the averages of the stage's weights that callbacks keep.
         data: the state dict of the data module, if there is one.
         has_validated: whether the validation loaders have been read.
         should_stop: whether it is set on the donor.
@@ -93,6 +97,7 @@ class WorkerSnapshot:
 
     module: dict[str, Any]
     metrics: dict[str, dict[str, Any]]
+    trained: dict[str, Any]
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
@@ -101,6 +106,7 @@ class WorkerSnapshot:
     attributes: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
     checkpoints: list[dict[str, Any]]
+    averages: list[dict[str, Any]]
     data: dict[str, Any]
     has_validated: bool
     should_stop: bool
@@ -110,7 +116,11 @@ class WorkerSnapshot:
 
 
 def take_snapshot(
-    trainer: pl.Trainer, next_collective: int, collected: dict[str, Any], stop_agreed: bool = False
+    trainer: pl.Trainer,
+    averages: WeightAverages,
+    next_collective: int,
+    collected: dict[str, Any],
+    stop_agreed: bool = False,
 ) -> WorkerSnapshot:
     """The state of this worker, at the beginning of a step; tensors are not copied."""
     module = trainer.lightning_module
@@ -118,6 +128,7 @@ def take_snapshot(
     return WorkerSnapshot(
         module=module.state_dict(),
         metrics={name: metric_states(m) for name, m in module.named_modules() if isinstance(m, Metric)},
+        trained=trained(module, trainer.optimizers),
         optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         precision=trainer.precision_plugin.state_dict(),
@@ -126,6 +137,7 @@ def take_snapshot(
         attributes={path: _attributes(attrgetter(path)(trainer), names) for path, names in _ATTRIBUTES.items()},
         callbacks=call._call_callbacks_state_dict(trainer),
         checkpoints=[_attributes(c, _OF_CHECKPOINTS) for c in _model_checkpoints(trainer)],
+        averages=averages.state(),
         data=datamodule.state_dict() if datamodule is not None else {},
         has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         should_stop=trainer.should_stop,
@@ -135,7 +147,7 @@ def take_snapshot(
     )
 
 
-def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> None:
     """Sets this worker's Trainer as if it had always been there: its fit loop goes on with the batch of that step.
 
     Loaders that the donor has read (again) meanwhile are read here; other workers take no part in that.
@@ -143,7 +155,7 @@ def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
     loop = trainer.fit_loop
     assert isinstance(loop, PipelineFitLoop)
     _read_loaders(trainer, snapshot)
-    restore_snapshot(trainer, snapshot)
+    restore_snapshot(trainer, averages, snapshot)
     loop.on_load_checkpoint(snapshot.loops["state_dict"])
     loop.find_places()
     # The batch of this step is about to begin here; in the donor it has begun.
@@ -165,7 +177,7 @@ def join_before_batch(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
     epoch.enters_mid_epoch = True
 
 
-def restore_snapshot(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
+def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> None:
     """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
     module = trainer.lightning_module
     module.load_state_dict(snapshot.module)
@@ -173,13 +185,15 @@ def restore_snapshot(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
         if name in snapshot.metrics:
             assert isinstance(metric, Metric)
             set_metric_states(metric, snapshot.metrics[name])
+    load_progress(trainer.fit_loop, snapshot.loops)
+    trainer.fit_loop._combined_loader_states_to_load = []
+    averages.load(snapshot.averages)
+    load_trained(module, trainer.optimizers, snapshot.trained)
     for optimizer, state in zip(trainer.optimizers, snapshot.optimizers, strict=True):
         optimizer.load_state_dict(state)
     for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
         config.scheduler.load_state_dict(deepcopy(state))
     trainer.precision_plugin.load_state_dict(snapshot.precision)
-    load_progress(trainer.fit_loop, snapshot.loops)
-    trainer.fit_loop._combined_loader_states_to_load = []
     for path, logged in zip(_RESULTS, snapshot.results, strict=True):
         results = attrgetter(path)(trainer)._results
         results.clear()

@@ -33,9 +33,17 @@ class FloatLoss(Regression):
         return (output - target).square().mean().item()
 
 
-class FrozenStage(Regression):
+class EmptyStage(Regression):
     def configure_pipeline(self) -> list[Any]:
         return [nn.Linear(8, 1), nn.Tanh(), nn.Tanh(), nn.Tanh()]
+
+
+class NothingTrains(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        layers = super().configure_pipeline()
+        for layer in layers:
+            layer.requires_grad_(False)
+        return layers
 
 
 class WrongSpec(Regression):
@@ -109,7 +117,8 @@ def test_wrong_grids_are_refused_before_anything_starts(
     [
         (VectorLoss, ["shape (2, 1)", "scalar", ".mean()"]),
         (FloatLoss, ["float", "scalar", ".item()"]),
-        (FrozenStage, ["Stage 1", "no trainable parameter", "pipeline_parallel_size"]),
+        (EmptyStage, ["Stage 1", "no parameters", "pipeline_parallel_size"]),
+        (NothingTrains, ["NothingTrains", "requires_grad"]),
         (WrongSpec, ["Layer 2", "LayerSpec(Linear, 8)", "configure_pipeline()"]),
         (NoPipeline, ["NoPipeline", "configure_pipeline()"]),
         (WrongEntry, ["'a layer'", "layer 1", "LayerSpec"]),

@@ -8,30 +8,21 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
-from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.utilities import CombinedLoader
 from same_script import Classifier, Data, Session, assert_same, on_a_grid
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_recycle import UnsupportedFeatureError
+from lightning_recycle import LayerSpec, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
-
-
-class Finetuning(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None: ...
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None: ...
 
 
 class OwnTrainingStep(Classifier):
@@ -59,6 +50,11 @@ class OwnBackward(Classifier):
 
 class OwnZeroGrad(Classifier):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None: ...
+
+
+class WithBatchNorm(Classifier):
+    def configure_pipeline(self) -> list[Any]:
+        return [LayerSpec(nn.BatchNorm1d, 8), *super().configure_pipeline()]
 
 
 class Manual(Classifier):
@@ -161,20 +157,17 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
     ),
     "num_nodes": (fit_with({"num_nodes": 2}), ["num_nodes=2"]),
     "sync_batchnorm": (fit_with({"sync_batchnorm": True}), ["sync_batchnorm=True", "LayerNorm"]),
-    "StochasticWeightAveraging": (
-        fit(callbacks=[StochasticWeightAveraging(1e-2)]),
-        ["StochasticWeightAveraging", "checkpoints"],
+    "StochasticWeightAveraging with BatchNorm": (
+        fit(WithBatchNorm, callbacks=[StochasticWeightAveraging(1e-2)]),
+        ["StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging"],
     ),
-    "WeightAveraging": (fit(callbacks=[WeightAveraging()]), ["WeightAveraging", "checkpoints"]),
-    "EMAWeightAveraging": (fit(callbacks=[EMAWeightAveraging()]), ["EMAWeightAveraging", "checkpoints"]),
     "GradientAccumulationScheduler": (
         fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]),
         ["GradientAccumulationScheduler", "accumulate_grad_batches"],
     ),
     "BatchSizeFinder": (fit(callbacks=[BatchSizeFinder()]), ["BatchSizeFinder", "strategy='auto'"]),
     "LearningRateFinder": (fit(callbacks=[LearningRateFinder()]), ["LearningRateFinder", "strategy='auto'"]),
-    "BaseFinetuning": (fit(callbacks=[Finetuning()]), ["Finetuning", "requires_grad"]),
-    "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "requires_grad"]),
+    "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "before fit"]),
     "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
     "training_step": (fit(OwnTrainingStep), ["OwnTrainingStep.training_step()", "on_training_output()"]),
     "validation_step": (fit(OwnValidationStep), ["validation_step()", "on_validation_output()"]),

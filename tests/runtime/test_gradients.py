@@ -150,3 +150,36 @@ def test_what_no_micro_batch_used_has_no_gradient_and_zeros_are_some(dtype: torc
         assert unused.grad is None
         assert torch.equal(used.grad, torch.full_like(used, 4))  # type: ignore[arg-type]
         assert torch.equal(zero.grad, torch.zeros_like(zero))  # type: ignore[arg-type]
+
+
+def test_what_requires_a_gradient_may_change_between_steps() -> None:
+    """A peer that adopts the gradient of the step before still finds it as it was laid out."""
+    module = model()
+    first, *rest = module.parameters()
+    first.requires_grad = False
+    gradients = GradientBuffers(list(module.parameters()), CPU)
+    gradients.begin(0)
+    module(torch.randn(4, 3)).sum().backward()
+    (older,) = gradients.of_step(0)
+    before = older.clone()
+
+    first.requires_grad, rest[0].requires_grad = True, False
+    gradients.begin(1)
+    assert first.grad is not None
+    assert rest[0].grad is None
+    module(torch.randn(4, 3)).sum().backward()
+    gradients.check(1)
+    assert torch.equal(older, before)
+
+    gradients.attach(0)
+    assert first.grad is None
+    assert rest[0].grad is not None
+    gradients.check(0)
+
+
+def test_without_anything_to_train_there_is_nothing_to_reduce() -> None:
+    gradients = GradientBuffers([nn.Parameter(torch.zeros(3), requires_grad=False)], CPU)
+    gradients.begin(0)
+    gradients.check(0)
+    assert gradients.of_step(0) == []
+    assert gradients.squared_norm(0) == 0.0
