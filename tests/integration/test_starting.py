@@ -15,6 +15,8 @@ from nbclient import NotebookClient
 
 TESTS = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.timeout(300)  # each starts three runs and a replacement, one after the other
+
 DEFINITIONS = """
 import enum
 import sys
@@ -179,6 +181,6 @@ def test_a_notebook_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     cells = [nbformat.v4.new_code_cell(part.strip()) for part in (DEFINITIONS, TRAINING)]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, timeout=110, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = notebook.cells[-1].outputs
     check("".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout"))
