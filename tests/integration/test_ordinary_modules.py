@@ -184,6 +184,14 @@ def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone: Any, shar
         assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Classifier().state_dict())
 
 
+def test_a_frozen_module_is_evaluated() -> None:
+    model = Classifier().double().requires_grad_(False)
+    loader = DataLoader(data(), 8)
+    (ours,) = on_grid(2).validate(model, loader, verbose=False)
+    (theirs,) = on_one_device().validate(model, DataLoader(data(), 16), verbose=False)
+    assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
+
+
 class OwnBackward(Classifier):
     def backward(self, loss: Tensor) -> None:
         super().backward(2 * loss)
