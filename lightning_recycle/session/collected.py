@@ -42,6 +42,7 @@ from lightning_recycle.session.optimizer_states import to_cpu
 
 __all__ = ["Change", "Collected"]
 
+_COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom what a hook collects in place
 _LOOKS_INTO = 64  # items of a list or dict: what a hook changes within longer ones is replaced, not changed inside
 _OWN_ITEMS = 1024  # of containers of an object that the module holds: longer ones are data, such as a vocabulary
 _DEPENDS = "its new value depends on its old one, and not only by a sum"
@@ -308,7 +309,7 @@ def _visit(
             keys = list(value) if isinstance(value, dict) else range(len(value))
             inner = [((*path, (False, k)), value, k) for k in keys]
     elif isinstance(value, Tensor):
-        copy = value.detach().clone()
+        copy = _TensorCopy.of(value)
     elif isinstance(value, np.ndarray):
         copy = value.copy()
     elif isinstance(value, Metric):
@@ -321,6 +322,25 @@ def _visit(
     if depth:
         for place in inner:
             yield from _visit(*place, depth - 1, namespaces, seen | {id(value)}, longest)
+
+
+@dataclass(frozen=True)
+class _TensorCopy:
+    """What is needed to see whether a tensor was written to, and to restore it; large ones are not copied."""
+
+    version: int
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _TensorCopy:
+        version = _version(tensor)
+        is_copied = version < 0 or tensor.numel() <= _COPIED_ELEMENTS
+        return cls(version, tensor.detach().clone() if is_copied else None)
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows whenever ``tensor`` is written to; -1 if torch does not count that."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _shallow_copy(value: Any) -> Any:
@@ -410,23 +430,26 @@ def _compare_sets(place: _Place, now: Any, found: Any, refuse: Any) -> None:
 
 
 def _compare_tensors(place: _Place, now: Any, followed: Followed, number: int, found: Any, refuse: Any) -> None:
-    old, before = place.value, place.copy
+    old, before = place.value, place.copy.values
     origin = followed.origin(now)
-    changed = not _same(old, before)
+    written = place.copy.version < 0 or place.copy.version != _version(old)
+    changed = written and (before is None or not _same(old, before))
     if now is old and not changed:
         return
     if number in followed.read:
         refuse(place.path, _DEPENDS)
+    elif changed and before is None:
+        refuse(place.path, f"a tensor of {old.numel():,} elements is too large to be followed")
     elif now is old and number in followed.overwritten:
         where = old != before
         found(place.path, Kind.WRITE, (where, old[where]))
     elif now is old or origin == (number, Origin.SUM):
-        found(place.path, Kind.ADD, now - before)
+        found(place.path, Kind.ADD, now - (old if before is None else before))
     elif origin == (number, Origin.CONCATENATION):
-        found(place.path, Kind.ROWS, now[len(before) :])
+        found(place.path, Kind.ROWS, now[len(old) :])
     else:
         found(place.path, Kind.ASSIGN, now)
-    if changed:
+    if changed and before is not None:
         old.copy_(before)
 
 

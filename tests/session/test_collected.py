@@ -244,6 +244,18 @@ def test_what_depends_on_other_micro_batches_is_told(hook: Callable[[Any, int], 
     assert "torchmetrics" in str(caught.value)
 
 
+def test_a_large_tensor_may_get_rows_but_is_not_followed_in_place() -> None:
+    module = Collecting()
+    module.rows = large = torch.zeros(40_000, 2)
+    with Collected(module).noticed() as changes:
+        module.rows = torch.cat([module.rows, torch.ones(1, 2)])
+    assert module.rows is large
+    assert [change.value.tolist() for change in changes] == [[[1.0, 1.0]]]
+    too_large = r"changed self\.rows: a tensor of 80,000 elements is too large"
+    with pytest.raises(UnsupportedFeatureError, match=too_large), Collected(module).noticed():
+        module.rows[3] += 1
+
+
 def test_what_merges_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     module = Collecting()
     collected = Collected(module)
