@@ -181,10 +181,11 @@ class Collected:
         return [vars(self._module), self._module._buffers]
 
     def _survey(self, places: list[_Place], namespaces: list[_Namespace]) -> None:
+        seen: set[int] = set()
         for attributes in self._attributes():
             namespaces.append(_Namespace((), attributes, frozenset(attributes)))
             for name in [name for name in attributes if name not in self._internal]:
-                places += _visit(((True, name),), attributes, name, _DEPTH, namespaces, frozenset(), None)
+                places += _visit(((True, name),), attributes, name, _DEPTH, namespaces, seen, None)
 
     def _compare(
         self,
@@ -292,15 +293,20 @@ def _visit(
     key: Any,
     depth: int,
     namespaces: list[_Namespace],
-    seen: frozenset[int],
+    seen: set[int],
     longest: int | None,
 ) -> Iterator[_Place]:
-    """The places at and within ``owner[key]``, outer ones first; adds the namespaces of objects to ``namespaces``."""
+    """The places at and within ``owner[key]``, outer ones first; adds the namespaces of objects to ``namespaces``.
+
+    An object that has two names, as its id in ``seen`` shows, has one place.
+    """
     value = owner[key]
     copy: Any = None
     inner: list[tuple[_Path, Any, Any]] = []
-    if id(value) in seen:
-        return
+    if not isinstance(value, (int, float, str)):
+        if value is not None and id(value) in seen:
+            return
+        seen.add(id(value))
     if isinstance(value, (list, deque, dict, set)):
         if longest is not None and len(value) > longest:
             return
@@ -321,7 +327,7 @@ def _visit(
     yield _Place(path, owner, key, value, copy)
     if depth:
         for place in inner:
-            yield from _visit(*place, depth - 1, namespaces, seen | {id(value)}, longest)
+            yield from _visit(*place, depth - 1, namespaces, seen, longest)
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,15 @@ def test_what_depends_on_other_micro_batches_is_told(hook: Callable[[Any, int], 
     assert "torchmetrics" in str(caught.value)
 
 
+def test_a_list_with_two_names_is_one_list() -> None:
+    module = Collecting()
+    module.outputs = module.nested[0] = [1, 2]  # type: ignore[assignment]
+    with Collected(module).noticed() as changes:
+        module.outputs.append(3)
+    assert [(change.kind.value, change.value) for change in changes] == [("extend", [3])]
+    assert module.nested[0] == [1, 2]
+
+
 def test_a_large_tensor_may_get_rows_but_is_not_followed_in_place() -> None:
     module = Collecting()
     module.rows = large = torch.zeros(40_000, 2)
