@@ -52,9 +52,35 @@ def make_optimizers(
             f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
             f" in the workers: {type(error).__name__}: {error}"
         ) from error
+    if len(configs) != len(schedulers):
+        raise ConfigurationError(
+            f"a callback has replaced the learning-rate schedulers: configure_optimizers() returns {len(configs)}, and"
+            f" the workers have {len(schedulers)}"
+        )
     for index, optimizer in enumerate(optimizers):
         states, names = zip(*(stage[index] for stage in stages), strict=True)
+        _group(optimizer, dict(module.named_parameters()), names, copies)
         optimizer.load_state_dict(merge_optimizer_states(states, names, copies))
     for config, state in zip(configs, schedulers, strict=True):
         config.scheduler.load_state_dict(state)
     return optimizers, configs
+
+
+def _group(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Any],
+    names: Sequence[Sequence[Sequence[str]]],
+    copies: Mapping[str, str],
+) -> None:
+    """Makes the groups of parameters what they are in the workers, where callbacks may have frozen some and added
+    groups; ``names`` by stage and group.
+    """
+    wanted = [
+        [parameters[name] for stage in names for name in stage[group] if name not in copies]
+        for group in range(len(names[0]))
+    ]
+    del optimizer.param_groups[len(wanted) :]
+    for group, members in zip(optimizer.param_groups, wanted, strict=False):
+        group["params"] = members
+    for members in wanted[len(optimizer.param_groups) :]:
+        optimizer.add_param_group({"params": members})
