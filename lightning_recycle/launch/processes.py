@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -176,6 +177,13 @@ def _ensure_fork_server() -> None:
     try:
         with modules_found():
             forkserver.ensure_running()
+    except OSError as error:
+        if "too long" not in str(error):
+            raise
+        raise WorkerStartError(
+            f"The worker processes cannot be started: the path of the folder for temporary files,"
+            f" {tempfile.gettempdir()}, is too long for a socket in it. Set TMPDIR to a shorter one, such as /tmp."
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

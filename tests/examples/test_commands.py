@@ -4,8 +4,10 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -114,10 +116,14 @@ sys.addaudithook(hook)
 """
 
 
-def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(tmp_path: Path) -> None:
+def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Watched in all its processes: files beside the installation's and the system's, connections, browsers."""
-    recorder, home, work = tmp_path / "recorder", tmp_path / "home", tmp_path / "work"
-    for folder in (recorder, home, work):
+    # Sockets lie in TMPDIR, and their paths must be short.
+    recorder, home, work = tmp_path / "recorder", Path(tempfile.mkdtemp(prefix="demo-")), tmp_path / "work"
+    request.addfinalizer(lambda: shutil.rmtree(home))
+    for folder in (recorder, work):
         folder.mkdir()
     (recorder / "sitecustomize.py").write_text(RECORDER)
     (work / "outputs").mkdir()

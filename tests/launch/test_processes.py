@@ -96,3 +96,24 @@ def test_every_worker_reads_what_it_is_given_and_no_folder_has_it() -> None:
         left = {name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("lightning_")}
         assert not left
         assert [worker.describe_exit(SECONDS) for worker in workers] == ["it exited with code 6"] * 3
+
+
+def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    code = (
+        "from lightning_recycle.errors import WorkerStartError\n"
+        "from lightning_recycle.launch.processes import _ensure_fork_server\n"
+        "try:\n    _ensure_fork_server()\n"
+        "except WorkerStartError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert str(folder) in done.stdout
+    assert "Set TMPDIR" in done.stdout
