@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 from checkpoint_kills import TOLERANCE, Side, measure
+from support.sampling import sampled
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("sharded", sampled([False, True], 1))
 @pytest.mark.timeout(600)
 def test_a_run_whose_processes_are_all_killed_while_it_writes_resumes_from_a_whole_checkpoint(
     sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import causes, happened
 from support.models import Regression, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +28,7 @@ def watched(model: Regression, *faults: Fault, **arguments: Any) -> L.Trainer:
     return run
 
 
-@pytest.mark.parametrize("at", ["forward", "backward_input", "backward_weight", "reduce", "optimizer"])
+@pytest.mark.parametrize("at", sampled(["forward", "backward_input", "backward_weight", "reduce", "optimizer"], 2))
 def test_a_worker_that_is_stuck_is_found_although_its_heartbeat_goes_on(at: str) -> None:
     run = watched(Regression().double(), Fault("deadlock", 1, 1, 4, at))
     assert failures(run) == [(1, 1)]
@@ -130,7 +131,7 @@ def test_a_slow_first_step_is_no_fault() -> None:
     assert time.monotonic() - started > LONG  # it really was slow
 
 
-@pytest.mark.parametrize("pause", ["hook", "data", "checkpoint", "validation"])
+@pytest.mark.parametrize("pause", sampled(["hook", "data", "checkpoint", "validation"], 2))
 def test_a_long_pause_outside_the_schedule_is_no_fault(pause: str, tmp_path: Any) -> None:
     arguments: dict[str, Any] = {}
     model = Regression().double()

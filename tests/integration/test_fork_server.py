@@ -8,6 +8,7 @@ import psutil
 import pytest
 from support.growth import AwaitReplacement, Marks, Meanwhile, causes, kill, mark_of, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
 from support.training import exact_fit, failures
 
 STEPS = 40
@@ -17,7 +18,7 @@ def helpers(name: str) -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if f"multiprocessing.{name}" in " ".join(child.cmdline())]
 
 
-@pytest.mark.parametrize("name", ["forkserver", "resource_tracker"])
+@pytest.mark.parametrize("name", sampled(["forkserver", "resource_tracker"], 1))
 def test_the_run_goes_on_and_so_do_replacements_and_the_next_run(name: str, tmp_path: Path) -> None:
     def strike(found: Any) -> None:
         for helper in helpers(name):

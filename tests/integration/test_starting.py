@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from support.sampling import sampled
 
 TESTS = Path(__file__).parents[1]
 
@@ -159,7 +160,7 @@ def check(said: str) -> None:
     assert "caught by mistake" in said
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", sampled(STARTS, 2))
 def test_workers_and_replacements_have_what_the_script_defines(start: str, tmp_path: Path) -> None:
     folder = tmp_path / "application"
     folder.mkdir()

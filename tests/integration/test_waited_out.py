@@ -1,6 +1,7 @@
 """Suspicion is not proof: a slow worker is given up only if a healthy peer can do its work, the last one never."""
 
 import ctypes
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from support.growth import happened
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, committed_steps, difference, failures, fit, plain_loop
 from torch import Tensor, nn
 
@@ -86,13 +88,15 @@ class WithRarelyExpensive(Regression):
         return RarelyExpensive(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (3,)], ids=["on all workers", "on one worker"])
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize(
+    ("hook", "ranks"),
+    sampled(itertools.product(["on_before_backward", "on_before_optimizer_step"], [(0, 1, 2, 3), (3,)]), 2),
+)
 def test_a_slow_hook_around_the_optimizer_is_no_fault(hook: str, ranks: tuple[int, ...]) -> None:
     assert undisturbed(watched(Regression().double(), callbacks=[SlowHook(hook, ranks)]))
 
 
-@pytest.mark.parametrize("model", [SlowClipping, WithRarelyExpensive, SlowOutputs])
+@pytest.mark.parametrize("model", sampled([SlowClipping, WithRarelyExpensive, SlowOutputs], 1))
 def test_slow_code_of_the_user_around_an_operation_is_no_fault(model: type[Regression]) -> None:
     assert undisturbed(watched(model().double()))
 
@@ -116,8 +120,7 @@ class StallingSample(SlowSample):
     pause = staticmethod(hold_gil)
 
 
-@pytest.mark.parametrize("model", [SlowSample, StallingSample])
-@pytest.mark.parametrize("pipelines", [1, 2, 3])
+@pytest.mark.parametrize(("model", "pipelines"), sampled(itertools.product([SlowSample, StallingSample], [1, 2, 3]), 2))
 def test_one_slow_micro_batch_takes_out_one_worker_at_most(model: type[Regression], pipelines: int) -> None:
     """A peer redoes it, and is as slow: that is the micro-batch's fault, not the peer's."""
     run = watched(model().double(), pipelines)

@@ -33,6 +33,7 @@ from same_script import (
     run_both,
 )
 from support.growth import AwaitReplacement, rejoined
+from support.sampling import sampled
 from support.training import failures
 from torch import Tensor, nn
 from torch.nn import functional
@@ -187,8 +188,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("faults", FAULTS)
-@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+@pytest.mark.parametrize(
+    ("name", "faults"), sampled(itertools.product(["EMAWeightAveraging", "StochasticWeightAveraging"], FAULTS), 4)
+)
 def test_averages_are_those_of_one_device_though_a_worker_dies(name: str, faults: str, tmp_path: Path) -> None:
     run = on_grid(training(name, FaultInjectionCallback(FAULTS[faults])), tmp_path)
     assert len(failures(run.trainer)) == 1
@@ -225,9 +227,15 @@ def test_no_worker_copies_more_than_its_stage(tmp_path: Path) -> None:
     assert_same(whole, pieces)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("joins", [5, 10])
-@pytest.mark.parametrize("name", ["WeightAveraging by epoch", "EMAWeightAveraging", "StochasticWeightAveraging"])
+@pytest.mark.parametrize(
+    ("name", "joins", "stages"),
+    sampled(
+        itertools.product(
+            ["WeightAveraging by epoch", "EMAWeightAveraging", "StochasticWeightAveraging"], [5, 10], [1, 2]
+        ),
+        4,
+    ),
+)
 def test_who_joins_goes_on_with_the_averages_of_its_donor(name: str, joins: int, stages: int, tmp_path: Path) -> None:
     """The donor dies next, so what the new worker holds is all that there is of the first stage."""
     faults = [Fault("kill", 1, 0, step=joins - 3), Fault("kill", 0, 0, step=joins + 2)]
@@ -335,9 +343,16 @@ def test_a_checkpoint_resumes_on_one_device(name: str, writer: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("writer", "step"), [("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sharded", 6)]
+    ("name", "writer", "step"),
+    sampled(
+        [
+            (name, *written)
+            for name in ("EMAWeightAveraging", "StochasticWeightAveraging")
+            for written in (("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sharded", 6))
+        ],
+        3,
+    ),
 )
-@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_a_checkpoint_resumes_on_another_grid(name: str, writer: str, step: int, tmp_path: Path) -> None:
     path = checkpoints_of(name, writer) / f"step={step}.ckpt"
     resumed = on_grid(training(name, ckpt_path=path), tmp_path, stages=3, num_microbatches=4)

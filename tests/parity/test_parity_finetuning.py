@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheck
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from same_script import STEPS_PER_EPOCH, Classifier, Run, Session, assert_same, on_a_grid, on_one_device
 from support.growth import AwaitReplacement, rejoined
+from support.sampling import sampled
 from support.training import failures
 from torch import nn
 
@@ -141,8 +142,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", ["the first stage is frozen", "the last stage is frozen", "BaseFinetuning"])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    sampled(itertools.product(["the first stage is frozen", "the last stage is frozen", "BaseFinetuning"], FAULTS), 4),
+)
 def test_the_same_though_a_worker_dies(name: str, fault: str, tmp_path: Path) -> None:
     run = on_a_grid(training(*SCRIPTS[name], FaultInjectionCallback([FAULTS[fault]])), tmp_path)
     assert len(failures(run.trainer)) == 1

@@ -1,0 +1,19 @@
+"""Matrices of cases of which the suite runs a seeded sample; ``make test-exhaustive`` runs the others."""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+__all__ = ["sampled"]
+
+
+def sampled(cases: Iterable[Any], count: int, seed: int = 0) -> list[Any]:
+    """``cases`` as parameters, all but ``count`` of them marked as exhaustive; tuples are several arguments."""
+    cases = list(cases)
+    kept = set(random.Random(seed).sample(range(len(cases)), count))
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if i in kept else pytest.mark.exhaustive)
+        for i, case in enumerate(cases)
+    ]
