@@ -20,6 +20,7 @@ class ThreadClient(ControlClient):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.exit_code: int | None = None
         self.exited = threading.Event()
+        self._exiting = threading.Lock()
         super().__init__(*args, **options)
 
     def _guarded(self, target: Callable[[], None]) -> None:
@@ -27,7 +28,9 @@ class ThreadClient(ControlClient):
             super()._guarded(target)
 
     def _exit(self, why: str, code: int) -> NoReturn:
-        self.exit_code = 0 if self._leaving else code
-        self.leave()  # the other thread ends, too
-        self.exited.set()
+        with self._exiting:
+            if not self.exited.is_set():  # several threads may find out; the first one says why
+                self.exit_code = 0 if self._leaving else code
+                self.leave()  # the other threads end, too
+                self.exited.set()
         raise _ThreadEnds
