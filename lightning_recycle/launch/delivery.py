@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.session.attributes import AttributeCarrier, CallbackParts, Pickles
-from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.optimizer_states import group_names, to_cpu
 from lightning_recycle.session.session import Session
 
 __all__ = ["LOOPS", "Extras", "StagePart", "extras_of", "part_of"]
@@ -91,7 +91,7 @@ def part_of(session: Session, carrier: AttributeCarrier) -> StagePart:
     trainer, checkpoints = session.trainer, session.checkpoints
     optimizers = None
     if trainer.state.fn == TrainerFn.FITTING and not checkpoints.sharded:
-        optimizers = [(to_cpu(o.state_dict()), checkpoints.parameter_names(o)) for o in trainer.optimizers]
+        optimizers = [(to_cpu(o.state_dict()), group_names(session.module, o)) for o in trainer.optimizers]
     layers = carrier.pack_modules(lambda name: name.startswith("layers."))
     return StagePart(to_cpu(session.module.state_dict()), optimizers, layers)
 

@@ -43,8 +43,10 @@ class Recorder(Protocol):
 
 
 class ModelParts(ABC):
-    """Args:
-    module: the user's module.
+    """How one module answers.
+
+    Attributes:
+        module: the user's module.
     """
 
     module: pl.LightningModule

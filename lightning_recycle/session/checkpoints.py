@@ -32,6 +32,7 @@ from lightning_recycle.session.checkpoint_files import (
 )
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.optimizer_states import (
+    group_names,
     merge_optimizer_states,
     parameter_numbers,
     split_optimizer_state,
@@ -114,7 +115,7 @@ class Checkpoints:
                 optimizer.state_dict(), self._all_parameter_names(optimizer), self.copies, self._stage
             )
         parts = self.collectives.gather_stages(
-            "optimizer state", lambda: (to_cpu(optimizer.state_dict()), self.parameter_names(optimizer))
+            "optimizer state", lambda: (to_cpu(optimizer.state_dict()), group_names(self.module, optimizer))
         )
         return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
 
@@ -123,13 +124,8 @@ class Checkpoints:
         return self.collectives.worker.stage
 
     def _all_parameter_names(self, optimizer: Optimizer) -> list[list[list[str]]]:
-        """Like :meth:`parameter_names`, by stage."""
-        return self.collectives.gather_stages("names of parameters", lambda: self.parameter_names(optimizer))
-
-    def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """The names of the optimizer's parameters, by group."""
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        """The names of the optimizer's parameters, by stage and group."""
+        return self.collectives.gather_stages("names of parameters", lambda: group_names(self.module, optimizer))
 
     # ------------------------------------------------------------------ loading
 

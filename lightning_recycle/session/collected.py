@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from operator import is_
 from types import CodeType
-from typing import Any, TypeAlias
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -37,10 +35,21 @@ from torchmetrics import Metric
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.session.changes import (
+    MISSING,
+    Change,
+    Kind,
+    Path,
+    item_of,
+    received,
+    repeat_change,
+    same,
+    sent,
+    shown,
+)
 from lightning_recycle.session.followed import Followed, Origin
-from lightning_recycle.session.optimizer_states import to_cpu
 
-__all__ = ["Change", "Collected"]
+__all__ = ["Collected"]
 
 _COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom what a hook collects in place
 _LOOKS_INTO = 64  # items of a list or dict: what a hook changes within longer ones is replaced, not changed inside
@@ -54,36 +63,11 @@ _REMEDY = (
 )
 
 
-class Kind(Enum):
-    """What was done to the value at a place."""
-
-    EXTEND = "extend"  # a list or deque; the value: further items
-    UPDATE = "update"  # a set; the value: further items
-    ADD = "add"  # a number or tensor; the value: the difference
-    ROWS = "rows"  # a tensor; the value: further rows
-    WRITE = "write"  # a tensor; the value: (where, what) as tensors
-    CREATE = "create"  # nothing was there
-    ASSIGN = "assign"
-
-
-_Path: TypeAlias = tuple[tuple[bool, Any], ...]
-"""From the module: (whether it is an attribute, its name or key or index), and so on inwards."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One thing that a hook did."""
-
-    path: _Path
-    kind: Kind
-    value: Any
-
-
 @dataclass(frozen=True)
 class _Place:
     """A value before a hook, and what is needed to see whether it changed."""
 
-    path: _Path
+    path: Path
     owner: Any  # a list or dict; of attributes, the dict that holds them
     key: Any
     value: Any
@@ -94,7 +78,7 @@ class _Place:
 class _Namespace:
     """The attributes of an object before a hook."""
 
-    path: _Path
+    path: Path
     attributes: dict[str, Any]
     names: frozenset[str]
 
@@ -157,7 +141,7 @@ class Collected:
             places,
             followed,
             lambda path, kind, value: changes.append(Change(path, kind, value)),
-            lambda path, why: refused.append(f"{_shown(path)}: {why}"),
+            lambda path, why: refused.append(f"{shown(path)}: {why}"),
         )
         for namespace in namespaces:
             for name in set(namespace.attributes) - namespace.names:
@@ -168,7 +152,7 @@ class Collected:
             raise UnsupportedFeatureError(
                 f"A hook or step that sees one micro-batch changed {'; '.join(refused)}. {_REMEDY}"
             )
-        changes[:] = [Change(c.path, c.kind, _sent(c.value)) for c in changes]
+        changes[:] = [Change(c.path, c.kind, sent(c.value)) for c in changes]
 
     def _is_rebound(self, place: _Place) -> bool:
         """Whether code may bind a new number there. Numbers that only ``__init__`` sets stay what they are: some
@@ -191,13 +175,13 @@ class Collected:
         self,
         places: Sequence[_Place],
         followed: Followed,
-        found: Callable[[_Path, Kind, Any], None],
-        refuse: Callable[[_Path, str], None],
+        found: Callable[[Path, Kind, Any], None],
+        refuse: Callable[[Path, str], None],
     ) -> None:
         """Reports what differs, and restores it: inner places first, so that outer ones find their items again."""
         for number, place in reversed(list(enumerate(places))):
-            now = _get(place.owner, place.key)
-            if now is _MISSING:
+            now = item_of(place.owner, place.key)
+            if now is MISSING:
                 refuse(place.path, "it was removed")
             elif isinstance(place.value, (list, deque)):
                 _compare_lists(place, now, found, refuse)
@@ -220,7 +204,7 @@ class Collected:
                     )
             elif self._is_rebound(place):
                 _compare_numbers(place, now, followed, number, found, refuse)
-            elif now is not place.value and not _same(now, place.value):
+            elif now is not place.value and not same(now, place.value):
                 if type(place.value) in (int, float):
                     refuse(place.path, "the number was not changed in a method of the module")
                 else:
@@ -231,11 +215,11 @@ class Collected:
 
     def repeat(self, records: Sequence[Sequence[Change]]) -> None:
         """Does what hooks did with the outputs of a step, in the order of the micro-batches."""
-        assigned: set[_Path] = set()
+        assigned: set[Path] = set()
         for changes in records:
             for change in changes:
                 self.names.add(change.path[0][1])
-                replaced = _repeat(self._module, change, self._module.device)
+                replaced = repeat_change(self._module, change, self._module.device)
                 if change.kind is Kind.CREATE or change.path in assigned:
                     self._tell_of_loss(change, replaced)
                 if change.kind is Kind.ASSIGN:
@@ -243,9 +227,9 @@ class Collected:
 
     def _tell_of_loss(self, change: Change, replaced: Any) -> None:
         """Warns once of an attribute for which a micro-batch assigns another value than an earlier one of its step."""
-        name = _shown(change.path)
+        name = shown(change.path)
         counts = change.kind is Kind.CREATE and isinstance(change.value, (int, float))  # or so it may be meant
-        if replaced is _MISSING or name in self._told or (_same(replaced, change.value) and not counts):
+        if replaced is MISSING or name in self._told or (same(replaced, change.value) and not counts):
             return
         self._told.add(name)
         rank_zero_warn(
@@ -260,13 +244,11 @@ class Collected:
 
     def load_state(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
-            setattr(self._module, name, _received(value, self._module.device))
+            setattr(self._module, name, received(value, self._module.device))
         self.names.update(state)
 
 
 # ---------------------------------------------------------------------- comparing
-
-_MISSING = object()
 
 
 def _rebound_names(kind: type) -> Iterator[str]:
@@ -288,7 +270,7 @@ def _bound_in(code: CodeType) -> Iterator[str]:
 
 
 def _visit(
-    path: _Path,
+    path: Path,
     owner: Any,
     key: Any,
     depth: int,
@@ -302,7 +284,7 @@ def _visit(
     """
     value = owner[key]
     copy: Any = None
-    inner: list[tuple[_Path, Any, Any]] = []
+    inner: list[tuple[Path, Any, Any]] = []
     if not isinstance(value, (int, float, str)):
         if value is not None and id(value) in seen:
             return
@@ -361,12 +343,6 @@ def _is_plain_object(value: Any) -> bool:
     )
 
 
-def _get(owner: Any, key: Any) -> Any:
-    if isinstance(owner, dict):
-        return owner.get(key, _MISSING)
-    return owner[key] if key < len(owner) else _MISSING
-
-
 def _put(owner: Any, key: Any, value: Any) -> None:
     if isinstance(owner, dict) or key < len(owner):
         owner[key] = value
@@ -398,7 +374,7 @@ def _compare_lists(place: _Place, now: Any, found: Any, refuse: Any) -> None:
 
 def _is_item(before: Any, after: Any) -> bool:
     """Whether an item is the same; it may be a number that was followed."""
-    return before is after or getattr(after, "plain", _MISSING) is before
+    return before is after or getattr(after, "plain", MISSING) is before
 
 
 def _begins_with(items: Any, first: list[Any]) -> bool:
@@ -439,7 +415,7 @@ def _compare_tensors(place: _Place, now: Any, followed: Followed, number: int, f
     old, before = place.value, place.copy.values
     origin = followed.origin(now)
     written = place.copy.version < 0 or place.copy.version != _version(old)
-    changed = written and (before is None or not _same(old, before))
+    changed = written and (before is None or not same(old, before))
     if now is old and not changed:
         return
     if number in followed.read:
@@ -468,103 +444,3 @@ def _compare_numbers(place: _Place, now: Any, followed: Followed, number: int, f
         refuse(place.path, _DEPENDS)
     else:
         found(place.path, Kind.ASSIGN, getattr(now, "plain", now))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are certainly equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-    return one is other or (type(one) is type(other) and isinstance(one, (str, bool, int, float)) and one == other)
-
-
-def _shown(path: _Path) -> str:
-    return "self" + "".join(f".{key}" if is_attribute else f"[{key!r}]" for is_attribute, key in path)
-
-
-# ---------------------------------------------------------------------- repeating
-
-
-def _sent(value: Any) -> Any:
-    """``value`` as it can leave this process: tensors on the CPU, numbers that are followed no more."""
-    if isinstance(value, defaultdict):
-        copy: defaultdict[Any, Any] = defaultdict(value.default_factory)
-        copy.update({key: _sent(item) for key, item in value.items()})
-        return copy
-    if type(value) in (dict, list, tuple):
-        return {k: _sent(v) for k, v in value.items()} if isinstance(value, dict) else type(value)(map(_sent, value))
-    return to_cpu(getattr(value, "plain", value) if isinstance(value, (int, float)) else value)
-
-
-def _received(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if type(value) in (list, tuple, deque):
-        return type(value)(_received(item, device) for item in value)
-    if isinstance(value, dict):
-        for key, item in list(value.items()):
-            value[key] = _received(item, device)
-    return value
-
-
-def _repeat(module: nn.Module, change: Change, device: torch.device) -> Any:
-    """Does ``change``; returns the value that it replaced by another without regard to it, if any."""
-    owner: Any = module
-    for is_attribute, key in change.path[:-1]:
-        owner = getattr(owner, key) if is_attribute else owner[key]
-    is_attribute, key = change.path[-1]
-    now = getattr(owner, key, _MISSING) if is_attribute else _get(owner, key)
-    value = _received(change.value, device)
-    if change.kind is Kind.CREATE and now is not _MISSING:  # an earlier micro-batch of this step has created it
-        new = _merged(now, value, _counts(owner))
-    else:
-        new = _after(change.kind, now, value)
-    if new is now:
-        return _MISSING
-    if is_attribute:
-        setattr(owner, key, new)
-    else:
-        owner[key] = new
-    return now if new is value else _MISSING
-
-
-def _counts(owner: Any) -> bool:
-    """Whether a new item of ``owner`` begins with zero and is added to."""
-    return isinstance(owner, Counter) or (isinstance(owner, defaultdict) and owner.default_factory in (int, float))
-
-
-def _merged(now: Any, value: Any, counts: bool) -> Any:
-    """What two micro-batches created at the same place."""
-    if isinstance(now, (list, deque)) and isinstance(value, (list, deque)):
-        now.extend(value)
-        return now
-    if isinstance(now, set) and isinstance(value, set):
-        now.update(value)
-        return now
-    if isinstance(now, dict) and isinstance(value, dict):
-        for key, item in value.items():
-            now[key] = _merged(now[key], item, _counts(now)) if key in now else item
-        return now
-    return now + value if counts else value
-
-
-def _after(kind: Kind, now: Any, value: Any) -> Any:
-    """The value after a change; ``now`` itself if it was changed in place."""
-    match kind:
-        case Kind.EXTEND:
-            now.extend(value)
-            return now
-        case Kind.UPDATE:
-            now.update(value)
-            return now
-        case Kind.ADD:
-            if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
-                return now.add_(value) if now.dtype == value.dtype else now + value
-            return now + value
-        case Kind.ROWS:
-            return torch.cat([now, value])
-        case Kind.WRITE:
-            where, what = value
-            now[where] = what
-            return now
-        case _:
-            return value

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.optimizer_states import group_names
 
 __all__ = ["Finetuning", "empty_optimizers", "has_recipes", "load_trained", "trained"]
 
@@ -52,10 +53,9 @@ def has_recipes(module: nn.Module) -> bool:
 
 def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Which parameters of ``module`` require a gradient, and those of each group, by name."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
-        "groups": [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers],
+        "groups": [group_names(module, optimizer) for optimizer in optimizers],
     }
 
 

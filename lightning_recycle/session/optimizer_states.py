@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = [
     "GroupNames",
+    "group_names",
     "merge_optimizer_states",
     "parameter_numbers",
     "split_optimizer_state",
@@ -24,6 +26,12 @@ __all__ = [
 
 GroupNames: TypeAlias = Sequence[Sequence[str]]
 """Names of an optimizer's parameters, by group and position."""
+
+
+def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the optimizer's parameters, by group."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def to_cpu(value: Any) -> Any:

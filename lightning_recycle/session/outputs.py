@@ -27,7 +27,8 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recorded import RecordedModule
-from lightning_recycle.session.collected import Change, Collected
+from lightning_recycle.session.changes import Change
+from lightning_recycle.session.collected import Collected
 from lightning_recycle.session.optimizer_states import to_cpu
 
 __all__ = ["OutputRecorder", "Recording", "Returned", "concatenate", "metric_states", "set_metric_states"]
