@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+PAGES = ["../README.md", *sorted(path.name for path in DOCS.glob("*.md"))]
 
 _FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
 
@@ -53,11 +53,12 @@ def commands() -> list[tuple[str, list[str]]]:
     for block in blocks("bash", "console"):
         for line in block.code.replace("\\\n", " ").splitlines():
             line = line.removeprefix("$ ")
-            words = [w for w in shlex.split(line, comments=True) if w != "&"]
-            while words and re.match(r"[A-Z_]+=", words[0]):
-                words.pop(0)
-            if words:
-                found.append((block.place, words))
+            for command in line.split("&&"):
+                words = [w for w in shlex.split(command, comments=True) if w != "&"]
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    words.pop(0)
+                if words:
+                    found.append((block.place, words))
     return found
 
 

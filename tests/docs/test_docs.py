@@ -176,7 +176,7 @@ def test_links_lead_somewhere(page: str) -> None:
         if re.match(r"https?://", target):
             continue
         name, _, anchor = target.partition("#")
-        path = (DOCS / name).resolve() if name else DOCS / page
+        path = ((DOCS / page).parent / name).resolve() if name else DOCS / page
         assert path.is_file(), f"{page}: {target}"
         if anchor:
             assert anchor in anchors(path), f"{page}: {target}"
