@@ -115,6 +115,9 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
+    "lightning_recycle.session.result_metrics": [
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",
+    ],
     "lightning_recycle.session.session": [
         "lightning.pytorch:LightningModule._on_before_batch_transfer",
         "lightning.pytorch:LightningModule._apply_batch_transfer_handler",

@@ -222,16 +222,9 @@ class Coordinator:
     def _on_tick(self, now: float) -> None:
         if self._state.outcome is not None:
             return
-        for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
-            self._evict(rank, cause)
-        for rank, cause in self._starts.late(now, self._connections.keys()).items():
-            if rank in self._shown:
-                self._evict(rank, cause)
-            else:
-                self._shown.add(rank)
-                self._processes[rank].show_stack()
         if now >= self._next_review:  # not after every message: it looks at all workers
             self._next_review = now + _TICK
+            self._give_up_late(now)
             self._review(now)
         if now >= self._next_sign:
             self._next_sign = now + SIGN_SECONDS
@@ -241,6 +234,17 @@ class Coordinator:
                 del self._graces[generation]
                 self._handle(protocol.GraceElapsed(generation, reason))
         self._fill_vacancies(now)
+
+    def _give_up_late(self, now: float) -> None:
+        """Evicts who is not where it should be by now; one that is late to connect first shows where it is."""
+        for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
+            self._evict(rank, cause)
+        for rank, cause in self._starts.late(now, self._connections.keys()).items():
+            if rank in self._shown:
+                self._evict(rank, cause)
+            else:
+                self._shown.add(rank)
+                self._processes[rank].show_stack()
 
     def _review(self, now: float) -> None:
         """Looks at who is silent or makes no progress, and does what follows."""

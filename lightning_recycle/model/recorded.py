@@ -21,6 +21,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 __all__ = ["RecordedModule", "as_it_was", "recorded"]
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_LOG_DEFAULTS = {name: p.default for name, p in list(_LOG_SIGNATURE.parameters.items())[3:]}
 
 
 class RecordedModule(pl.LightningModule):
@@ -44,10 +45,14 @@ class RecordedModule(pl.LightningModule):
                 )
             super().log(*args, **kwargs)
             return
-        bound = _LOG_SIGNATURE.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
-        self.recorded_logs.append((arguments.pop("name"), arguments.pop("value"), arguments))
+        if len(args) == 2 and kwargs.keys() <= _LOG_DEFAULTS.keys():  # the usual way; binding takes its time
+            name, value, arguments = *args, {**_LOG_DEFAULTS, **kwargs}
+        else:
+            bound = _LOG_SIGNATURE.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            _, name, value, *_ = bound.arguments.values()
+            arguments = {key: bound.arguments[key] for key in _LOG_DEFAULTS}
+        self.recorded_logs.append((name, value, arguments))
 
     @contextmanager
     def logging_allowed(self, allowed: bool) -> Iterator[None]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
@@ -95,7 +96,7 @@ class Grid:
         """The inverse of :meth:`rank`."""
         if not 0 <= rank < self.num_workers:
             raise ConfigurationError(f"rank {rank} is outside the grid {self}: give one of 0..{self.num_workers - 1}.")
-        return Worker(*divmod(rank, self.stages))
+        return _worker(rank, self.stages)
 
     def peers(self, worker: Worker) -> tuple[Worker, ...]:
         """The data-parallel peers of ``worker``, itself excluded, by pipeline."""
@@ -104,6 +105,11 @@ class Grid:
     def all_microbatches(self) -> Iterator[Microbatch]:
         """The D * M micro-batches of one iteration, by pipeline, then index."""
         return (Microbatch(d, m) for d in range(self.pipelines) for m in range(self.microbatches))
+
+
+@lru_cache(maxsize=8192)
+def _worker(rank: int, stages: int) -> Worker:
+    return Worker(*divmod(rank, stages))
 
 
 def global_index(grid: Grid, microbatch: Microbatch) -> int:

@@ -14,7 +14,6 @@ metrics of earlier micro-batches.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.session.changes import Change
 from lightning_recycle.session.collected import Collected
 from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.packing import pack_tensors, unpack_tensors
 
 __all__ = ["OutputRecorder", "Recording", "Returned", "concatenate", "metric_states", "set_metric_states"]
 
@@ -41,6 +41,14 @@ class _MetricValue:
     """Stands for a metric that was logged: where it is in the module."""
 
     path: str
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number that was logged, and the dtype of its tensor."""
+
+    value: float
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,9 @@ class Recording:
     metrics: dict[str, _States] = field(default_factory=dict)
     result: Any = None
     changes: tuple[Change, ...] = ()
+
+
+_EMPTY = _Record(0, (), {}, None, ())
 
 
 class OutputRecorder:
@@ -120,10 +131,12 @@ class OutputRecorder:
                 set_metric_states(metric, before[path])
 
     def dump(self, recording: Recording, samples: int) -> bytes:
-        """What was recorded in a block, for :meth:`replay`."""
+        """What was recorded in a block, for :meth:`replay`; nothing if it was nothing."""
+        if recording.result is None and not (recording.logs or recording.metrics or recording.changes):
+            return b""
         recorded = _Record(samples, recording.logs, recording.metrics, to_cpu(recording.result), recording.changes)
         try:
-            return pickle.dumps(recorded)
+            return pack_tensors(recorded)
         except Exception as error:
             raise UnsupportedFeatureError(
                 f"What a hook or step of {type(self._module).__name__} returned, logged or put into attributes cannot"
@@ -144,7 +157,8 @@ class OutputRecorder:
             raise ConfigurationError(
                 f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log a single number."
             )
-        return name, to_cpu(torch.as_tensor(value)).reshape(()), kwargs
+        number = torch.as_tensor(value)
+        return name, _Number(number.item(), number.dtype), kwargs
 
     # ------------------------------------------------------------------ on every worker
 
@@ -158,7 +172,7 @@ class OutputRecorder:
         Returns:
             What the hooks returned.
         """
-        ordered: list[_Record] = [pickle.loads(data) for _, data in sorted(records.items())]
+        ordered = [unpack_tensors(data) if data else _EMPTY for _, data in sorted(records.items())]
         device = self._module.device
         wanted = {
             value.path
@@ -189,9 +203,9 @@ class OutputRecorder:
         return Returned([record.result for record in ordered], [record.samples for record in ordered])
 
 
-def _combined(name: str, values: Sequence[tuple[Tensor, float]], reduce_fx: Any) -> Tensor:
+def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any) -> Tensor:
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    stacked = torch.stack([value.double() for value, _ in values])
+    stacked = torch.tensor([number.value for number, _ in values], dtype=torch.float64)
     weights = torch.tensor([weight for _, weight in values], dtype=torch.float64)
     reductions: dict[str, Callable[[], Tensor]] = {
         "mean": lambda: (stacked * weights).sum() / weights.sum(),

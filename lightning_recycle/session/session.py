@@ -61,6 +61,7 @@ from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
+from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stop_requests import StopRequests
 from lightning_recycle.session.weight_averages import WeightAverages
@@ -165,6 +166,7 @@ class Session:
         strategy.accelerator.setup(trainer)
         show_whole_run(trainer, self.parts, self.grid.num_workers)
         tell_batch_sizes(trainer)
+        spare_moves()
         self._build_model()
         self._recorder = OutputRecorder(module, alone=self.grid.global_microbatches == 1)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
@@ -377,7 +379,7 @@ class Session:
         the loss.
         """
         returned = None
-        if outputs:
+        if any(outputs.values()):
             with self._forward_context():
                 returned = self._recorder.replay(outputs, on_step=True).joined()
         self.parts.on_loss(loss)
