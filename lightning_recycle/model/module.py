@@ -122,8 +122,13 @@ class PipelineModule(RecordedModule, LayeredModule):
 
     @override
     def forward(self, *inputs: Any) -> Any:
-        """Runs all layers in this process."""
+        """Runs all layers: here, or where a worker has only those of one stage, on all workers together.
+
+        There all must call it with the same inputs, outside of steps; the result is the same on all, without gradients.
+        """
         self.materialize()
+        if any(isinstance(layer, AbsentLayer) for layer in self.layers):
+            return self.trainer.strategy.forward_whole(inputs)  # type: ignore[attr-defined]
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self.layers:
             value = layer(*value) if isinstance(value, tuple) else layer(value)
