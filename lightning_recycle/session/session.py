@@ -377,15 +377,15 @@ class Session:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
         return torch.tensor(value, dtype=self._loss_dtype, device=self.trainer.strategy.root_device)
 
-    def log_step(self, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
-        """Logs what the module's code did with the micro-batches of a training step; returns what it returned besides
-        the loss.
+    def log_step(self, index: int, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
+        """Logs what the module's code did with the micro-batches of the training step ``index`` of an epoch; returns
+        what it returned besides the loss.
         """
         returned = None
         if any(outputs.values()):
             with self._forward_context():
                 returned = self._recorder.replay(outputs, on_step=True).joined()
-        self.parts.on_loss(loss)
+        self.parts.on_loss(loss, index)
         return returned
 
     def end_training(self) -> None:
