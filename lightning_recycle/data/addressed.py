@@ -261,8 +261,8 @@ class MicrobatchLoader(StepLoader):
             worker_init_fn=WorkerInit(user.worker_init_fn, self.dataset),
             multiprocessing_context=user.multiprocessing_context,
             prefetch_factor=user.prefetch_factor,
-            # Its processes' seeds: from the global generator they would leave hooks with other draws on this worker than
-            # on those that read nothing.
+            # For the seeds of its processes. Drawn from the global generator, they would leave hooks with other draws
+            # here than on workers that read nothing.
             generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch)),
         )
         self._prefetched_to = None

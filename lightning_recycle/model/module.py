@@ -132,7 +132,7 @@ class PipelineModule(RecordedModule, LayeredModule):
         """
         self.materialize()
         if any(isinstance(layer, AbsentLayer) for layer in self.layers):
-            return self.trainer.strategy.forward_whole(inputs)  # type: ignore[attr-defined]
+            return self.trainer.strategy.forward_whole(inputs)
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self.layers:
             value = layer(*value) if isinstance(value, tuple) else layer(value)

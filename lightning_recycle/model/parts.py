@@ -66,6 +66,10 @@ class ModelParts(ABC):
         """Raises UnsupportedFeatureError for what the module defines and the strategy would silently ignore."""
 
     @abstractmethod
+    def describe(self) -> None:
+        """Finds out what parts there are. The user's code may raise, and be called again later."""
+
+    @abstractmethod
     def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
         """The parts of each stage; arguments and errors as for
         :func:`~lightning_recycle.model.partition.stage_layers`.
@@ -184,6 +188,10 @@ class LayerParts(ModelParts):
     def check(self) -> None:
         _check_automatic(self.module)
         _check_not_overridden(self.module, PipelineModule, _REPLACED_STEPS)
+
+    @override
+    def describe(self) -> None:
+        self.module.tied_groups()
 
     @override
     def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
@@ -317,6 +325,10 @@ class StepParts(ModelParts):
                 f"strategy='recycle' does not support {type(module).__name__}.training_step(dataloader_iter): batches"
                 " are read by their address. Take (batch, batch_idx)."
             )
+
+    @override
+    def describe(self) -> None:
+        pass
 
     @override
     def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:

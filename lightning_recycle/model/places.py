@@ -50,6 +50,4 @@ def call_here(hook: Callable[..., Any], *args: Any) -> Any:
 def _named(function: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters
     given_by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(
-        name for name in BatchPlace._fields if name in parameters and parameters[name].kind in given_by_name
-    )
+    return tuple(name for name in BatchPlace._fields if name in parameters and parameters[name].kind in given_by_name)

@@ -224,7 +224,7 @@ def causal_lm() -> PipelineModule:
 
 
 class Samples(Callback):
-    """Writes samples at the end of each epoch; the worker of rank ``victim`` is killed when its layers run for the 30th time."""
+    """Writes samples at the end of each epoch; ``victim`` is killed when its layers run for the 30th time."""
 
     def __init__(self, folder: Path, victim: int = -1) -> None:
         self.folder, self.victim = folder, victim
