@@ -131,7 +131,7 @@ class PipelineModule(RecordedModule, LayeredModule):
         There all must call it with the same inputs, outside of steps; the result is the same on all, without gradients.
         """
         self.materialize()
-        if any(isinstance(layer, AbsentLayer) for layer in self.layers):
+        if any(isinstance(layer, AbsentLayer) for layer in self.layers) and self._trainer is not None:
             return self.trainer.strategy.forward_whole(inputs)
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self.layers:
