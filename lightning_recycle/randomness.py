@@ -2,7 +2,8 @@
 
 Dropout of one layer for one micro-batch draws from (seed, step, global micro-batch index, layer index); a sample's
 augmentation from (seed, epoch, sample index); a layer's initialisation from (seed, layer index). So neither the grid
-nor a failure changes the result.
+nor a failure changes the result. Hooks draw from the global generators, which nothing else moves on, so each worker
+draws the same.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["derive_seed", "layer_randomness", "seeded_everything"]
+__all__ = ["derive_seed", "generator_states", "layer_randomness", "seeded_everything", "set_generator_states"]
 
 
 def derive_seed(*parts: int) -> int:
@@ -43,7 +45,7 @@ def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
 @contextmanager
 def seeded_everything() -> Iterator[Callable[[int], None]]:
     """Lends the generators of Python, NumPy and torch (CPU) to be re-seeded, and restores their state afterwards."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = generator_states()
 
     def reseed(seed: int) -> None:
         random.seed(seed)
@@ -53,6 +55,17 @@ def seeded_everything() -> Iterator[Callable[[int], None]]:
     try:
         yield reseed
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+        set_generator_states(states)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """The states of the generators of Python, NumPy and torch (CPU), from which hooks draw."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_generator_states(states: tuple[Any, ...]) -> None:
+    """Restores what :func:`generator_states` returned."""
+    python_state, numpy_state, torch_state = states
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)

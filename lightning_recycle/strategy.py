@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -356,6 +356,10 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.session.evaluate("predict", args)
+
+    def forward_whole(self, inputs: Sequence[Any]) -> Any:
+        """What the module returns for ``inputs`` where this worker has one stage of it; all workers call it."""
+        return self.session.forward_whole(inputs)
 
     @override
     def on_train_start(self) -> None:

@@ -441,7 +441,8 @@ class ControlClient:
                     self._connection.send(messages.Leave(self.rank))
                 activity = self.activity
                 seconds = time.monotonic() - activity.since
-                self._connection.send(messages.Heartbeat(self.rank, self.generation, activity, seconds, debugged))
+                beat = messages.Heartbeat(self.rank, self.generation, activity, seconds, debugged, self.member.begun)
+                self._connection.send(beat)
             except OSError:
                 return  # the receiver sees it too, and ends the process
             self._wake_heartbeat.wait(self.heartbeat_interval)

@@ -525,7 +525,8 @@ class Coordinator:
         match message:
             case messages.Heartbeat():
                 self._watch.beat(rank, message, now)
-                return
+                if not self._state.collectives:
+                    return
             case messages.Connected():
                 self._on_connected(message)
                 return

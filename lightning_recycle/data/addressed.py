@@ -261,6 +261,9 @@ class MicrobatchLoader(StepLoader):
             worker_init_fn=WorkerInit(user.worker_init_fn, self.dataset),
             multiprocessing_context=user.multiprocessing_context,
             prefetch_factor=user.prefetch_factor,
+            # For the seeds of its processes. Drawn from the global generator, they would leave hooks with other draws
+            # here than on workers that read nothing.
+            generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch)),
         )
         self._prefetched_to = None
         self._prefetcher = zip(keys, loader, strict=False)

@@ -39,6 +39,7 @@ from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.control.standalone import address_from, key_from_environment
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.launch.describing import describe
 from lightning_recycle.launch.main_module import end_import
 from lightning_recycle.launch.processes import Crew, LocalWorker
 from lightning_recycle.launch.results import error_of, take_results
@@ -126,7 +127,7 @@ class SupervisorLauncher(_Launcher):
         end_import()
         self._interrupted, self._said_how_it_ended = True, False
         weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
-        setup, heartbeat = self._prepare(trainer, args, weights_only)
+        setup, heartbeat = self._prepare((trainer, function, args, kwargs), weights_only)
         if "RECYCLE_COORDINATOR" in os.environ:
             returned = run_outside(
                 address_from(os.environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR"),
@@ -326,10 +327,9 @@ class SupervisorLauncher(_Launcher):
 
     # ------------------------------------------------------------------ before
 
-    def _prepare(
-        self, trainer: pl.Trainer, args: tuple[Any, ...], weights_only: bool | None
-    ) -> tuple[RunSetup, HeartbeatCallback]:
+    def _prepare(self, call: Call, weights_only: bool | None) -> tuple[RunSetup, HeartbeatCallback]:
         """Checks everything that needs no worker, and settles what all workers must agree on."""
+        trainer, _, args, _ = call
         options = self._strategy.options
         module = trainer.lightning_module
         assert trainer.state.fn is not None
@@ -337,6 +337,7 @@ class SupervisorLauncher(_Launcher):
         parts = parts_of(module)
         check_trainer(trainer)
         parts.check()
+        describe(parts, call)
         check_weight_averaging(trainer, parts)
         loaders = args[1] if len(args) > 1 else None
         batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None

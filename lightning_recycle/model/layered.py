@@ -21,6 +21,7 @@ from typing_extensions import Self, override
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewhere, tie
 from lightning_recycle.model.tying import merge_groups, shared_parameters, split_name
+from lightning_recycle.randomness import generator_states, set_generator_states
 
 __all__ = ["LayeredModule", "global_seed"]
 
@@ -34,11 +35,17 @@ class LayeredModule(pl.LightningModule):
     """Owns ``layers``: they are described once, on first access, and built where they are needed."""
 
     _tied: tuple[tuple[str, ...], ...] = ()
+    _awaits_setup = False
+    """Whether a Trainer was attached, so that configure_model() is to come."""
 
     # ------------------------------------------------------------------ what the user implements
 
     def configure_pipeline(self) -> nn.Sequential | Sequence[nn.Module | LayerSpec]:
-        """Returns the layers of the whole model, in order."""
+        """Returns the layers of the whole model, in order.
+
+        Called once, before ``setup()``; if it raises, as it needs what ``setup()`` of the module or the data module
+        makes (``self.trainer.datamodule.num_classes``), again after that. Until then the module has no layers.
+        """
         raise ConfigurationError(
             f"{type(self).__name__} must implement configure_pipeline() and return an nn.Sequential or a list of"
             " nn.Module and LayerSpec."
@@ -66,7 +73,12 @@ class LayeredModule(pl.LightningModule):
         """Calls configure_pipeline() once and registers the result."""
         if "layers" in self._modules:
             return self._modules["layers"]  # type: ignore[return-value]
-        described = self.configure_pipeline()
+        states = generator_states()
+        try:
+            described = self.configure_pipeline()
+        except BaseException:
+            set_generator_states(states)  # another attempt draws the same initial weights
+            raise
         if not isinstance(described, (nn.Sequential, nn.ModuleList, list, tuple)):
             raise ConfigurationError(
                 f"{type(self).__name__}.configure_pipeline() returned a {type(described).__name__};"
@@ -192,7 +204,24 @@ class LayeredModule(pl.LightningModule):
                 )
         return tuple(group)
 
-    # Everything below makes ``layers`` exist on first access, whichever method of nn.Module asks for it.
+    # Everything below makes ``layers`` exist on first access, whichever method of nn.Module asks for it. Lightning
+    # walks through the modules when it attaches a Trainer, before the setup() hooks: what needs these has to wait.
+
+    def _attach(self, trainer: pl.Trainer | None) -> None:
+        self._awaits_setup = trainer is not None
+        pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+
+    trainer = property(pl.LightningModule.trainer.fget, _attach)  # type: ignore[attr-defined]
+
+    def _build_layers_if_possible(self) -> None:
+        try:
+            self._build_layers()
+        except ConfigurationError:
+            raise  # what it returned is wrong, and will be
+        except Exception:
+            if not self._awaits_setup:
+                raise
+            # Otherwise configure_model() calls it again, after setup(), and raises what it raises then.
 
     def __getattr__(self, name: str) -> Any:
         if name == "layers" and "layers" not in self.__dict__.get("_modules", {}):
@@ -201,12 +230,12 @@ class LayeredModule(pl.LightningModule):
 
     @override
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        self._build_layers()
+        self._build_layers_if_possible()
         yield from super().named_modules(*args, **kwargs)
 
     @override
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        self._build_layers()
+        self._build_layers_if_possible()
         return super().named_children()
 
     @override
@@ -223,5 +252,5 @@ class LayeredModule(pl.LightningModule):
 
     @override
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        self._build_layers()
+        self._build_layers_if_possible()
         return super()._apply(fn, *args, **kwargs)

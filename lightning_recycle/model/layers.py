@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.tying import split_name
 from lightning_recycle.randomness import derive_seed
 
@@ -121,7 +121,10 @@ class AbsentLayer(nn.Module):
 
     @override
     def forward(self, *_: Any) -> Tensor:
-        raise RuntimeError(f"{self!r} was called in a process that does not own it.")
+        raise UnsupportedFeatureError(
+            f"{self!r} stands for a layer of another stage, which this worker does not have. Call the whole model,"
+            " self(x), in a hook that all workers run: it is evaluated by all stages together."
+        )
 
     @override
     def extra_repr(self) -> str:

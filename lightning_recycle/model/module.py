@@ -17,6 +17,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layered import LayeredModule, global_seed
 from lightning_recycle.model.layers import AbsentLayer, LayerSpec
 from lightning_recycle.model.optimizers import OptimizerFactory, check_factory, make_optimizers
+from lightning_recycle.model.places import BatchPlace, call_at, call_here
 from lightning_recycle.model.recorded import RecordedModule
 
 __all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "SequentialPipeline", "global_seed"]
@@ -36,6 +37,9 @@ class PipelineModule(RecordedModule, LayeredModule):
     by being the same object in concrete modules, or by name with :meth:`tied_parameters`. The optimizer sees it once,
     and all its names are in the state dict. Its initial values are those of its first concrete layer; if all are given
     as :class:`LayerSpec`, those of the first.
+
+    **Which batch.** The methods that see a batch or its output, and :meth:`on_training_loss`, may have the parameters
+    ``batch_idx`` and ``dataloader_idx``, which are then given by name: ``def loss(self, output, target, batch_idx)``.
 
     **Buffers** belong to their layer. What depends only on the data of a micro-batch is as on one device. Running
     statistics, such as BatchNorm's, are not: a forward in training mode normalises with the statistics of its
@@ -67,11 +71,11 @@ class PipelineModule(RecordedModule, LayeredModule):
 
     def on_validation_output(self, output: Any, target: Any) -> None:
         """Called with the output of the last layer in validation; logs the loss as ``val_loss``."""
-        self.log("val_loss", self.loss(output, target), prog_bar=True)
+        self.log("val_loss", call_here(self.loss, output, target), prog_bar=True)
 
     def on_test_output(self, output: Any, target: Any) -> None:
         """Called with the output of the last layer in a test; logs the loss as ``test_loss``."""
-        self.log("test_loss", self.loss(output, target), prog_bar=True)
+        self.log("test_loss", call_here(self.loss, output, target), prog_bar=True)
 
     def on_predict_output(self, output: Any) -> Any:
         """Returns the prediction for the output of the last layer: tensors whose first dimension counts samples, or
@@ -122,8 +126,13 @@ class PipelineModule(RecordedModule, LayeredModule):
 
     @override
     def forward(self, *inputs: Any) -> Any:
-        """Runs all layers in this process."""
+        """Runs all layers: here, or where a worker has only those of one stage, on all workers together.
+
+        There all must call it with the same inputs, outside of steps; the result is the same on all, without gradients.
+        """
         self.materialize()
+        if any(isinstance(layer, AbsentLayer) for layer in self.layers) and self._trainer is not None:
+            return self.trainer.strategy.forward_whole(inputs)
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self.layers:
             value = layer(*value) if isinstance(value, tuple) else layer(value)
@@ -132,34 +141,37 @@ class PipelineModule(RecordedModule, LayeredModule):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The step on one device; :class:`~lightning_recycle.ReCycleStrategy` runs its schedule instead."""
-        inputs, target = self.split_batch(batch)
+        place = BatchPlace(batch_idx)
+        inputs, target = call_at(place, self.split_batch, batch)
         output = self(*inputs) if isinstance(inputs, tuple) else self(inputs)
-        loss = self.loss(output, target)
+        loss: Tensor = call_at(place, self.loss, output, target)
         if is_overridden("on_training_output", self, PipelineModule):
             with torch.no_grad():
-                self.on_training_output(_detached(output), target)
-        self.on_training_loss(loss.detach())
+                call_at(place, self.on_training_output, _detached(output), target)
+        call_at(place, self.on_training_loss, loss.detach())
         return loss
 
     @override
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Validation on one device; the strategy runs its schedule instead."""
-        self._evaluate(batch, self.on_validation_output)
+        self._evaluate(BatchPlace(batch_idx, dataloader_idx), batch, self.on_validation_output)
 
     @override
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """A test on one device; the strategy runs its schedule instead."""
-        self._evaluate(batch, self.on_test_output)
+        self._evaluate(BatchPlace(batch_idx, dataloader_idx), batch, self.on_test_output)
 
     @override
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Prediction on one device; the strategy runs its schedule instead."""
-        inputs = self.predict_input(batch)
-        return self.on_predict_output(self(*inputs) if isinstance(inputs, tuple) else self(inputs))
+        place = BatchPlace(batch_idx, dataloader_idx)
+        inputs = call_at(place, self.predict_input, batch)
+        output = self(*inputs) if isinstance(inputs, tuple) else self(inputs)
+        return call_at(place, self.on_predict_output, output)
 
-    def _evaluate(self, batch: Any, hook: Callable[[Any, Any], None]) -> None:
-        inputs, target = self.split_batch(batch)
-        hook(self(*inputs) if isinstance(inputs, tuple) else self(inputs), target)
+    def _evaluate(self, place: BatchPlace, batch: Any, hook: Callable[..., None]) -> None:
+        inputs, target = call_at(place, self.split_batch, batch)
+        call_at(place, hook, self(*inputs) if isinstance(inputs, tuple) else self(inputs), target)
 
 
 class SequentialPipeline(PipelineModule):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import Partition, stage_layers
+from lightning_recycle.model.places import BatchPlace, call_at
 
 __all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts", "parts_of"]
 
@@ -62,6 +64,10 @@ class ModelParts(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raises UnsupportedFeatureError for what the module defines and the strategy would silently ignore."""
+
+    @abstractmethod
+    def describe(self) -> None:
+        """Finds out what parts there are. The user's code may raise, and be called again later."""
 
     @abstractmethod
     def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
@@ -121,8 +127,8 @@ class ModelParts(ABC):
         """What the user's code did with a micro-batch in training."""
 
     @abstractmethod
-    def on_loss(self, loss: Tensor) -> None:
-        """The mean loss of a step is known."""
+    def on_loss(self, loss: Tensor, index: int) -> None:
+        """The mean loss of the step ``index`` of an epoch is known."""
 
     @abstractmethod
     def begin_evaluation(
@@ -160,6 +166,14 @@ _REPLACED_STEPS = {  # method of a PipelineModule -> what to override instead
 }
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The target of a micro-batch in training, and the batch that it is of."""
+
+    value: Any
+    place: BatchPlace
+
+
 class LayerParts(ModelParts):
     """One part per layer."""
 
@@ -174,6 +188,10 @@ class LayerParts(ModelParts):
     def check(self) -> None:
         _check_automatic(self.module)
         _check_not_overridden(self.module, PipelineModule, _REPLACED_STEPS)
+
+    @override
+    def describe(self) -> None:
+        self.module.tied_groups()
 
     @override
     def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
@@ -229,11 +247,13 @@ class LayerParts(ModelParts):
 
     @override
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
-        return self.module.split_batch(batch)
+        place = BatchPlace(index)
+        inputs, target = call_at(place, self.module.split_batch, batch)
+        return inputs, _Target(target, place)
 
     @override
-    def loss(self, output: Any, target: Any) -> Tensor:
-        return self.module.loss(output, target)
+    def loss(self, output: Any, target: _Target) -> Tensor:
+        return call_at(target.place, self.module.loss, output, target.value)  # type: ignore[no-any-return]
 
     @property
     @override
@@ -241,26 +261,32 @@ class LayerParts(ModelParts):
         return is_overridden("on_training_output", self.module, PipelineModule)
 
     @override
-    def record_training(self, recorder: Recorder, output: Any, target: Any, samples: int) -> bytes:
-        return recorder.record(self.module.on_training_output, output, target, samples=samples)
+    def record_training(self, recorder: Recorder, output: Any, target: _Target, samples: int) -> bytes:
+        hook = self.module.on_training_output
+        return recorder.record(call_at, target.place, hook, output, target.value, samples=samples)
 
     @override
-    def on_loss(self, loss: Tensor) -> None:
-        self.module.on_training_loss(loss)
+    def on_loss(self, loss: Tensor, index: int) -> None:
+        call_at(BatchPlace(index), self.module.on_training_loss, loss)
 
     @override
     def begin_evaluation(
         self, kind: str, arguments: tuple[Any, ...]
     ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
-        module = self.module
+        module, place = self.module, BatchPlace(*arguments)
         if kind == "predict":
             return (
-                lambda batch: (module.predict_input(batch), None),
-                lambda recorder, output, _, samples: recorder.record(module.on_predict_output, output, samples=samples),
+                lambda batch: (call_at(place, module.predict_input, batch), None),
+                lambda recorder, output, _, samples: recorder.record(
+                    call_at, place, module.on_predict_output, output, samples=samples
+                ),
             )
         hook = module.on_validation_output if kind == "validation" else module.on_test_output
-        return module.split_batch, lambda recorder, output, target, samples: recorder.record(
-            hook, output, target, samples=samples
+        return (
+            lambda batch: call_at(place, module.split_batch, batch),
+            lambda recorder, output, target, samples: recorder.record(
+                call_at, place, hook, output, target, samples=samples
+            ),
         )
 
     @override
@@ -299,6 +325,10 @@ class StepParts(ModelParts):
                 f"strategy='recycle' does not support {type(module).__name__}.training_step(dataloader_iter): batches"
                 " are read by their address. Take (batch, batch_idx)."
             )
+
+    @override
+    def describe(self) -> None:
+        pass
 
     @override
     def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
@@ -374,7 +404,7 @@ class StepParts(ModelParts):
         return recorder.dump(taken, samples)
 
     @override
-    def on_loss(self, loss: Tensor) -> None:
+    def on_loss(self, loss: Tensor, index: int) -> None:
         pass
 
     @override

@@ -54,6 +54,11 @@ class RecordedModule(pl.LightningModule):
             arguments = {key: bound.arguments[key] for key in _LOG_DEFAULTS}
         self.recorded_logs.append((name, value, arguments))
 
+    @property
+    def sees_one_microbatch(self) -> bool:
+        """Whether code runs that sees one micro-batch: other workers may not run it as often."""
+        return self.recorded_logs is not None or not self._may_log
+
     @contextmanager
     def logging_allowed(self, allowed: bool) -> Iterator[None]:
         """Whether ``self.log`` works within the block, outside the code whose logging is recorded."""

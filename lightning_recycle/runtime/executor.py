@@ -412,18 +412,68 @@ class Executor:
             if self._client.interrupted:
                 raise Interrupted
             self._place = (self.version, f"evaluation of batch {handle.index}")
-            mine = self._run_forwards(handle, split, record)
-            self._is_past = True  # with this part the others may have all parts, and go on
-            try:
-                parts = self._client.arrive_in_generation(f"batch {handle.index}", mine)
-            except Interrupted:
-                self._is_past = False  # nobody has them
-                raise
-            self._is_past = False
-            return parts
+            return self._exchanged(f"batch {handle.index}", self._run_forwards(handle, split, record))
 
         parts = self._retried(run)
         return {index: data for _, part in sorted(parts.items()) for index, data in part.items()}
+
+    def _exchanged(self, name: str, mine: Any) -> Mapping[int, Any]:
+        """The parts of all workers of the generation; a failure before they are complete ends with Interrupted."""
+        before, self._is_past = self._is_past, True  # with this part the others may have all parts, and go on
+        try:
+            parts = self._client.arrive_in_generation(name, mine)
+        except Interrupted:
+            self._is_past = before  # nobody has them
+            raise
+        self._is_past = before
+        return parts
+
+    def forward_whole(self, value: Any, draw: int, deliver: Callable[[Any], Any]) -> Any:
+        """Runs ``value`` forward through one worker of each stage, once more if a worker fails meanwhile. All workers
+        call it at the same place outside of steps, or in the hooks of STEP.
+
+        Args:
+            value: input of the first layer; several are a tuple.
+            draw: tells the randomness of this call from that of others in the same version, and of micro-batches.
+            deliver: called with the output of the last layer where it was computed.
+
+        Returns:
+            What ``deliver`` returned, on every worker.
+        """
+        self._reads_from = None
+        place = self._place
+
+        def run() -> Mapping[int, tuple[Any] | None]:
+            if self._client.interrupted:
+                raise Interrupted
+            self._place = (self.version, "self(x)")
+            self._client.doing(self.version, "self(x)")
+            output = self._forward_lead(value, draw)
+            return self._exchanged("output of self(x)", (deliver(output),) if self._leads_last else None)
+
+        parts = self._retried(run)
+        self._place = place
+        (output,) = next(part for part in parts.values() if part is not None)
+        return output
+
+    @property
+    def _leads_last(self) -> bool:
+        """Whether this worker speaks for the last stage in this generation."""
+        return self._leads[self.grid.stages - 1] == self._client.rank
+
+    def _forward_lead(self, value: Any, draw: int) -> Any:
+        """Runs this stage for :meth:`forward_whole`, if this worker speaks for it, and passes the output on."""
+        stage, leads, tag = self.worker.stage, self._leads, self.grid.global_microbatches  # beyond any micro-batch
+        if leads[stage] != self._client.rank:
+            return None
+        if stage > 0:
+            incoming = self._communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], tag)
+            with self._client.waiting(f"rank {leads[stage - 1]}"):
+                value = self._communicator.receive(incoming)
+        output = self._stage.run(self.version, draw, value)
+        if not self._is_last:
+            self._communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], tag)
+        return output
 
     def _run_forwards(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput

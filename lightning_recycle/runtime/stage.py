@@ -168,6 +168,16 @@ class Stage:
             self._check_output(output)
         return output  # type: ignore[no-any-return]
 
+    def run(self, step: int, draw: int, value: Any) -> Value:
+        """Runs the layers on ``value`` for a hook of the user's: in the context of the caller, as on one device.
+
+        Arguments as for :meth:`forward`; ``draw`` stands for the micro-batch.
+        """
+        output = self._run(self._layers, step, draw, value if isinstance(value, tuple) else (value,))
+        if self._loss is None:
+            self._check_output(output)
+        return output  # type: ignore[no-any-return]
+
     def _run(self, layers: Sequence[nn.Module], step: int, microbatch: int, inputs: tuple[Any, ...]) -> Any:
         value: Any = inputs
         with layer_randomness(self._device) as generator:

@@ -18,7 +18,14 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.optimizer_states import to_cpu
 
-__all__ = ["Collectives"]
+__all__ = ["ALONE", "Collectives"]
+
+ALONE = (
+    "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
+    " workers may be replaced, do that in hooks that come after a step, such as on_train_batch_end or"
+    " on_validation_epoch_end."
+)
+"""What a worker that is about to join says when it is asked for ``what`` it cannot do without the others."""
 
 
 class Collectives:
@@ -121,7 +128,13 @@ class Collectives:
         return all(decisions) if all_agree else any(decisions)
 
     def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """Returns one part per stage, in order, on all workers; asks again if a speaker dies meanwhile."""
+        """Returns one part per stage, in order, on all workers; asks again if a speaker dies meanwhile.
+
+        Raises:
+            UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other stages.
+        """
+        if self.client.joining and self.grid.stages > 1:
+            raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
         while True:
             payloads = self.gather(name, (part(),) if self.speaks else None)
             parts = {

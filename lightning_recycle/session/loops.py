@@ -46,7 +46,7 @@ class StepRunner(Protocol):
 
     def as_loss(self, value: float) -> torch.Tensor: ...
 
-    def log_step(self, loss: torch.Tensor, outputs: Mapping[int, bytes]) -> Any: ...
+    def log_step(self, index: int, loss: torch.Tensor, outputs: Mapping[int, bytes]) -> Any: ...
 
     def agree_on_stop(self, place: StopPlace) -> None: ...
 
@@ -96,7 +96,7 @@ class PipelineOptimization(_AutomaticOptimization):
             results.batch_size = handle.loader.global_batch_size
         previous, module._current_fx_name = module._current_fx_name, "training_step"
         try:
-            return self.runner.log_step(loss, result.outputs)
+            return self.runner.log_step(handle.index, loss, result.outputs)
         finally:
             module._current_fx_name = previous
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import is_stream
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
+from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.model.parts import ModelParts, parts_of
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
@@ -65,6 +66,7 @@ from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stop_requests import StopRequests
 from lightning_recycle.session.weight_averages import WeightAverages
+from lightning_recycle.session.whole_forward import WholeForward
 
 __all__ = ["Session"]
 
@@ -182,6 +184,7 @@ class Session:
             names = {id(p): ties.copies.get(name, name) for name, p in module.named_parameters()}
             complete_norms(self.collectives.gather_stages, names)
         self.executor = self._build_executor(ties)
+        self._whole_forward = WholeForward(module, self.collectives, self.executor)
         self.checkpoints = Checkpoints(
             self.parts,
             self.collectives,
@@ -351,7 +354,7 @@ class Session:
         if self._joined_with is not None:  # its donor waited here, after the same hooks
             restore_snapshot(self.trainer, self.averages, self._joined_with)
             self._recorder.collected.load_state(self._joined_with.collected)
-            self._joined_with = None
+            self._joined_with, self.client.member.joining = None, False
 
         def apply_with_hooks(result: StepResult) -> None:
             self._gradient_norm = result.gradient_norm
@@ -374,15 +377,15 @@ class Session:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
         return torch.tensor(value, dtype=self._loss_dtype, device=self.trainer.strategy.root_device)
 
-    def log_step(self, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
-        """Logs what the module's code did with the micro-batches of a training step; returns what it returned besides
-        the loss.
+    def log_step(self, index: int, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
+        """Logs what the module's code did with the micro-batches of the training step ``index`` of an epoch; returns
+        what it returned besides the loss.
         """
         returned = None
         if any(outputs.values()):
             with self._forward_context():
                 returned = self._recorder.replay(outputs, on_step=True).joined()
-        self.parts.on_loss(loss)
+        self.parts.on_loss(loss, index)
         return returned
 
     def end_training(self) -> None:
@@ -409,6 +412,16 @@ class Session:
         with self._forward_context():
             returned = self._recorder.replay(records, on_step=False)
         return concatenate(returned.values) if kind == "predict" else returned.joined()
+
+    def forward_whole(self, inputs: Sequence[Any]) -> Any:
+        """The output of the whole model; see :class:`~lightning_recycle.session.whole_forward.WholeForward`."""
+        if not hasattr(self, "_whole_forward"):
+            raise UnsupportedFeatureError(
+                f"{type(self.trainer.lightning_module).__name__} was called, as in self(x), when this worker had one"
+                " stage of it and was not connected to the others yet, as in configure_optimizers(). Call it before,"
+                " in setup(), or from on_fit_start on."
+            )
+        return self._whole_forward(inputs)
 
     def _record(self, record: Callable[..., bytes], output: Any, target: Any, samples: int) -> bytes:
         """Records what the user's code does with an output, as in a step on one device."""
@@ -464,9 +477,10 @@ class Session:
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         member = self.client.member
-        member.joining = True  # loaders ask all workers something when read; this one answers itself
+        # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
+        # itself until it has come to the step.
+        member.joining = True
         join_before_batch(self.trainer, self.averages, snapshot)
-        member.joining = False
         member.next_collective = snapshot.next_collective
         self.finetuning.joined()
         self.stop_requests.agreed = snapshot.stop_agreed

@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric
 
+from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop
 from lightning_recycle.session.outputs import metric_states, set_metric_states
@@ -93,6 +94,7 @@ class WorkerSnapshot:
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
         collected: the attributes of the module in which hooks collect.
+        generators: the states of the generators from which hooks draw.
     """
 
     module: dict[str, Any]
@@ -113,6 +115,7 @@ class WorkerSnapshot:
     stop_agreed: bool
     next_collective: int
     collected: dict[str, Any]
+    generators: tuple[Any, ...]
 
 
 def take_snapshot(
@@ -144,6 +147,7 @@ def take_snapshot(
         stop_agreed=stop_agreed,
         next_collective=next_collective,
         collected=collected,
+        generators=generator_states(),
     )
 
 
@@ -206,6 +210,7 @@ def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: Wo
     if snapshot.data:
         trainer.datamodule.load_state_dict(deepcopy(snapshot.data))  # type: ignore[attr-defined]
     trainer.should_stop = snapshot.should_stop
+    set_generator_states(snapshot.generators)
 
 
 def _read_loaders(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:

@@ -356,6 +356,29 @@ def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_n
     assert "'barrier fit_end' and 'broadcast'" in failed.reason
 
 
+def beat(rank: int, begun: int) -> m.Heartbeat:
+    return m.Heartbeat(rank, 0, m.Activity(begun, "F", "", 0.0), begun=begun)
+
+
+def test_a_worker_that_has_begun_a_later_step_than_those_who_wait_for_it_ends_the_run() -> None:
+    waits = m.Arrive(1, 3, "self(x)", None, begun=4)
+    state, commands = feed(running(), waits, beat(2, 4), beat(1, 4))
+    assert commands == []  # it is in the same step and may still come
+    state, (failed,) = feed(state, beat(2, 5))
+    assert state.outcome == failed
+    assert "(0, 1) waits for all others in 'self(x)', and worker (1, 0) does not come" in failed.reason
+    assert "gone on to step 5" in failed.reason
+    assert "is_global_zero" in failed.reason
+
+
+def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits() -> None:
+    state, _ = feed(running(), m.Arrive(1, 3, "barrier", None, begun=4), m.Arrive(2, 3, "barrier", None, begun=4))
+    state, commands = feed(state, beat(2, 5), beat(1, 5))  # an answered one would be as old as this
+    assert commands == []
+    assert state.outcome is None
+    assert feed(running(), beat(2, 9))[1] == []
+
+
 # ---------------------------------------------------------------------- the end
 
 

@@ -11,7 +11,7 @@ from support.training import on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
+from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule, UnsupportedFeatureError
 from lightning_recycle.model.module import AbsentLayer
 
 NAMES = ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
@@ -217,7 +217,7 @@ def test_a_recipe_of_a_module_instead_of_a_class_is_not_mistaken_for_one() -> No
 def test_an_absent_layer_cannot_be_run_by_mistake() -> None:
     module = Small()
     module.keep_layers(range(1))
-    with pytest.raises(RuntimeError, match="does not own it"):
+    with pytest.raises(UnsupportedFeatureError, match="a layer of another stage"):
         module(torch.ones(1, 4))
 
 

@@ -93,6 +93,8 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
         case messages.Arrive():
             number = message.number
             return _unless(0 <= number <= state.next_collective, f"collective {number} cannot be the next one")
+        case messages.Heartbeat():
+            return _unless(-1 <= message.begun <= newest, f"step {message.begun} cannot have begun")
         case messages.RequestStop() | messages.GoesOn():
             return _unless(0 <= message.point <= last_point(newest), f"stop point {message.point} cannot have come")
         case messages.Confirm():

@@ -3,7 +3,8 @@
 The losses of a step are collected by micro-batch, whoever computed them and however often. A step counts as committed
 once every live worker has applied it; the facts that workers report of it are compared. Where stages must agree
 before they step (see Commit), they are answered once every live worker is REDUCED. Control collectives are numbered by
-the workers' own program order, outlive generations, and complete when every live worker has arrived.
+the workers' own program order, outlive generations, and complete when every live worker has arrived. A worker that does
+another thing instead, or has begun a later step than those that wait, has left one out and never comes: the run ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,22 @@ from lightning_recycle.control.protocol.state import (
     Send,
 )
 
-__all__ = ["add_applied", "add_arrival", "add_commit", "add_losses", "count_steps", "end", "forget_retracted", "settle"]
+__all__ = [
+    "add_applied",
+    "add_arrival",
+    "add_commit",
+    "add_losses",
+    "check_attendance",
+    "count_steps",
+    "end",
+    "forget_retracted",
+    "settle",
+]
+
+_ON_ALL = (
+    "Whatever waits for all workers (self(x) with several stages, all_gather, reduce, broadcast, barrier, saving a"
+    " checkpoint) must be called on all of them, not behind trainer.is_global_zero or rank_zero_only"
+)
 
 
 def end(state: MembershipState, outcome: Outcome) -> tuple[MembershipState, tuple[Command, ...]]:
@@ -161,11 +177,28 @@ def add_arrival(state: MembershipState, event: messages.Arrive) -> tuple[Members
             Failed(
                 f"The workers disagree about what to do next: control collective {event.number} is called"
                 f" {' and '.join(sorted(map(repr, others)))}. Hooks and callbacks must take the same decisions on all"
-                " workers; decide on values that are the same everywhere, such as trainer.callback_metrics."
+                f" workers; decide on values that are the same everywhere, such as trainer.callback_metrics. {_ON_ALL}."
             ),
         )
     state = replace(state, collectives={**state.collectives, event.number: arrived})
     return _answer_if_complete(state, event.number)
+
+
+def check_attendance(state: MembershipState, event: messages.Heartbeat) -> tuple[MembershipState, tuple[Command, ...]]:
+    """A worker says which step it has begun. Ends the run if others wait before that step for it to arrive."""
+    for _, arrived in sorted(state.collectives.items()):
+        waiting = next((one for rank, one in sorted(arrived.items()) if one.begun < event.begun), None)
+        if event.rank in arrived or waiting is None:
+            continue
+        there, gone = state.grid.worker(waiting.rank), state.grid.worker(event.rank)
+        return end(
+            state,
+            Failed(
+                f"Worker {there} waits for all others in {waiting.name!r}, and worker {gone} does not come: it has gone"
+                f" on to step {event.begun}. {_ON_ALL}, nor where values decide that differ between them."
+            ),
+        )
+    return state, ()
 
 
 def _answer_if_complete(state: MembershipState, number: int) -> tuple[MembershipState, tuple[Command, ...]]:

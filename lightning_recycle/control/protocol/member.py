@@ -280,11 +280,11 @@ class Member:
     def arrive(self, name: str, payload: Any) -> messages.Arrive:
         """The message to take part in the next control collective, whatever generations come."""
         self.next_collective += 1
-        return messages.Arrive(self.rank, self.next_collective - 1, name, payload)
+        return messages.Arrive(self.rank, self.next_collective - 1, name, payload, None, self.begun)
 
     def arrive_in_generation(self, name: str, payload: Any) -> messages.Arrive:
         """As :meth:`arrive`, for this generation only: the collective stays the next one until it is answered."""
-        return messages.Arrive(self.rank, self.next_collective, name, payload, self.generation)
+        return messages.Arrive(self.rank, self.next_collective, name, payload, self.generation, self.begun)
 
     def answer(self, number: int) -> messages.Answer | None:
         """The answer to collective ``number``; returned only once."""

@@ -133,6 +133,8 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return agreements.add_commit(state, event)
         case messages.Arrive():
             return agreements.add_arrival(state, event)
+        case messages.Heartbeat():
+            return agreements.check_attendance(state, event)
         case messages.RequestStop():
             return stopping.add_request(state, event)
         case messages.GoesOn():

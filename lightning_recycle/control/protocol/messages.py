@@ -79,6 +79,7 @@ class Heartbeat:
         activity: what its main thread does.
         seconds: for how long.
         debugged: whether a debugger is attached, which may have stopped its main thread.
+        begun: the newest step that it has begun.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Heartbeat:
     activity: Activity
     seconds: float = 0.0
     debugged: bool = False
+    begun: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,8 @@ class Commit:
 class Arrive:
     """The worker's part of control collective ``number``; all must agree on ``name``.
 
-    With a ``generation`` the part counts only in that generation, and is recomputed in the next.
+    With a ``generation`` the part counts only in that generation, and is recomputed in the next. ``begun``: the newest
+    step that the worker has begun.
     """
 
     rank: int
@@ -265,6 +268,7 @@ class Arrive:
     name: str
     payload: Payload | None
     generation: int | None = None
+    begun: int = -1
 
 
 @dataclass(frozen=True, slots=True)

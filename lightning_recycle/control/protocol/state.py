@@ -100,6 +100,7 @@ MembershipEvent: TypeAlias = (
     | messages.Applied
     | messages.Commit
     | messages.Arrive
+    | messages.Heartbeat
     | messages.RequestStop
     | messages.GoesOn
     | messages.Raised

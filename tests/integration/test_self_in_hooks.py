@@ -1,0 +1,406 @@
+"""``self(x)`` in hooks evaluates the whole pipeline, on every worker, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from support.growth import AwaitReplacement, rejoined
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
+from support.training import TOLERANCE, difference, failures, on_one_device
+from support.training import fit as fit_on_grid
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_recycle import ConfigurationError, PipelineModule, ReCycleError
+from lightning_recycle.model.huggingface import CausalLM
+
+EPOCH = 5  # steps
+EPOCHS = 2
+LENGTH = 20  # of a sampled sequence
+VOCABULARY = 7
+
+HOOKS = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+)
+LATE = {"on_train_batch_end", "on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end"}
+
+
+class Asks(Callback):
+    """Evaluates the model in ``hooks``; each worker writes its answers to files of its own."""
+
+    def __init__(self, folder: Path, hooks: Sequence[str] = HOOKS) -> None:
+        self.folder, self.hooks = folder, frozenset(hooks)
+
+    def ask(self, hook: str, trainer: Any, module: Any) -> None:
+        if hook not in self.hooks or trainer.sanity_checking:
+            return
+        rank = getattr(trainer.strategy, "grid_rank", 0)
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 8) + trainer.global_step
+        torch.save(module(x).detach(), self.folder / f"{rank}-{hook}-{trainer.global_step}.pt")
+        torch.save(torch.rand(3), self.folder / f"{rank}-{hook}-{trainer.global_step}.draw")
+
+
+def _asking(hook: str) -> Any:
+    return lambda self, trainer, module, *args, **kwargs: self.ask(hook, trainer, module)
+
+
+for _hook in HOOKS:
+    setattr(Asks, _hook, _asking(_hook))
+
+
+def answers(folder: Path) -> dict[int, dict[str, Tensor]]:
+    """By rank, what each hook got."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for path in sorted(folder.glob("*.pt")):
+        rank, name = path.stem.split("-", 1)
+        found.setdefault(int(rank), {})[name] = torch.load(path)
+    return found
+
+
+class Dies(Callback):
+    """Kills the worker of rank ``victim`` in a hook, right before it evaluates the model, or in one of its layers."""
+
+    def __init__(self, victim: int, hook: str, step: int, in_layer: bool = False) -> None:
+        self.victim, self.step, self.in_layer = victim, step, in_layer
+        setattr(self, hook, self._die)
+
+    def _die(self, trainer: Any, module: Any, *_: Any) -> None:
+        strategy = trainer.strategy
+        if strategy.grid_rank != self.victim or trainer.global_step != self.step or strategy.incarnation:
+            return
+        if not self.in_layer:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for layer in module.layers:
+            layer.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def fit(model: PipelineModule, pipelines: int, stages: int, callbacks: list[Callback], **kwargs: Any) -> L.Trainer:
+    val = DataLoader(dataset(48), GLOBAL_BATCH // pipelines)
+    settings = {"max_epochs": EPOCHS, "max_steps": -1, "limit_train_batches": EPOCH, "val": val, **kwargs}
+    return fit_on_grid(model, pipelines, stages, callbacks=callbacks, **settings)
+
+
+def fit_alone(model: PipelineModule, callbacks: list[Callback]) -> None:
+    run = on_one_device(max_epochs=EPOCHS, limit_train_batches=EPOCH, callbacks=callbacks)
+    run.fit(model, DataLoader(dataset(), GLOBAL_BATCH), DataLoader(dataset(48), GLOBAL_BATCH))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    folder = tmp_path_factory.mktemp("alone")
+    model = Regression().double()
+    fit_alone(model, [Asks(folder)])
+    (found,) = answers(folder).values()
+    assert {name.rsplit("-", 1)[0] for name in found} == set(HOOKS)
+    return {**found, "weights": nn.utils.parameters_to_vector(model.parameters()).detach()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], hooks: Sequence[str] = HOOKS) -> None:
+    wanted = {name: answer for name, answer in expected.items() if name.rsplit("-", 1)[0] in hooks}
+    assert found.keys() == wanted.keys()
+    for name, answer in wanted.items():
+        assert torch.allclose(found[name], answer, rtol=0, atol=TOLERANCE), name
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_every_hook_on_every_worker_gets_what_one_device_gives(
+    tmp_path: Path, alone: dict[str, Tensor], stages: int
+) -> None:
+    model = Regression().double()
+    fit(model, 4 // stages, stages, [Asks(tmp_path)], loader={"num_workers": stages - 2})
+    found = answers(tmp_path)
+    assert set(found) == set(range(4 // stages * stages))
+    for rank, theirs in found.items():
+        assert_same(theirs, alone)
+        for name in theirs:  # what hooks draw themselves, such as an input, is the same, whoever reads data
+            assert torch.equal(*(torch.load(tmp_path / f"{one}-{name}.draw") for one in (0, rank))), (rank, name)
+    weights = nn.utils.parameters_to_vector(model.parameters())
+    assert torch.allclose(weights, alone["weights"], rtol=0, atol=TOLERANCE)
+
+
+KILLS = [
+    (victim, hook, step, in_layer)
+    for victim in range(4)
+    for hook, step in (("on_train_batch_end", 3), ("on_validation_epoch_end", EPOCH), ("on_before_optimizer_step", 2))
+    for in_layer in (False, True)
+]
+
+
+@pytest.mark.parametrize(("victim", "hook", "step", "in_layer"), sampled(KILLS, 3))
+def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
+    tmp_path: Path, alone: dict[str, Tensor], victim: int, hook: str, step: int, in_layer: bool
+) -> None:
+    hooks = {*LATE, hook}
+    run = fit(Regression().double(), 2, 2, [Dies(victim, hook, step, in_layer), Asks(tmp_path, list(hooks))])
+    assert failures(run) == [(victim // 2, victim % 2)]
+    found = answers(tmp_path)
+    for rank in {0, 1, 2, 3} - {victim}:
+        assert_same(found[rank], alone, list(hooks))
+
+
+class Alone(Callback):
+    """Evaluates the model on the leader only."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._ask)
+
+    def _ask(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step:
+            module(torch.zeros(1, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end", "on_train_end"])
+def test_an_evaluation_that_only_one_worker_wants_is_an_error_that_names_the_remedy(hook: str) -> None:
+    with pytest.raises(ReCycleError, match=r"self\(x\).*must be called on all.*is_global_zero"):
+        fit(Regression().double(), 2, 2, [Alone(hook)])
+
+
+def _tokens(batch: Any) -> tuple[Tensor, Tensor]:
+    tokens = (batch[0].abs() * 100).long() % VOCABULARY
+    return tokens, tokens
+
+
+class Speaker(PipelineModule):
+    """Continues sequences of tokens, like a model of a language."""
+
+    def configure_pipeline(self) -> list[nn.Module]:
+        torch.manual_seed(0)
+        hidden = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        return [nn.Embedding(VOCABULARY, 8), *hidden, nn.Linear(8, VOCABULARY)]
+
+    def split_batch(self, batch: Any) -> Any:
+        return _tokens(batch)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def generate(module: PipelineModule, greedy: bool) -> Tensor:
+    tokens = torch.arange(3)[:, None]
+    for _ in range(LENGTH):
+        chances = module(tokens)[:, -1].softmax(-1)
+        following = chances.argmax(-1, keepdim=True) if greedy else torch.multinomial(chances, 1)
+        tokens = torch.cat([tokens, following], 1)
+    return tokens
+
+
+def causal_lm() -> PipelineModule:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = CausalLM(LlamaForCausalLM(config), partial(torch.optim.SGD, lr=0.5))
+    model.split_batch = _tokens  # type: ignore[method-assign]
+    return model
+
+
+class Samples(Callback):
+    """Writes samples at the end of each epoch; ``victim`` is killed when its layers run for the 30th time."""
+
+    def __init__(self, folder: Path, victim: int = -1) -> None:
+        self.folder, self.victim = folder, victim
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        rank = getattr(trainer.strategy, "grid_rank", 0)
+        calls = iter(range(1, 1_000_000))
+
+        def count(*_: Any) -> None:
+            if next(calls) == 30 and rank == self.victim and not trainer.strategy.incarnation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        counted = [layer.register_forward_pre_hook(count) for layer in module.layers]
+        for kind, greedy in (("greedy", True), ("drawn", False)):
+            torch.save(generate(module, greedy), self.folder / f"{rank}-{kind}-{trainer.current_epoch}.pt")
+        for hook in counted:
+            hook.remove()
+
+
+@pytest.mark.parametrize(("model", "victim"), [(Speaker, 1), (causal_lm, -1)])
+def test_sampling_gives_the_same_text_on_every_worker_also_on_a_replacement(
+    tmp_path: Path, model: Callable[[], PipelineModule], victim: int
+) -> None:
+    """Greedy text is that of one device; drawn text depends on the global generator, which hooks share."""
+    (tmp_path / "one").mkdir()
+    fit_alone(model().double(), [Samples(tmp_path / "one")])
+    expected = answers(tmp_path / "one")[0]
+    run = fit(
+        model().double(),
+        2,
+        2,
+        [Samples(tmp_path, victim), *([AwaitReplacement([2 * EPOCH - 2])] if victim >= 0 else [])],
+        strategy={"restart_workers": True},
+    )
+    assert failures(run) == rejoined(run) == ([(0, 1)] if victim >= 0 else [])
+    found = answers(tmp_path)
+    assert set(found) == set(range(4))
+    for rank, texts in found.items():
+        assert len(texts) == (2 if rank == victim else 4)
+        for name, text in texts.items():
+            assert torch.equal(text, (expected if "greedy" in name else found[0])[name]), (rank, name)
+
+
+class ShowsImages(Callback):
+    """As such callbacks are written for one device, with a file of each worker besides."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        x = torch.stack([trainer.train_dataloader.dataset[i][0] for i in range(4)]).to(module.device)
+        with torch.no_grad():
+            module.eval()
+            image = module(x)
+            module.train()
+        trainer.logger.experiment.add_image("image", image[None].sigmoid(), trainer.global_step)
+        rank = getattr(trainer.strategy, "grid_rank", 0)
+        torch.save(image, self.folder / f"{rank}-image-{trainer.current_epoch}.pt")
+
+
+def sequential() -> PipelineModule:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 1)).double()
+    return PipelineModule.from_sequential(layers, nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.0))
+
+
+def test_a_callback_that_shows_images_is_as_on_one_device(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    log = TensorBoardLogger(tmp_path / "logs")
+    run = on_one_device(max_epochs=1, limit_train_batches=2, callbacks=[ShowsImages(tmp_path / "one")], logger=log)
+    run.fit(sequential(), DataLoader(dataset(), GLOBAL_BATCH))
+    fit(sequential(), 2, 2, [ShowsImages(tmp_path)], max_epochs=1, limit_train_batches=2, logger=log)
+    expected = answers(tmp_path / "one")[0]
+    found = answers(tmp_path)
+    assert set(found) == set(range(4))
+    for theirs in found.values():
+        assert_same(theirs, expected, ["image"])
+
+
+class Draws(Callback):
+    """Evaluates a model with dropout twice after each step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        x = torch.ones(2, 8, dtype=torch.float64)
+        both = torch.cat([module(x), module(x)], 1)
+        torch.save(both, self.folder / f"{trainer.strategy.grid_rank}-both-{trainer.global_step}.pt")
+
+
+def test_dropout_draws_anew_in_each_call_and_the_same_whoever_dies(tmp_path: Path) -> None:
+    runs = []
+    for name, deaths in (("calm", []), ("kill", [Dies(0, "on_train_batch_end", 2, in_layer=True)])):
+        (tmp_path / name).mkdir()
+        model = Regression(dropout=0.5).double()
+        fit(model, 2, 2, [*deaths, Draws(tmp_path / name)], max_epochs=1)
+        runs.append((answers(tmp_path / name), model.state_dict()))
+    (calm, weights), (kill, others) = runs
+    assert difference(weights, others) < TOLERANCE  # and the steps draw what they draw without the calls
+    for both in calm[0].values():
+        assert not torch.equal(both[:, 0], both[:, 1])
+    for found in (calm[1], calm[2], calm[3], kill[1], kill[2], kill[3]):
+        assert_same(found, calm[0], ["both"])
+
+
+class ByRank(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module(torch.full((2, 8), float(trainer.strategy.grid_rank), dtype=torch.float64))
+
+
+class InLoss(Regression):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().loss(self(target.expand(-1, 8)), target)
+
+
+class InOutput(Regression):
+    def on_validation_output(self, output: Tensor, target: Tensor) -> None:
+        self(target.expand(-1, 8))
+
+
+class InOptimizers(Regression):
+    def configure_optimizers(self) -> Any:
+        self(torch.zeros(1, 8, dtype=torch.float64))
+        return super().configure_optimizers()
+
+
+class CallsLayers(Regression):
+    def on_train_epoch_end(self) -> None:
+        x = torch.zeros(1, 8, dtype=torch.float64)
+        for layer in self.layers:
+            x = layer(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "callbacks", "message"),
+    sampled(
+        [
+            (Regression, [ByRank()], r"self\(x\), with inputs that differ between the workers"),
+            (InLoss, [], r"self\(x\), by code that sees one micro-batch"),
+            (InOutput, [], r"self\(x\), by code that sees one micro-batch"),
+            (InOptimizers, [], r"self\(x\), when this worker had one stage .* as in configure_optimizers\(\)"),
+            (CallsLayers, [], r"a layer of another stage.*self\(x\)"),
+        ],
+        3,
+    ),
+)
+def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(
+    model: type[PipelineModule], callbacks: list[Callback], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(model().double(), 1, 2, callbacks)
+
+
+class AsksEarly(Callback):
+    """What all workers do at the start of each batch; a replacement comes there when the others are past it."""
+
+    def __init__(self, evaluates: bool) -> None:
+        self.evaluates = evaluates
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.all_gather(torch.ones(1))
+        if self.evaluates:
+            module(torch.zeros(1, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_hook_that_a_replacement_runs_alone_does_not_confuse_the_others(evaluates: bool) -> None:
+    model = Regression().double()
+    fit_alone(expected := Regression().double(), [])
+    run = fit(
+        model,
+        2,
+        2,
+        [Dies(2, "on_train_batch_end", 2), AsksEarly(evaluates), AwaitReplacement([6] if not evaluates else [])],
+        strategy={"restart_workers": True, "max_restarts": 1},
+    )
+    assert difference(model.state_dict(), expected.state_dict()) < TOLERANCE
+    assert rejoined(run) == [(1, 0)] if not evaluates else len(failures(run)) <= 2
