@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, cast
 
@@ -31,7 +31,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.attributes import AttributeCarrier
 from lightning_recycle.session.snapshot import load_progress
 
-__all__ = ["error_of", "take_results"]
+__all__ = ["attach_data", "error_of", "take_results", "told_by_leader"]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
         if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
             tensor.data = tensor.data.to(state[name].dtype)
     module.load_state_dict(state)
-    _attach_data(call_)
+    attach_data(call_)
     _restore_trainer(trainer, extras)
     _restore_states(trainer, extras)
     carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
@@ -77,7 +77,12 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     return extras.returned
 
 
-def _attach_data(call_: Call) -> None:
+def told_by_leader(results: Mapping[int, Any]) -> Extras:
+    """What the leader of a trial delivered, by rank; nobody delivered weights."""
+    return next(extras for _, extras in map(unpack, results.values()) if extras is not None)  # type: ignore[no-any-return]
+
+
+def attach_data(call_: Call) -> None:
     """Links module, data and Trainer, as the function of the Trainer did in the workers."""
     trainer, function, args, kwargs = call_
     given = inspect.signature(function).bind(*args, **kwargs).arguments

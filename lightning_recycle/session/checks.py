@@ -24,13 +24,10 @@ __all__ = ["check_batch", "check_loaders", "check_optimizers", "check_trained", 
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
-_RERUNS = "it runs trial trainings inside the workers; run it with strategy='auto' and give the Trainer what it found"
 _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what to do
     "GradientAccumulationScheduler": (
         "the plan has a fixed number of micro-batches per step; use Trainer(accumulate_grad_batches=...)"
     ),
-    "BatchSizeFinder": _RERUNS,
-    "LearningRateFinder": _RERUNS,
     "ModelPruning": "it prunes what it finds in the whole model; prune the model before fit, or after it",
 }
 
