@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -60,6 +61,8 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
         extras = found or extras
     assert extras is not None
     parts_of(module).build()
+    if is_overridden("configure_model", module) and module.state_dict().keys() != state.keys():
+        module.configure_model()  # has run in the workers only
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
             tensor.data = tensor.data.to(state[name].dtype)

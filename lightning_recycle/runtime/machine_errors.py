@@ -30,10 +30,10 @@ MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseE
 """Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate that says of
 every exception whether it is."""
 
-_DEVICE_CLASSES: tuple[type[BaseException], ...] = (
-    (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()  # since torch 2.8
-)
-_CLASSES = (OSError, EOFError, MemoryError, torch.OutOfMemoryError, *_DEVICE_CLASSES)
+_DEVICE_CLASSES: tuple[type[BaseException], ...] = ()
+if hasattr(torch, "AcceleratorError"):  # since torch 2.8
+    _DEVICE_CLASSES += (torch.AcceleratorError,)
+_CLASSES: tuple[type[BaseException], ...] = (OSError, EOFError, MemoryError, torch.OutOfMemoryError, *_DEVICE_CLASSES)
 
 _DEVICE = re.compile(
     r"CUDA error|CUDA driver error|HIP error|CUDNN_STATUS_|cuDNN error|CUBLAS_STATUS_|CUSPARSE_STATUS_|CUSOLVER_STATUS_"
