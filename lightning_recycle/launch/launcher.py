@@ -55,7 +55,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.checks import check_loaders, check_trainer
+from lightning_recycle.session.checks import check_loaders, check_trainer, warn_of_lost_compilation
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.lightning_callbacks import show_cursor
@@ -371,6 +371,7 @@ class SupervisorLauncher(_Launcher):
             check_loaders(args[_VAL_LOADERS], None)
             grid = replace(grid, microbatches=grid.microbatches * trainer.accumulate_grad_batches)
         stages = parts.cut(grid.stages, options.partition, options.layer_seconds)
+        warn_of_lost_compilation(module)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]
         if heartbeat is None:
             heartbeat = HeartbeatCallback()

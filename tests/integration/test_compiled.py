@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.launch.launcher import SupervisorLauncher
 
 
 def compiled(layer: nn.Module) -> Any:
@@ -27,20 +28,11 @@ class CompiledLayers(Regression):
         return [compiled(layer) for layer in super().configure_pipeline()]
 
 
-class CompiledInPlace(Regression):
-    def configure_pipeline(self) -> list[Any]:
-        layers = super().configure_pipeline()
-        for layer in layers:
-            layer.compile(backend="aot_eager")
-        return layers
-
-
-@pytest.mark.parametrize("kind", [CompiledLayers, CompiledInPlace])
-def test_compiled_layers_train_the_same_when_a_worker_dies(kind: Any) -> None:
-    one, expected = kind().double(), Regression().double()
+def test_compiled_layers_train_the_same_when_a_worker_dies() -> None:
+    one, expected = CompiledLayers().double(), Regression().double()
     for model in (one, expected):
         on_one_device(max_steps=STEPS).fit(model, DataLoader(dataset(), GLOBAL_BATCH))
-    model = kind().double()
+    model = CompiledLayers().double()
     run = fit(model, 2, 2, [Fault("kill", pipeline=1, stage=0, step=4)])
     assert failures(run) == [(1, 0)]
     assert not any(event.kind == "suspected" for event in run.strategy.history)
@@ -77,3 +69,19 @@ def test_what_configure_model_makes_and_compiles_comes_home() -> None:
     assert "net._orig_mod.0.weight" in one.state_dict()
     assert difference(one.state_dict(), model.state_dict()) < TOLERANCE
     assert len(run.optimizers[0].state) == 4
+
+
+class InPlace(Configured):
+    """Compiled where only the launching process sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+        self.net.compile(backend="aot_eager")
+
+
+def test_a_compilation_that_workers_do_not_get_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SupervisorLauncher, "_launch", lambda *_: None)
+    run = L.Trainer(accelerator="cpu", devices=2, strategy="recycle", max_steps=1, **QUIET)
+    with pytest.warns(UserWarning, match=r"InPlace\.net will run without being compiled.*configure_model"):
+        run.fit(InPlace(), DataLoader(dataset(), GLOBAL_BATCH))
