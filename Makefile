@@ -1,6 +1,8 @@
 # Everything runs in this checkout's virtual environment; no target requires another one to be run first.
 PYTHON ?= python3
 VENV ?= .venv
+# The versions to install; constraints-oldest.txt has the oldest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 ROUNDS ?= 20
 # Processes that run tests; much of a test's time is waiting. 0: one, without pytest-xdist.
 JOBS ?= 2
@@ -8,19 +10,21 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+SMOKE_TESTS := tests/test_import.py tests/model tests/session tests/planning tests/runtime \
+  tests/integration/test_ordinary_modules.py tests/integration/test_exact.py
 FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tests/runtime tests/data
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive test-repeat chaos bench docs check clean
+.PHONY: help install demo test test-oldest test-exhaustive test-repeat chaos bench docs check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
 install: $(STAMP) ## create the virtual environment and install the package with its tested versions
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,viz,cpsat]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,viz,cpsat]'
 	touch $@
 
 demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a failure, compare what it costs
@@ -28,6 +32,9 @@ demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a fail
 
 test: $(STAMP) ## run all tests, JOBS=2 files at a time (ARGS are passed on to pytest)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+
+test-oldest: ## run a smoke set with the oldest versions that are allowed (PYTHON=python3.10 for the oldest Python)
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt ARGS="$(SMOKE_TESTS) $(ARGS)"
 
 test-exhaustive: $(STAMP) ## run every case of the matrices that `make test` samples
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)

@@ -44,9 +44,12 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
-        globals()[name] = value
-        return value
+        try:
+            module = importlib.import_module(_LAZY[name])
+        except AttributeError as error:  # Python would take it for the answer that there is no such name
+            raise ImportError(f"{_LAZY[name]} cannot be imported: {error}", name=_LAZY[name]) from error
+        globals()[name] = getattr(module, name)
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

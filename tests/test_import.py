@@ -78,6 +78,21 @@ def test_public_names_are_found_and_unknown_ones_are_not() -> None:
         _ = package.Misspelt
 
 
+def test_why_a_public_name_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    (tmp_path / "older.py").write_text("import math; math.newer")
+    code = """
+import sys
+import lightning_recycle
+sys.path.insert(0, sys.argv[1])
+lightning_recycle._LAZY["PipelineModule"] = "older"
+try:
+    from lightning_recycle import PipelineModule
+except ImportError as error:
+    print(error)
+"""
+    assert "older cannot be imported: module 'math' has no attribute 'newer'" in run(code, str(tmp_path))
+
+
 def test_documented_modules_are_found_where_they_were_with_a_warning() -> None:
     moved = importlib.import_module("lightning_recycle._moved").MOVED
     code = """
@@ -134,6 +149,14 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.is_interactive_compatible",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
+    ],
+    "lightning_recycle.launch.tuning": [
+        "lightning.pytorch.tuner.batch_size_scaling:_adjust_batch_size",
+        "lightning.pytorch.tuner.batch_size_scaling:_run_binsearch_scaling",
+        "lightning.pytorch.tuner.batch_size_scaling:_run_power_scaling",
+        "lightning.pytorch.tuner.lr_finder:_LRCallback",
+        "lightning.pytorch.tuner.lr_finder:_LRFinder._exchange_scheduler",
+        "lightning.pytorch.tuner.lr_finder:_determine_lr_attr_name",
     ],
     "lightning_recycle.launch.shared_settings": [
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",

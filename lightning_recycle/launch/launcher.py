@@ -39,14 +39,16 @@ from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.control.standalone import address_from, key_from_environment
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.launch.delivery import Extras
 from lightning_recycle.launch.describing import describe
 from lightning_recycle.launch.main_module import end_import
 from lightning_recycle.launch.processes import Crew, LocalWorker
-from lightning_recycle.launch.results import error_of, take_results
+from lightning_recycle.launch.results import error_of, take_results, told_by_leader
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
 from lightning_recycle.launch.shared_settings import Settings
 from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.summary import summary
+from lightning_recycle.launch.tuning import finders_of, set_aside, tune
 from lightning_recycle.launch.worker_process import Call, WorkerStart, run_outside, worker_main
 from lightning_recycle.model.parts import parts_of
 from lightning_recycle.planning.grid import Grid
@@ -54,7 +56,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.checks import check_loaders, check_trainer
+from lightning_recycle.session.checks import check_loaders, check_trainer, warn_of_lost_compilation
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.lightning_callbacks import show_cursor
@@ -125,6 +127,29 @@ class SupervisorLauncher(_Launcher):
         """
         assert trainer is not None
         end_import()
+        finders = finders_of(trainer)
+        for finder in finders:
+            if tune(finder, (trainer, function, args, kwargs), self._try):
+                return None
+        with set_aside(trainer, finders):
+            return self._supervise((trainer, function, args, kwargs))
+
+    def _try(self, call: Call) -> Extras:
+        """Runs a trial: workers of its own, of which nothing comes home but what the leader tells."""
+        record = self.history, self.schedules
+        setup, heartbeat = self._prepare(call, None)
+        try:
+            with EndSignals(gracefully=False) as signals:
+                outcome, _ = self._run(call, replace(setup, is_trial=True), heartbeat, 0, signals)
+            if not isinstance(outcome, Finished):
+                raise error_of(outcome, setup.grid, self.history)
+            return told_by_leader(outcome.results)
+        finally:
+            self.history, self.schedules = record
+
+    def _supervise(self, call: Call) -> Any:
+        """Runs ``call`` and brings home what it leaves; or takes part in the run of another launching process."""
+        trainer, function, args, kwargs = call
         self._interrupted, self._said_how_it_ended = True, False
         weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
         setup, heartbeat = self._prepare((trainer, function, args, kwargs), weights_only)
@@ -347,6 +372,7 @@ class SupervisorLauncher(_Launcher):
             check_loaders(args[_VAL_LOADERS], None)
             grid = replace(grid, microbatches=grid.microbatches * trainer.accumulate_grad_batches)
         stages = parts.cut(grid.stages, options.partition, options.layer_seconds)
+        warn_of_lost_compilation(module)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]
         if heartbeat is None:
             heartbeat = HeartbeatCallback()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, cast
 
@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -31,7 +32,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.attributes import AttributeCarrier
 from lightning_recycle.session.snapshot import load_progress
 
-__all__ = ["attach_data", "error_of", "take_results"]
+__all__ = ["attach_data", "error_of", "take_results", "told_by_leader"]
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
         extras = found or extras
     assert extras is not None
     parts_of(module).build()
+    if is_overridden("configure_model", module) and module.state_dict().keys() != state.keys():
+        module.configure_model()  # has run in the workers only
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
             tensor.data = tensor.data.to(state[name].dtype)
@@ -75,6 +78,11 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     if trainer.state.fn == TrainerFn.FITTING:
         _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
     return extras.returned
+
+
+def told_by_leader(results: Mapping[int, Any]) -> Extras:
+    """What the leader of a trial delivered, by rank; nobody delivered weights."""
+    return next(extras for _, extras in map(unpack, results.values()) if extras is not None)  # type: ignore[no-any-return]
 
 
 def attach_data(call_: Call) -> None:

@@ -182,9 +182,8 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
         session.finetuning.release()
         whole = session.checkpoints.whole_state() if setup.outsiders else None
         carrier = AttributeCarrier(trainer, callbacks)
-        session.checkpoints.deliver_result(
-            partial(part_of, session, carrier), partial(extras_of, session, carrier, returned)
-        )
+        part = (lambda: None) if setup.is_trial else partial(part_of, session, carrier)
+        session.checkpoints.deliver_result(part, partial(extras_of, session, carrier, returned))
     client.leave()
     if whole is not None and keep_model:
         session.leave()

@@ -139,6 +139,7 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
     """``F.linear``, through :class:`_Linear` where possible."""
     if (
         weight.requires_grad
+        and not torch.compiler.is_compiling()  # the compiled backward has no W: the detour would only be traced too
         and torch.is_grad_enabled()
         and _deferrable(weight)
         and _deferrable(bias)

@@ -50,6 +50,8 @@ _EVENT = re.compile(rb"^tfd:\s*(\d+) events:\s*([0-9a-f]+) data:\s*([0-9a-f]+)",
 _EPOLL_ADD, _EPOLL_DELETE = 1, 2  # from sys/epoll.h; Python's epoll objects cannot keep an event's data
 _EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # the kernel packs it on x86-64 only
 _TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+_CONNECTS_AT_ONCE = {"lazy_init": False} if "lazy_init" in (ProcessGroupGloo.create_device.__doc__ or "") else {}
+"""Arguments of a device; torch before 2.7 has none for it, and connects at once."""
 
 
 class UnsupportedError(RuntimeError):
@@ -83,7 +85,7 @@ class Device:
             raise UnsupportedError(f"{_TRANSPORT} is {transport!r}")
         try:
             before = set(os.listdir("/proc/self/fd"))
-            self._device = ProcessGroupGloo.create_device(hostname=_DEVICES, lazy_init=False)
+            self._device = ProcessGroupGloo.create_device(hostname=_DEVICES, **_CONNECTS_AT_ONCE)
             self._epoll = self._mute(set(os.listdir("/proc/self/fd")) - before)
             self._try()
         except (OSError, RuntimeError) as error:

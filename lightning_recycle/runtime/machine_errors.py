@@ -30,7 +30,10 @@ MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseE
 """Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate that says of
 every exception whether it is."""
 
-_CLASSES = (OSError, EOFError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+_DEVICE_CLASSES: tuple[type[BaseException], ...] = ()
+if hasattr(torch, "AcceleratorError"):  # since torch 2.8
+    _DEVICE_CLASSES += (torch.AcceleratorError,)
+_CLASSES: tuple[type[BaseException], ...] = (OSError, EOFError, MemoryError, torch.OutOfMemoryError, *_DEVICE_CLASSES)
 
 _DEVICE = re.compile(
     r"CUDA error|CUDA driver error|HIP error|CUDNN_STATUS_|cuDNN error|CUBLAS_STATUS_|CUSPARSE_STATUS_|CUSOLVER_STATUS_"
@@ -50,7 +53,7 @@ _MACHINE = re.compile(
 def is_device_error(error: BaseException) -> bool:
     """Whether the device is lost to this process, which therefore cannot go on: CUDA's errors stay until its end."""
     return any(
-        isinstance(one, torch.AcceleratorError) or (type(one) is RuntimeError and _DEVICE.search(str(one)) is not None)
+        isinstance(one, _DEVICE_CLASSES) or (type(one) is RuntimeError and _DEVICE.search(str(one)) is not None)
         for one in _with_causes(error)
     )
 

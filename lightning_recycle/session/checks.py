@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks as pl_callbacks
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -20,17 +20,21 @@ from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.session.interruption import saves_on_exception
 
-__all__ = ["check_batch", "check_loaders", "check_optimizers", "check_trained", "check_trainer"]
+__all__ = [
+    "check_batch",
+    "check_loaders",
+    "check_optimizers",
+    "check_trained",
+    "check_trainer",
+    "warn_of_lost_compilation",
+]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
-_RERUNS = "it runs trial trainings inside the workers; run it with strategy='auto' and give the Trainer what it found"
 _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what to do
     "GradientAccumulationScheduler": (
         "the plan has a fixed number of micro-batches per step; use Trainer(accumulate_grad_batches=...)"
     ),
-    "BatchSizeFinder": _RERUNS,
-    "LearningRateFinder": _RERUNS,
     "ModelPruning": "it prunes what it finds in the whole model; prune the model before fit, or after it",
 }
 
@@ -126,6 +130,19 @@ def check_trained(module: pl.LightningModule, trains: bool) -> None:
         raise ConfigurationError(
             f"No parameter of {type(module).__name__} requires a gradient, so there is nothing to train: set"
             " requires_grad = True for those that are to be trained."
+        )
+
+
+def warn_of_lost_compilation(module: pl.LightningModule) -> None:
+    """Warns of modules that were compiled in place in the launching process: workers get a copy, and torch's copies are
+    not compiled.
+    """
+    names = [name for name, part in module.named_modules() if getattr(part, "_compiled_call_impl", None) is not None]
+    if names:
+        rank_zero_warn(
+            f"{type(module).__name__}.{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} will run without being"
+            " compiled: module.compile() holds in the process that calls it. Call it in configure_model(), which"
+            " workers run, or use torch.compile(module), which they get."
         )
 
 

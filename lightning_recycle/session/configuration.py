@@ -113,6 +113,7 @@ class RunSetup:
         outsiders: whether there may be workers whose process goes on afterwards: all workers then exchange the whole
             model in the end.
         has_run: whether this Trainer has had workers before.
+        is_trial: whether the run only tries something: its weights are not wanted.
     """
 
     grid: Grid
@@ -123,6 +124,7 @@ class RunSetup:
     profiles: bool = False
     outsiders: bool = False
     has_run: bool = False
+    is_trial: bool = False
 
 
 @dataclass(frozen=True)

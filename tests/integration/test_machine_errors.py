@@ -22,6 +22,8 @@ from torch.utils.data import Dataset
 
 from lightning_recycle.callbacks import Fault
 
+DeviceLost = getattr(torch, "AcceleratorError", RuntimeError)  # torch before 2.8 has no class of its own
+
 SAMPLE = 4 * GLOBAL_BATCH + 5  # belongs to step 4
 
 
@@ -136,7 +138,7 @@ def test_a_sample_that_one_worker_cannot_read_is_read_by_another(tmp_path: Path,
     [
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        DeviceLost("CUDA error: an illegal memory access was encountered"),
         RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"),
     ],
     ids=lambda error: type(error).__name__,
@@ -242,7 +244,7 @@ def test_the_only_replica_survives_the_death_of_its_dataloader_process() -> None
 
 @pytest.mark.parametrize(
     ("error", "place"),
-    [(OSError(errno.EIO, "no"), "optimizer"), (torch.AcceleratorError("CUDA error: gone"), "loss")],
+    [(OSError(errno.EIO, "no"), "optimizer"), (DeviceLost("CUDA error: gone"), "loss")],
     ids=["half-applied", "lost device"],
 )
 def test_what_the_only_replica_cannot_do_again_ends_the_run(tmp_path: Path, error: Exception, place: str) -> None:

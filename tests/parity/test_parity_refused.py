@@ -7,9 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     GradientAccumulationScheduler,
-    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -165,8 +163,6 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
         fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]),
         ["GradientAccumulationScheduler", "accumulate_grad_batches"],
     ),
-    "BatchSizeFinder": (fit(callbacks=[BatchSizeFinder()]), ["BatchSizeFinder", "strategy='auto'"]),
-    "LearningRateFinder": (fit(callbacks=[LearningRateFinder()]), ["LearningRateFinder", "strategy='auto'"]),
     "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "before fit"]),
     "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
     "training_step": (fit(OwnTrainingStep), ["OwnTrainingStep.training_step()", "on_training_output()"]),

@@ -324,3 +324,19 @@ def test_activations_are_held_until_flush_and_released_by_it() -> None:
     gc.collect()
     assert input_is() is None
     assert grad_is() is None
+
+
+def test_a_compiler_sees_the_layers_alone() -> None:
+    seen: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    layer = nn.Linear(4, 4)
+    compiled = torch.compile(layer, backend=backend)
+    with intercept_linear():
+        compiled(torch.randn(2, 4)).sum().backward()
+    assert len(seen) == 1
+    assert "linear" in seen[0]
+    assert layer.weight.grad is not None

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import runpy
 import socket
 import struct
 import threading
@@ -122,6 +123,21 @@ def test_an_address_of_another_layout_is_not_guessed_at(info: bytes) -> None:
 
 
 # ---------------------------------------------------------------------- where it is not possible
+
+
+def test_a_torch_whose_devices_always_connect_at_once_is_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older:
+        """Up to torch 2.6."""
+
+        @staticmethod
+        def create_device(hostname: str = "", interface: str = "") -> None:
+            """create_device(hostname: str = '', interface: str = '') -> torch._C._distributed_c10d.Device"""
+            raise RuntimeError("was called")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", Older)
+    older = runpy.run_path(gloo.__file__)
+    with pytest.raises(older["UnsupportedError"], match="was called"):
+        older["Device"]()
 
 
 def test_another_transport_of_gloo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

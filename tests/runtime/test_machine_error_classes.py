@@ -2,6 +2,7 @@
 
 import errno
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 from lightning_recycle import ConfigurationError, ReCycleStrategy
 from lightning_recycle.errors import InjectedFaultError, StageLostError
+from lightning_recycle.runtime import machine_errors
 from lightning_recycle.runtime.communicator import CommunicationError
 from lightning_recycle.runtime.machine_errors import (
     is_device_error,
@@ -21,6 +23,8 @@ from lightning_recycle.runtime.machine_errors import (
     readers_may_die,
     suspicion_of,
 )
+
+DeviceLost = getattr(torch, "AcceleratorError", RuntimeError)  # torch before 2.8 has no class of its own
 
 MACHINE = [
     OSError(errno.EIO, "Input/output error"),
@@ -46,7 +50,7 @@ MACHINE = [
     RuntimeError("can't start new thread"),
 ]
 DEVICE = [
-    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    DeviceLost("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
@@ -160,3 +164,11 @@ def test_the_death_of_a_reader_raises_nothing_where_an_exception_is_dealt_with()
         assert raised == [signal.SIGCHLD]
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_torch_without_a_class_for_lost_devices_is_known_by_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "AcceleratorError", raising=False)  # before 2.8
+    older = runpy.run_path(machine_errors.__file__)
+    assert older["is_device_error"](RuntimeError("CUDA error: device-side assert triggered"))
+    assert not older["is_device_error"](ValueError("CUDA error"))
+    assert older["is_machine_error"](torch.OutOfMemoryError("CUDA out of memory."))

@@ -1,0 +1,98 @@
+"""Low-rank adapters of a Hugging Face model train as on one device, whoever dies, and nothing else changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support.training import QUIET, TOLERANCE, difference, failures, on_one_device
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+pytest.importorskip("peft", reason="pip install peft")
+
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.model.huggingface import CausalLM
+
+from unmodified_lora import VOCABULARY, Adapted, Repeating
+
+BATCH = 16
+STEPS = 6
+
+
+def adapted() -> Adapted:
+    torch.manual_seed(0)
+    return Adapted(dropout=0.0).double()
+
+
+def loader(batch_size: int) -> DataLoader[Tensor]:
+    return DataLoader(Repeating(BATCH * STEPS), batch_size=batch_size)
+
+
+def grid(devices: int, stages: int, *faults: Fault, **kwargs: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=ReCycleStrategy(pipeline_parallel_size=stages, num_microbatches=2),
+        callbacks=[FaultInjectionCallback(list(faults))],
+        **{**QUIET, **kwargs},
+    )
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    model = adapted()
+    on_one_device(max_epochs=1).fit(model, loader(BATCH))
+    return model.state_dict()
+
+
+def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(
+    expected: dict[str, Tensor], tmp_path: Path
+) -> None:
+    model, before = adapted(), adapted().state_dict()
+    run = grid(2, 1, Fault("kill", pipeline=1, stage=0, step=3), max_epochs=1)
+    run.fit(model, loader(BATCH // 2))
+    assert failures(run) == [(1, 0)]
+    assert difference(model.state_dict(), expected) < TOLERANCE
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    model.model.save_pretrained(tmp_path)
+    base = adapted().model.unload()
+    saved = PeftModel.from_pretrained(base, tmp_path).double().state_dict()
+    assert {name for name in saved if "lora_" in name} == {name.removeprefix("model.") for name in changed}
+    for name in changed:
+        torch.testing.assert_close(saved[name.removeprefix("model.")], model.state_dict()[name])
+
+
+class Cut(CausalLM):
+    """Trains what requires a gradient."""
+
+    def split_batch(self, batch: Tensor) -> tuple[Any, Any]:
+        return super().split_batch({"input_ids": batch, "labels": batch})
+
+
+def cut() -> Cut:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes))
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]), model)
+    return Cut(model, partial(torch.optim.AdamW, lr=3e-3)).double()
+
+
+def test_adapters_in_two_stages(tmp_path: Path) -> None:
+    one, two, before = cut(), cut(), cut().state_dict()
+    on_one_device(max_epochs=1).fit(one, loader(BATCH))
+    run = grid(4, 2, Fault("kill", pipeline=0, stage=1, step=2), max_epochs=1)
+    run.fit(two, loader(BATCH // 2))
+    assert failures(run) == [(0, 1)]
+    assert difference(one.state_dict(), two.state_dict()) < TOLERANCE
+    changed = {name for name, tensor in two.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
