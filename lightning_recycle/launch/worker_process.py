@@ -180,6 +180,7 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
         returned = function(*args, **kwargs)
         session.averages.release()
         session.finetuning.release()
+        session.pruning.release()
         whole = session.checkpoints.whole_state() if setup.outsiders else None
         carrier = AttributeCarrier(trainer, callbacks)
         part = (lambda: None) if setup.is_trial else partial(part_of, session, carrier)

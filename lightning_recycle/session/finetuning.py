@@ -99,14 +99,6 @@ class Finetuning:
             }
             vars(callback).update(replaced)
 
-    def restore_groups(self) -> None:
-        """Makes the groups of a checkpoint whose callbacks have been restored, before those of its optimizers are:
-        Lightning does so in ``on_fit_start``, but here checkpoints are read after that.
-        """
-        for callback in self._callbacks:
-            if callback._restarting:
-                callback.on_fit_start(self._trainer, self._trainer.lightning_module)
-
     def joined(self) -> None:
         """This worker has its donor's groups already."""
         for callback in self._callbacks:

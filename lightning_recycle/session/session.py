@@ -62,6 +62,7 @@ from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
+from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stop_requests import StopRequests
@@ -93,6 +94,7 @@ class Session:
         stop_requests: what is agreed about ``trainer.should_stop``.
         averages: the averages of this stage's weights that callbacks keep.
         finetuning: callbacks that freeze parameters and train them later.
+        pruning: callbacks that mask parameters.
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
@@ -120,6 +122,7 @@ class Session:
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
         self.averages = WeightAverages(trainer)
         self.finetuning = Finetuning(trainer)
+        self.pruning = Pruning(trainer)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
@@ -160,7 +163,9 @@ class Session:
             keep_files(self.trainer.loggers)
 
     def setup(self) -> None:
-        """Builds this stage of the model, and what runs it."""
+        """Builds this stage of the model, and what runs it, when it is first called."""
+        if hasattr(self, "executor"):
+            return
         trainer, strategy = self.trainer, self.trainer.strategy
         assert strategy.accelerator is not None
         self.module = module = recorded(trainer.lightning_module)
@@ -197,6 +202,7 @@ class Session:
         )
         self.averages.connect(self.checkpoints)
         self.finetuning.connect(self.collectives, ties.copies)
+        self.pruning.connect(self._seed)
         undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(trainer, self.collectives, self.executor)
         if self._fitting:

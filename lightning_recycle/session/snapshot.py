@@ -34,6 +34,7 @@ from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop
 from lightning_recycle.session.outputs import metric_states, set_metric_states
+from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.weight_averages import WeightAverages
 
 __all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "take_snapshot"]
@@ -184,6 +185,7 @@ def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: W
 def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> None:
     """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
     module = trainer.lightning_module
+    take_pruned_form(module, snapshot.module)
     module.load_state_dict(snapshot.module)
     for name, metric in module.named_modules():
         if name in snapshot.metrics:
