@@ -14,6 +14,7 @@ and the others go on in another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -108,10 +109,8 @@ def _wait(process: subprocess.Popen[bytes], notes: Path, seconds: float) -> int:
             elif time.monotonic() - since > allowed:
                 break
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)  # its children too, which may outlive it
-        except ProcessLookupError:
-            pass
     return process.wait()
 
 
@@ -206,7 +205,8 @@ def main() -> None:
             print(f"  {test}: {message.splitlines()[0][:160] if message else ''}", flush=True)
     print("\n".join(table(comparisons, options.beside)))
     if options.markdown is not None:
-        heading = f"{date.today()}, lightning {version('lightning')}, torch {version('torch')}, Python {sys.version.split()[0]}."
+        versions = ", ".join(f"{name} {version(name)}" for name in ("lightning", "torch"))
+        heading = f"{date.today()}, {versions}, Python {sys.version.split()[0]}."
         write_page(options.markdown, page(comparisons, options.beside, read_reasons(REASONS.read_text()), heading))
 
 

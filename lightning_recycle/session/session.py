@@ -61,7 +61,7 @@ from lightning_recycle.session.lightning_callbacks import (
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
-from lightning_recycle.session.outputs import OutputRecorder, concatenate
+from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
@@ -175,7 +175,8 @@ class Session:
         tell_batch_sizes(trainer)
         spare_moves()
         self._build_model()
-        self._recorder = OutputRecorder(module, alone=self.grid.global_microbatches == 1)
+        self._alone = self.grid.global_microbatches == 1
+        self._recorder = OutputRecorder(module, self._alone)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
@@ -259,6 +260,7 @@ class Session:
             evaluation_layers=self.parts.evaluation_parts(owned, self._recorder),
             loss_name=self.parts.loss_name,
             loss_backward=self.parts.loss_backward,
+            loss_is_optional=self.parts.loss_is_optional,
         )
         return Executor(
             self.worker,
@@ -417,7 +419,7 @@ class Session:
             records = self.executor.evaluate(handle, split, partial(self._record, record))
         with self._forward_context():
             returned = self._recorder.replay(records, on_step=False)
-        return concatenate(returned.values) if kind == "predict" else returned.joined()
+        return returned.predicted(self._alone) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
         """The output of the whole model; see :class:`~lightning_recycle.session.whole_forward.WholeForward`."""

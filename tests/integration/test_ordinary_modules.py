@@ -233,12 +233,47 @@ def test_a_parameter_without_a_part_in_a_step_is_left_alone() -> None:
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
 
-# ---------------------------------------------------------------------- what cannot work is told
+class SkipsBatches(Classifier):
+    """Leaves out some batches of the whole, and zeroes gradients in a way of its own."""
 
-
-class NoLoss(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return None if batch_idx % 3 == 1 else loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned .?None.*")
+def test_a_step_without_a_loss_trains_nothing() -> None:
+    ours, theirs = SkipsBatches().double(), SkipsBatches().double()
+    on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
+    run = on_grid(3, [Fault("kill", 1, 0, step=3)], {"num_microbatches": 2})
+    run.fit(ours, DataLoader(data(), BATCH // 3, drop_last=True))
+    assert failures(run) == [(1, 0)]
+    assert run.global_step == EPOCHS * STEPS
+    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
+
+
+class SkipsSomeSamples(Classifier):
+    """Has a loss for one half of a batch only, and not if it is whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if float(batch[0][0, 0]) < 0 else None
+
+
+@pytest.mark.filterwarnings("ignore:.*returned .?None.*")
+def test_a_micro_batch_without_a_loss_adds_nothing() -> None:
+    """As with accumulation: the mean is over all micro-batches, also over those that add nothing."""
+    x = torch.linspace(-1, 1, 2, dtype=torch.float64)[:, None].repeat(1, 8)
+    rows = TensorDataset(x.repeat(4, 1), torch.tensor([0, 1]).repeat(4))
+    ours, theirs = SkipsSomeSamples().double(), SkipsSomeSamples().double()
+    on_one_device(max_steps=4, accumulate_grad_batches=2).fit(theirs, DataLoader(rows, 1))
+    on_grid(2, max_steps=4).fit(ours, DataLoader(rows, 1))
+    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
+
+
+# ---------------------------------------------------------------------- what cannot work is told
 
 
 class LossByName(Classifier):
@@ -270,8 +305,7 @@ class ReadsItself(Classifier):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (NoLoss, ["NoLoss.training_step()", "None", "must return the loss"]),
-        (LossByName, ["a dict without a loss", "'loss'"]),
+        (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
         (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
         (ByHand, ["manual optimization", "automatic_optimization"]),
         (Gathers, ["all_gather", "on_train_batch_end"]),
