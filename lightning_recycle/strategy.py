@@ -448,6 +448,8 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._session is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
         # Lightning restores module and callbacks before setup(), so that on_fit_start sees them restored. What a stage
         # takes of a checkpoint is known from setup() on, which comes next in any case.
         self.session.setup()
@@ -455,10 +457,14 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._session is None:
+            return super().load_model_state_dict(checkpoint, strict)
         self.session.checkpoints.load_model_state(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._session is None:
+            return super().load_optimizer_state_dict(checkpoint)
         self.session.checkpoints.load_optimizer_state(checkpoint)
 
     @override

@@ -206,6 +206,7 @@ class Session:
         self.pruning.connect(self._seed)
         undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(trainer, self.collectives, self.executor)
+        _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if self._fitting:
             PipelineFitLoop.install(trainer, self)
             self._save_when_ending()

@@ -273,7 +273,58 @@ def test_a_micro_batch_without_a_loss_adds_nothing() -> None:
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
 
+class SavesImages(Classifier):
+    """Asks where to save images; and returns a number or nothing for a batch of a prediction."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Path(self.trainer.log_dir or "nowhere", f"{batch_idx}.png").touch()
+        return super().training_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch_idx if batch_idx < 2 else None
+
+
+def test_a_step_knows_where_to_save_images(tmp_path: Path) -> None:
+    model = SavesImages().double()
+    run = on_grid(2, [Fault("kill", 0, 0, step=1)], max_epochs=1, default_root_dir=tmp_path)
+    run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True))
+    assert failures(run) == [(0, 0)]
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"{step}.png" for step in range(STEPS)}
+
+
+@pytest.mark.parametrize(("pipelines", "expected"), [(1, [0, 1, None]), (2, [[0, 0], [1, 1], None])])
+def test_predictions_may_be_anything(pipelines: int, expected: Any) -> None:
+    loader = DataLoader(data(24), 8 // pipelines)
+    assert on_grid(pipelines).predict(SavesImages().double(), loader) == expected
+
+
+def test_the_launching_process_reads_data_and_checkpoints_as_one_device(tmp_path: Path) -> None:
+    def connected(pipelines: int) -> L.Trainer:
+        run = on_grid(pipelines)
+        run.strategy.connect(model)
+        run._data_connector.attach_data(model, train_dataloaders=DataLoader(data(), BATCH))
+        return run
+
+    model = Classifier().double()
+    weights, path = copy.deepcopy(model.state_dict()), tmp_path / "some.ckpt"
+    run = connected(1)
+    run.fit_loop.setup_data()
+    assert run.num_training_batches == STEPS + 1
+    run.save_checkpoint(path)
+    nn.init.zeros_(model.head.weight)
+    checkpoint = run.strategy.load_checkpoint(path, weights_only=False)
+    run.strategy.load_model_state_dict(checkpoint)
+    assert difference(model.state_dict(), weights) == 0
+    with pytest.raises(ReCycleError, match="2 pipelines"):
+        connected(2).fit_loop.setup_data()
+
+
 # ---------------------------------------------------------------------- what cannot work is told
+
+
+class LogsText(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("told", "by mistake")
 
 
 class LossByName(Classifier):
@@ -305,6 +356,7 @@ class ReadsItself(Classifier):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
+        (LogsText, ["`self.log(told, by mistake)` was called", "`str` values"]),
         (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
         (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
         (ByHand, ["manual optimization", "automatic_optimization"]),
