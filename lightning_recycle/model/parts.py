@@ -318,11 +318,13 @@ class StepParts(ModelParts):
     def check(self) -> None:
         module = self.module
         _check_automatic(module)
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' does not support {type(module).__name__}.training_step(dataloader_iter): batches"
-                " are read by their address. Take (batch, batch_idx)."
-            )
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            step = getattr(module, name, None)
+            if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+                raise UnsupportedFeatureError(
+                    f"strategy='recycle' does not support {type(module).__name__}.{name}(dataloader_iter): batches are"
+                    " read by their address. Take (batch, batch_idx)."
+                )
 
     @override
     def describe(self) -> None:

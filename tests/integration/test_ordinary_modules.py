@@ -353,6 +353,11 @@ class ReadsItself(Classifier):
         return next(dataloader_iter)
 
 
+class ValidatesByItself(Classifier):
+    def validation_step(self, dataloader_iter: Any) -> Any:
+        return next(dataloader_iter)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -362,6 +367,7 @@ class ReadsItself(Classifier):
         (ByHand, ["manual optimization", "automatic_optimization"]),
         (Gathers, ["all_gather", "on_train_batch_end"]),
         (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
+        (ValidatesByItself, ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(model: Any, words: list[str]) -> None:
