@@ -64,8 +64,9 @@ class Comparison:
         return cls(part, *passed)
 
 
-def run(checkout: Path, part: str, strategy: str, out: Path, seconds: float) -> dict[str, Outcome]:
-    """The outcome of each test of ``part`` with ``strategy``, by name; a test may take so many ``seconds``.
+def run(checkout: Path, part: str, strategy: str, out: Path, seconds: float, share: float = 1.0) -> dict[str, Outcome]:
+    """The outcome of each test of ``part`` with ``strategy``, by name; a test may take so many ``seconds``. With
+    ``share``, of a sample.
 
     Raises:
         RuntimeError: if pytest ends without a test, for example because a file cannot be imported.
@@ -73,11 +74,17 @@ def run(checkout: Path, part: str, strategy: str, out: Path, seconds: float) -> 
     notes = out / f"{part.replace('/', '-').removesuffix('.py')}-{strategy}.jsonl"
     here = Path(__file__).resolve().parent
     path = os.pathsep.join([str(here), str(checkout / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "DEFAULT_STRATEGY": strategy, "OUTCOMES": str(notes), "PYTHONPATH": path}
-    others = [
-        f"--ignore=tests_pytorch/{other}" for other in PARTS if other.startswith(f"{part}/")
-    ]  # parts of their own
+    environment = {
+        **os.environ,
+        "DEFAULT_STRATEGY": strategy,
+        "OUTCOMES": str(notes),
+        "SHARE": str(share),
+        "PYTHONPATH": path,
+    }
+    apart = [other for other in PARTS if other.startswith(f"{part}/")]
+    others = [f"--ignore=tests_pytorch/{other}" for other in apart]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "default_strategy", "-p", "no:cacheprovider", *others]
+    _forget_unfinished(notes)
     while True:
         size = notes.stat().st_size if notes.exists() else 0
         with open(notes.with_suffix(".log"), "a") as log:
@@ -94,6 +101,13 @@ def run(checkout: Path, part: str, strategy: str, out: Path, seconds: float) -> 
             return read(notes)
         if size == (notes.stat().st_size if notes.exists() else 0):
             raise RuntimeError(f"pytest ended with status {status} before its first test: see {log.name}.")
+
+
+def _forget_unfinished(notes: Path) -> None:
+    """Forgets the test that ran when this script was interrupted."""
+    lines = notes.read_text().splitlines(keepends=True) if notes.exists() else []
+    if lines and "outcome" not in json.loads(lines[-1]):
+        notes.write_text("".join(lines[:-1]))
 
 
 def _wait(process: subprocess.Popen[bytes], notes: Path, seconds: float) -> int:
@@ -190,13 +204,16 @@ def main() -> None:
     parser.add_argument("--beside", default="ddp_forkserver", help="the strategy to compare with")
     parser.add_argument("--out", type=Path, default=Path("outputs/lightning_suite"))
     parser.add_argument("--seconds", type=float, default=90.0, help="what a test may take")
+    parser.add_argument("--share", type=float, default=1.0, help="the share of the tests that is run, from 0 to 1")
     parser.add_argument("--markdown", type=Path, help="the page whose results are written")
     options = parser.parse_args()
     out, checkout = options.out.resolve(), options.checkout.resolve()
     out.mkdir(parents=True, exist_ok=True)
     comparisons: list[Comparison] = []
     for part in options.parts:
-        there, here = (run(checkout, part, name, out, options.seconds) for name in (options.beside, "recycle"))
+        there, here = (
+            run(checkout, part, name, out, options.seconds, options.share) for name in (options.beside, "recycle")
+        )
         comparisons.append(Comparison.of(part, there, here))
         lost = comparisons[-1].lost
         print(f"{part}: {len(comparisons[-1].both)} of {len(comparisons[-1].there)} that pass with {options.beside}")

@@ -1,5 +1,6 @@
 """The script that runs Lightning's own tests, on a checkout of four tests."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def test_each_test_has_an_outcome_whatever_the_others_do(tmp_path: Path) -> None
     part = tmp_path / "checkout" / "tests" / "tests_pytorch" / "loops"
     part.mkdir(parents=True)
     (part / "test_some.py").write_text(TESTS)
+    interrupted = {"test": "tests_pytorch/loops/test_some.py::test_that_is_skipped"}
+    (tmp_path / "loops-recycle.jsonl").write_text(json.dumps(interrupted) + "\n")
     found = run(tmp_path / "checkout", "loops", "recycle", tmp_path, seconds=120)
     assert {name.removeprefix("loops/test_some.py::"): outcome.outcome for name, outcome in found.items()} == {
         "test_of_the_default": "passed",
