@@ -28,6 +28,7 @@ from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import Partition, stage_layers
 from lightning_recycle.model.places import BatchPlace, call_at
+from lightning_recycle.model.weights import set_weights
 
 __all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts", "parts_of"]
 
@@ -419,7 +420,7 @@ class StepParts(ModelParts):
 
     @override
     def rebuild(self, state: Mapping[str, Any]) -> None:
-        self.module.load_state_dict(state)
+        set_weights(self.module, state)
 
 
 class _Step(nn.Module):

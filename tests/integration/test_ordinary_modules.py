@@ -273,6 +273,32 @@ def test_a_micro_batch_without_a_loss_adds_nothing() -> None:
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
 
+class SavesItsHead(Classifier):
+    """Leaves what it does not train out of checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.requires_grad_(False)
+        self.strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "body" not in name}
+
+
+def test_what_is_left_out_of_checkpoints_is_there_in_all_processes(tmp_path: Path) -> None:
+    ours, theirs = SavesItsHead().double(), SavesItsHead().double()
+    for model in (ours, theirs):
+        nn.init.constant_(model.body[0].weight, 0.1)  # as if it had been loaded from a file of its own
+    on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
+    run = on_grid(2, [Fault("kill", 1, 0, step=3)], {"restart_workers": True}, callbacks=[AwaitReplacement([6])])
+    run.fit(ours, DataLoader(data(), BATCH // 2, drop_last=True))
+    assert rejoined(run) == [(1, 0)]
+    assert difference(nn.Module.state_dict(ours), nn.Module.state_dict(theirs)) < 1e-10
+    run.save_checkpoint(tmp_path / "head.ckpt")
+    saved = torch.load(tmp_path / "head.ckpt", weights_only=True)
+    assert set(saved["state_dict"]) == {"head.weight", "head.bias"}
+
+
 class SavesImages(Classifier):
     """Asks where to save images; and returns a number or nothing for a batch of a prediction."""
 
