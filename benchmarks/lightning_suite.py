@@ -2,85 +2,199 @@
 
 ``python benchmarks/lightning_suite.py CHECKOUT`` takes the path of a checkout of Lightning's repository, and runs parts
 of its ``tests/tests_pytorch`` twice: with ``strategy="recycle"`` and one stage in the place of the default, and with
-``ddp_forkserver`` there. Nothing else of the tests is changed. It prints, by folder, how many of the tests that pass
-there pass here, too, and names the others.
+``ddp_forkserver`` there. Nothing else of the tests is changed. It prints, by part, how many of the tests that pass
+there pass here, too, and names the others. With ``--markdown`` it writes that as a page, with the reasons that
+``lightning_suite_reasons.txt`` gives.
 
-As a pytest plugin (``-p lightning_suite``, with ``LIGHTNING_SUITE_STRATEGY``) it only replaces the default.
+Outcomes are kept in ``--out`` as they come, and tests that have one do not run again: a run that was interrupted goes
+on, and deleting a strategy's file of a part runs the part anew. A test that takes too long is ended with its process,
+and the others go on in another.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import inspect
+import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-PARTS = ("callbacks", "checkpointing", "loggers", "trainer", "tuner", "loops", "core")
-STRATEGY = "LIGHTNING_SUITE_STRATEGY"
-
-
-def pytest_configure(config: Any) -> None:
-    """Replaces the default strategy of every Trainer that is made afterwards in this process."""
-    import lightning.pytorch as pl
-
-    wanted = os.environ[STRATEGY]
-    original = pl.Trainer.__init__
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        if bound.arguments.get("strategy", "auto") == "auto":
-            bound.arguments["strategy"] = _strategy(wanted)
-        original(*bound.args, **bound.kwargs)
-
-    pl.Trainer.__init__ = init  # type: ignore[method-assign]
+PARTS = ("callbacks", "checkpointing", "trainer/flags", "loggers", "core", "loops", "trainer", "tuner")
+REASONS = Path(__file__).with_name("lightning_suite_reasons.txt")
+_LOOK_SECONDS = 0.5
+_START_SECONDS = 120.0
+"""What importing and collecting may take."""
 
 
-def _strategy(name: str) -> Any:
-    if name == "recycle":
-        from lightning_recycle import ReCycleStrategy
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended: "passed", "failed" or "skipped"; ``message`` says why it failed."""
 
-        return ReCycleStrategy(pipeline_parallel_size=1)
-    if name == "ddp_forkserver":  # has no name in Lightning
-        from lightning.pytorch.strategies import DDPStrategy
-
-        return DDPStrategy(start_method="forkserver")
-    return name
+    outcome: str
+    message: str = ""
 
 
-def run(checkout: Path, part: str, strategy: str, out: Path, arguments: list[str]) -> dict[str, str]:
-    """Runs ``part`` with ``strategy``; returns "passed", "failed" or "skipped" by test."""
-    report = out / f"{part.replace('/', '-').removesuffix('.py')}-{strategy}.xml"
+@dataclass(frozen=True)
+class Comparison:
+    """The tests of one part that pass with the other strategy (``there``) and with this one (``here``)."""
+
+    part: str
+    there: frozenset[str]
+    here: frozenset[str]
+
+    @property
+    def both(self) -> frozenset[str]:
+        return self.there & self.here
+
+    @property
+    def lost(self) -> list[str]:
+        return sorted(self.there - self.here)
+
+    @classmethod
+    def of(cls, part: str, there: Mapping[str, Outcome], here: Mapping[str, Outcome]) -> Comparison:
+        passed = [frozenset(t for t, found in side.items() if found.outcome == "passed") for side in (there, here)]
+        return cls(part, *passed)
+
+
+def run(checkout: Path, part: str, strategy: str, out: Path, seconds: float, share: float = 1.0) -> dict[str, Outcome]:
+    """The outcome of each test of ``part`` with ``strategy``, by name; a test may take so many ``seconds``. With
+    ``share``, of a sample.
+
+    Raises:
+        RuntimeError: if pytest ends without a test, for example because a file cannot be imported.
+    """
+    notes = out / f"{part.replace('/', '-').removesuffix('.py')}-{strategy}.jsonl"
     here = Path(__file__).resolve().parent
     path = os.pathsep.join([str(here), str(checkout / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "lightning_suite", f"--junitxml={report}", *arguments]
-    with open(report.with_suffix(".log"), "w") as log:
-        subprocess.run(
-            [*command, f"tests_pytorch/{part}"],
-            cwd=checkout / "tests",
-            env={**os.environ, STRATEGY: strategy, "PYTHONPATH": path},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    return results(report)
+    environment = {
+        **os.environ,
+        "DEFAULT_STRATEGY": strategy,
+        "OUTCOMES": str(notes),
+        "SHARE": str(share),
+        "PYTHONPATH": path,
+    }
+    apart = [other for other in PARTS if other.startswith(f"{part}/")]
+    others = [f"--ignore=tests_pytorch/{other}" for other in apart]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "default_strategy", "-p", "no:cacheprovider", *others]
+    _forget_unfinished(notes)
+    while True:
+        size = notes.stat().st_size if notes.exists() else 0
+        with open(notes.with_suffix(".log"), "a") as log:
+            process = subprocess.Popen(
+                [*command, f"tests_pytorch/{part}"],
+                cwd=checkout / "tests",
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            status = _wait(process, notes, seconds)
+        if status in (0, 1, 5):  # all passed, some failed, none was left
+            return read(notes)
+        if size == (notes.stat().st_size if notes.exists() else 0):
+            raise RuntimeError(f"pytest ended with status {status} before its first test: see {log.name}.")
 
 
-def results(report: Path) -> dict[str, str]:
-    """The outcomes in a report of pytest."""
-    found: dict[str, str] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
+def _forget_unfinished(notes: Path) -> None:
+    """Forgets the test that ran when this script was interrupted."""
+    lines = notes.read_text().splitlines(keepends=True) if notes.exists() else []
+    if lines and "outcome" not in json.loads(lines[-1]):
+        notes.write_text("".join(lines[:-1]))
+
+
+def _wait(process: subprocess.Popen[bytes], notes: Path, seconds: float) -> int:
+    """Waits for the end of pytest; ends it and all its children if a test, or the beginning, takes too long."""
+    size, since, allowed = 0, time.monotonic(), _START_SECONDS
+    try:
+        while process.poll() is None:
+            time.sleep(_LOOK_SECONDS)
+            now = notes.stat().st_size if notes.exists() else 0
+            if now != size:
+                allowed = seconds if size else max(seconds, _START_SECONDS)
+                size, since = now, time.monotonic()
+            elif time.monotonic() - since > allowed:
+                break
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)  # its children too, which may outlive it
+    return process.wait()
+
+
+def read(notes: Path) -> dict[str, Outcome]:
+    """The outcomes in a file that the plugin has written."""
+    found: dict[str, Outcome] = {}
+    for line in notes.read_text().splitlines() if notes.exists() else []:
+        note = json.loads(line)
+        # A test that began and has no end took too long, or ended the process.
+        outcome = Outcome(note.get("outcome", "failed"), note.get("message", "it did not end"))
+        found[note["test"].removeprefix("tests_pytorch/")] = outcome
     return found
+
+
+def read_reasons(text: str) -> list[tuple[str, list[str]]]:
+    """Reasons with the tests that they explain: a line that begins with "# " is a reason, the lines after it are
+    tests, without parameters.
+    """
+    reasons: list[tuple[str, list[str]]] = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("# "):
+            reasons.append((line[2:], []))
+        else:
+            reasons[-1][1].append(line)
+    return reasons
+
+
+def explained(lost: Iterable[str], reasons: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """``lost`` grouped by reason; those without one come last, under an empty reason."""
+    left = list(lost)
+    groups: list[tuple[str, list[str]]] = []
+    for reason, names in reasons:
+        group = [test for test in left if test in names or test.partition("[")[0] in names]
+        left = [test for test in left if test not in group]
+        groups.append((reason, group))
+    return [(reason, group) for reason, group in [*groups, ("", left)] if group]
+
+
+def table(comparisons: Iterable[Comparison], beside: str) -> list[str]:
+    """Rows by part and in all, in Markdown."""
+    rows = [
+        f"| part | pass with `{beside}` | of these with `recycle` | | pass with `recycle` |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    sums = [0, 0, 0]
+    for comparison in comparisons:
+        counts = [len(comparison.there), len(comparison.both), len(comparison.here)]
+        sums = [total + count for total, count in zip(sums, counts, strict=True)]
+        rows.append(_row(comparison.part, counts))
+    return [*rows, _row("all", sums)]
+
+
+def _row(name: str, counts: list[int]) -> str:
+    there, both, here = counts
+    share = f"{100 * both / there:.1f} %" if there else ""
+    return f"| {name} | {there} | {both} | {share} | {here} |"
+
+
+def page(comparisons: list[Comparison], beside: str, reasons: list[tuple[str, list[str]]], heading: str) -> str:
+    """The part of ``docs/lightning_suite.md`` that holds results."""
+    lines = ["## Results", "", heading, "", *table(comparisons, beside), "", "## Tests that do not pass here", ""]
+    for reason, tests in explained((test for c in comparisons for test in c.lost), reasons):
+        lines += [f"**{reason or 'Not explained.'}**", "", *(f"- `{test}`" for test in tests), ""]
+    return "\n".join(lines)
+
+
+def write_page(path: Path, results: str) -> None:
+    """Replaces all of the page from its "## Results" on."""
+    text = path.read_text() if path.exists() else ""
+    path.write_text(text.partition("## Results")[0] + results)
 
 
 def main() -> None:
@@ -89,22 +203,28 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=PARTS, help="folders or files of tests_pytorch")
     parser.add_argument("--beside", default="ddp_forkserver", help="the strategy to compare with")
     parser.add_argument("--out", type=Path, default=Path("outputs/lightning_suite"))
-    parser.add_argument("--pytest", default="--timeout=120", help="further arguments of pytest, in one string")
+    parser.add_argument("--seconds", type=float, default=90.0, help="what a test may take")
+    parser.add_argument("--share", type=float, default=1.0, help="the share of the tests that is run, from 0 to 1")
+    parser.add_argument("--markdown", type=Path, help="the page whose results are written")
     options = parser.parse_args()
-    out = options.out.resolve()
+    out, checkout = options.out.resolve(), options.checkout.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    lost: list[str] = []
-    totals: Counter[str] = Counter()
+    comparisons: list[Comparison] = []
     for part in options.parts:
-        there = run(options.checkout.resolve(), part, options.beside, out, options.pytest.split())
-        here = run(options.checkout.resolve(), part, "recycle", out, options.pytest.split())
-        passed = {test for test, outcome in there.items() if outcome == "passed"}
-        both = {test for test in passed if here.get(test) == "passed"}
-        lost += sorted(passed - both)
-        totals.update(there=len(passed), both=len(both), here=sum(o == "passed" for o in here.values()))
-        print(f"{part}: {len(both)} of {len(passed)} that pass with {options.beside}", flush=True)
-    print(f"All: {totals['both']} of {totals['there']}; {totals['here']} pass with recycle.")
-    print("\n".join(lost))
+        there, here = (
+            run(checkout, part, name, out, options.seconds, options.share) for name in (options.beside, "recycle")
+        )
+        comparisons.append(Comparison.of(part, there, here))
+        lost = comparisons[-1].lost
+        print(f"{part}: {len(comparisons[-1].both)} of {len(comparisons[-1].there)} that pass with {options.beside}")
+        for test in lost:
+            message = here.get(test, Outcome("failed", "it was not found")).message.strip()
+            print(f"  {test}: {message.splitlines()[0][:160] if message else ''}", flush=True)
+    print("\n".join(table(comparisons, options.beside)))
+    if options.markdown is not None:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("lightning", "torch"))
+        heading = f"{date.today()}, {versions}, Python {sys.version.split()[0]}."
+        write_page(options.markdown, page(comparisons, options.beside, read_reasons(REASONS.read_text()), heading))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_recycle.control.history import Event
 from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.parts import parts_of
 from lightning_recycle.planning.grid import Grid, Worker
@@ -338,8 +339,20 @@ class ReCycleStrategy(ParallelStrategy):
         self.lightning_module.to(self.root_device)
 
     @override
-    def process_dataloader(self, dataloader: object) -> StepLoader:
-        return self.session.process_dataloader(dataloader)
+    def process_dataloader(self, dataloader: object) -> StepLoader | object:
+        """What a loop reads: a worker reads steps, the launching process the user's own batches, if asked to.
+
+        Raises:
+            UnsupportedFeatureError: in the launching process, if a step takes batches of several pipelines.
+        """
+        if self._session is not None:
+            return self._session.process_dataloader(dataloader)
+        if self.world_size > 1:
+            raise UnsupportedFeatureError(
+                "The loops of the Trainer read data in the workers, where a step takes a batch of each of"
+                f" {self.world_size} pipelines. Ask for loaders and their lengths in a hook, or after fit."
+            )
+        return dataloader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -422,11 +435,6 @@ class ReCycleStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # each worker keeps its stage only
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the whole model, on every worker; that of the stage with sharded checkpoints."""
@@ -440,15 +448,23 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._session is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        # Lightning restores module and callbacks before setup(), so that on_fit_start sees them restored. What a stage
+        # takes of a checkpoint is known from setup() on, which comes next in any case.
+        self.session.setup()
         return self.session.checkpoints.load(checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._session is None:
+            return super().load_model_state_dict(checkpoint, strict)
         self.session.checkpoints.load_model_state(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.session.finetuning.restore_groups()
+        if self._session is None:
+            return super().load_optimizer_state_dict(checkpoint)
         self.session.checkpoints.load_optimizer_state(checkpoint)
 
     @override

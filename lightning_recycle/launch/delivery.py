@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_recycle.launch.returned_optimizers import StageOptimizers
+from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.attributes import AttributeCarrier, CallbackParts, Pickles
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
 from lightning_recycle.session.session import Session
@@ -42,7 +43,7 @@ class StagePart:
     """What a stage delivers.
 
     Args:
-        state: its state dict.
+        state: its weights.
         optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
             stage does not train, or writes checkpoints of its own because the whole is too large for one place.
         attributes: what its layers keep outside of state dicts.
@@ -93,7 +94,7 @@ def part_of(session: Session, carrier: AttributeCarrier) -> StagePart:
     if trainer.state.fn == TrainerFn.FITTING and not checkpoints.sharded:
         optimizers = [(to_cpu(o.state_dict()), group_names(session.module, o)) for o in trainer.optimizers]
     layers = carrier.pack_modules(lambda name: name.startswith("layers."))
-    return StagePart(to_cpu(session.module.state_dict()), optimizers, layers)
+    return StagePart(to_cpu(weights_of(session.module)), optimizers, layers)
 
 
 def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Extras:

@@ -60,6 +60,7 @@ from lightning_recycle.session.checks import check_loaders, check_trainer, warn_
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.lightning_callbacks import show_cursor
+from lightning_recycle.session.pruning import check_pruning
 from lightning_recycle.session.weight_averages import check_weight_averaging
 
 __all__ = ["INCARNATIONS_PER_START", "SupervisorLauncher"]
@@ -367,6 +368,7 @@ class SupervisorLauncher(_Launcher):
         loaders = args[1] if len(args) > 1 else None
         batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
         grid = options.choose_grid(self._strategy.num_devices, batch_size, can_be_cut=parts.can_be_cut)
+        check_pruning(trainer, grid.stages)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:
             check_loaders(args[_VAL_LOADERS], None)

@@ -144,7 +144,12 @@ class MainPickler(cloudpickle.Pickler):
                 return NotImplemented
             if _found(value.__qualname__) is value and "." not in value.__qualname__:
                 self.definitions[value.__qualname__] = value
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        if isinstance(value, type) and isinstance(reduced, tuple) and len(reduced) > 2:  # a class that is put together
+            # The states of callbacks and data modules are found by this name, which cloudpickle leaves out.
+            attributes, _ = reduced[2]
+            attributes["__qualname__"] = value.__qualname__
+        return reduced
 
 
 class _Namespace(dict[str, Any]):

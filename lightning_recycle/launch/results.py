@@ -28,8 +28,10 @@ from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, St
 from lightning_recycle.launch.shown_loaders import show_loaders
 from lightning_recycle.launch.worker_process import Call
 from lightning_recycle.model.parts import parts_of
+from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.attributes import AttributeCarrier
+from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.snapshot import load_progress
 
 __all__ = ["attach_data", "error_of", "take_results", "told_by_leader"]
@@ -61,12 +63,14 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
         extras = found or extras
     assert extras is not None
     parts_of(module).build()
-    if is_overridden("configure_model", module) and module.state_dict().keys() != state.keys():
+    take_pruned_form(module, state)
+    if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
         module.configure_model()  # has run in the workers only
+        take_pruned_form(module, state)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
             tensor.data = tensor.data.to(state[name].dtype)
-    module.load_state_dict(state)
+    set_weights(module, state)
     attach_data(call_)
     _restore_trainer(trainer, extras)
     _restore_states(trainer, extras)

@@ -34,6 +34,7 @@ from lightning_recycle.launch.main_module import dumps
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS
 from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
 from lightning_recycle.launch.tracebacks import from_users_code
+from lightning_recycle.model.weights import weights_of
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.attributes import AttributeCarrier
@@ -180,7 +181,8 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
         returned = function(*args, **kwargs)
         session.averages.release()
         session.finetuning.release()
-        whole = session.checkpoints.whole_state() if setup.outsiders else None
+        session.pruning.release()
+        whole = session.checkpoints.joined("weights", weights_of(session.module)) if setup.outsiders else None
         carrier = AttributeCarrier(trainer, callbacks)
         part = (lambda: None) if setup.is_trial else partial(part_of, session, carrier)
         session.checkpoints.deliver_result(part, partial(extras_of, session, carrier, returned))

@@ -21,6 +21,7 @@ from typing_extensions import Self, override
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewhere, tie
 from lightning_recycle.model.tying import merge_groups, shared_parameters, split_name
+from lightning_recycle.model.weights import set_weights
 from lightning_recycle.randomness import generator_states, set_generator_states
 
 __all__ = ["LayeredModule", "global_seed"]
@@ -142,7 +143,7 @@ class LayeredModule(pl.LightningModule):
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             if name in state:
                 tensor.data = tensor.data.to(state[name].dtype)
-        self.load_state_dict(state)
+        set_weights(self, state)
         self.train(training)
 
     def keep_layers(self, indices: range) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import Partition, stage_layers
 from lightning_recycle.model.places import BatchPlace, call_at
+from lightning_recycle.model.weights import set_weights
 
 __all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts", "parts_of"]
 
@@ -58,6 +60,8 @@ class ModelParts(ABC):
     """The user's function that computes the loss."""
     loss_backward: Callable[[Tensor], None] | None = None
     """The user's backward of the loss, if there is one."""
+    loss_is_optional = False
+    """Whether a micro-batch may have no loss, and then adds nothing to the gradient."""
 
     # ------------------------------------------------------------------ before a run
 
@@ -114,8 +118,8 @@ class ModelParts(ABC):
         """A collated micro-batch, of the step ``index`` of an epoch -> (input of the first part, target of the loss)"""
 
     @abstractmethod
-    def loss(self, output: Any, target: Any) -> Tensor:
-        """The mean loss over a micro-batch, of the output of the last part."""
+    def loss(self, output: Any, target: Any) -> Tensor | None:
+        """The mean loss over a micro-batch, of the output of the last part; None if it is to have none."""
 
     @property
     @abstractmethod
@@ -294,11 +298,6 @@ class LayerParts(ModelParts):
         self.module.rebuild(state)
 
 
-_REPLACED_HOOKS = {
-    "optimizer_zero_grad": "nothing: gradients are zeroed at the start of each step",
-}
-
-
 class StepParts(ModelParts):
     """One part: the module's own steps.
 
@@ -308,6 +307,7 @@ class StepParts(ModelParts):
 
     can_be_cut = False
     loss_name = "training_step"
+    loss_is_optional = True
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
@@ -319,12 +319,13 @@ class StepParts(ModelParts):
     def check(self) -> None:
         module = self.module
         _check_automatic(module)
-        _check_not_overridden(module, pl.LightningModule, _REPLACED_HOOKS)
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' does not support {type(module).__name__}.training_step(dataloader_iter): batches"
-                " are read by their address. Take (batch, batch_idx)."
-            )
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            step = getattr(module, name, None)
+            if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+                raise UnsupportedFeatureError(
+                    f"strategy='recycle' does not support {type(module).__name__}.{name}(dataloader_iter): batches are"
+                    " read by their address. Take (batch, batch_idx)."
+                )
 
     @override
     def describe(self) -> None:
@@ -382,16 +383,19 @@ class StepParts(ModelParts):
         return (batch, index), None
 
     @override
-    def loss(self, output: Any, target: Any) -> Tensor:
+    def loss(self, output: Any, target: Any) -> Tensor | None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None:
+        if loss is None and output is not None:
             raise ConfigurationError(
-                f"{type(self.module).__name__}.training_step() returned"
-                f" {'None' if output is None else 'a dict without a loss'}; it must return the loss, or a dict with it"
-                " as 'loss'. A batch cannot be skipped: other workers have their part of it. Return a loss of zero,"
-                " such as 0.0 * output.sum()."
+                f"{type(self.module).__name__}.training_step() returned a dict without a loss; it must have it as"
+                " 'loss'."
             )
-        return loss  # type: ignore[no-any-return]
+        if loss is None:
+            rank_zero_warn(
+                f"{type(self.module).__name__}.training_step() returned None. If this was on purpose, ignore this"
+                " warning: the batch, or the micro-batch of it, adds nothing to the gradient."
+            )
+        return loss
 
     @property
     @override
@@ -416,7 +420,7 @@ class StepParts(ModelParts):
 
     @override
     def rebuild(self, state: Mapping[str, Any]) -> None:
-        self.module.load_state_dict(state)
+        set_weights(self.module, state)
 
 
 class _Step(nn.Module):

@@ -10,13 +10,16 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from numbers import Number
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_recycle.data.steps import StepHandle
-from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
 __all__ = ["RecordedModule", "as_it_was", "recorded"]
 
@@ -52,6 +55,11 @@ class RecordedModule(pl.LightningModule):
             bound.apply_defaults()
             _, name, value, *_ = bound.arguments.values()
             arguments = {key: bound.arguments[key] for key in _LOG_DEFAULTS}
+        if not isinstance(value, (Number, Metric, Tensor)):
+            raise ConfigurationError(
+                f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged: log a"
+                " number, a tensor with a single element or a torchmetrics object."
+            )
         self.recorded_logs.append((name, value, arguments))
 
     @property

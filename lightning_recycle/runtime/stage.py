@@ -66,6 +66,7 @@ class Stage:
         evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
         loss_name: the user's function that computes the loss, for errors.
         loss_backward: the user's backward of the loss, if there is one.
+        loss_is_optional: whether a micro-batch may have no loss (None); then it adds nothing to the gradient.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class Stage:
         first_layer: int,
         seed: int,
         device: torch.device,
-        loss: Callable[[Any, Any], Tensor] | None = None,
+        loss: Callable[[Any, Any], Tensor | None] | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         evaluation_layers: Sequence[nn.Module] | None = None,
         loss_name: str = "loss",
         loss_backward: Callable[[Tensor], None] | None = None,
+        loss_is_optional: bool = False,
     ) -> None:
         self._layers = list(layers)
         self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
@@ -88,6 +90,7 @@ class Stage:
         self._loss = loss
         self._loss_name = loss_name
         self._loss_backward = loss_backward
+        self._loss_is_optional = loss_is_optional
         self._forward_context = forward_context
         self._in_flight: dict[int, _InFlight] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -190,7 +193,7 @@ class Stage:
         """Computes the loss of a micro-batch on the last stage and ends the graph with its share of the mean.
 
         Returns:
-            The micro-batch's loss, detached, a 0-dimensional tensor.
+            The micro-batch's loss, detached, a 0-dimensional tensor; zero if it has none.
 
         Raises:
             ConfigurationError: if the module's loss is not a scalar tensor that depends on the parameters.
@@ -200,6 +203,9 @@ class Stage:
             after_last = self._first_layer + len(self._layers)
             generator.manual_seed(derive_seed(self._seed, step, microbatch, after_last))
             loss = self._loss(output, target)
+        if loss is None and self._loss_is_optional:
+            self._in_flight[microbatch].outputs = ()
+            return torch.zeros((), device=self._device)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ConfigurationError(
@@ -242,7 +248,9 @@ class Stage:
 
     def _differentiate(self, held: _InFlight, grads: Value | None) -> None:
         if grads is None:
-            if self._loss_backward is not None:
+            if not held.outputs:
+                pass  # this micro-batch has no loss
+            elif self._loss_backward is not None:
                 self._loss_backward(held.outputs[0])
             else:
                 torch.autograd.backward(held.outputs)

@@ -131,7 +131,7 @@ class Checkpoints:
 
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         if weights_only is None:
-            weights_only = self.weights_only  # Lightning 2.6 forgets it when checkpoints are restored after setup
+            weights_only = self.weights_only  # False for a file that this run wrote itself
         path = self._agreed(path)
         if is_sharded(path):
             checkpoint = self._load_sharded(path)

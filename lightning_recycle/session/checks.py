@@ -35,7 +35,6 @@ _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what 
     "GradientAccumulationScheduler": (
         "the plan has a fixed number of micro-batches per step; use Trainer(accumulate_grad_batches=...)"
     ),
-    "ModelPruning": "it prunes what it finds in the whole model; prune the model before fit, or after it",
 }
 
 

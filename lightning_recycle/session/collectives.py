@@ -43,6 +43,7 @@ class Collectives:
         self.worker = grid.worker(client.rank)
         self.is_in_step: Callable[[], bool] = lambda: False
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
+        self._answers: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ who is who
 
@@ -87,12 +88,21 @@ class Collectives:
         self.gather(f"barrier {name or ''}", None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns the object of worker ``src``; 0 means the leader, whatever its rank."""
+        """Returns the object of worker ``src``; 0 means the leader, whatever its rank.
+
+        A string that was asked about before has its answer, also in code that sees one micro-batch: ``trainer.log_dir``
+        asks each time.
+        """
+        if self.is_in_step() and isinstance(obj, str) and obj in self._answers:
+            return self._answers[obj]
         payloads = self.gather("broadcast", to_cpu(obj))
         source = self.rank
         if len(payloads) > 1:
             source = src if src != 0 and src in payloads else self.leader
-        return obj if source == self.rank else payloads[source]
+        answer = obj if source == self.rank else payloads[source]
+        if isinstance(obj, str) and src == 0:
+            self._answers[obj] = answer
+        return answer
 
     def reduce(self, tensor: Any, reduce_op: Any = "mean") -> Any:
         """The values of all live workers as one.

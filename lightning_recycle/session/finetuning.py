@@ -98,14 +98,8 @@ class Finetuning:
                 "load_state_dict": partial(_load_names, callback, callback.load_state_dict, self._trainer),
             }
             vars(callback).update(replaced)
-
-    def restore_groups(self) -> None:
-        """Makes the groups of a checkpoint whose callbacks have been restored, before those of its optimizers are:
-        Lightning does so in ``on_fit_start``, but here checkpoints are read after that.
-        """
-        for callback in self._callbacks:
-            if callback._restarting:
-                callback.on_fit_start(self._trainer, self._trainer.lightning_module)
+            callback._internal_optimizer_metadata = _of_stage(callback, self._trainer)  # of an earlier fit
+        self._whole = partial(_of_model, collectives=collectives, copies=copies)
 
     def joined(self) -> None:
         """This worker has its donor's groups already."""
@@ -113,11 +107,11 @@ class Finetuning:
             callback._restarting = False
 
     def release(self) -> None:
-        """The run is over: the callbacks are Lightning's again, and forget the names of this stage."""
+        """The run is over: the callbacks are Lightning's again, and know the names of the whole model."""
         for callback in self._callbacks:
             for name in _REPLACED:
                 vars(callback).pop(name, None)
-            callback._internal_optimizer_metadata = {}
+            callback._internal_optimizer_metadata = self._whole(callback._internal_optimizer_metadata)
 
 
 def _unfreeze(
@@ -146,10 +140,16 @@ def _save_names(
     module: pl.LightningModule,
     checkpoint: dict[str, Any],
 ) -> None:
-    """The groups of the whole model, in the order of the stages, as in the state of its optimizer."""
     state = checkpoint["callbacks"][callback.state_key]
-    parts = collectives.gather_stages("names of parameters", lambda: state[_METADATA])
-    state[_METADATA] = {
+    state[_METADATA] = _of_model(state[_METADATA], collectives, copies)
+
+
+def _of_model(
+    metadata: Mapping[int, Any], collectives: Collectives, copies: Mapping[str, str]
+) -> dict[int, list[dict[str, Any]]]:
+    """The groups of the whole model, in the order of the stages, as in the state of its optimizer."""
+    parts = collectives.gather_stages("names of parameters", lambda: metadata)
+    return {
         optimizer: [
             {**group, "params": [n for part in parts for n in part[optimizer][index]["params"] if n not in copies]}
             for index, group in enumerate(groups)
@@ -161,9 +161,14 @@ def _save_names(
 def _load_names(
     callback: BaseFinetuning, load: Callable[[dict[str, Any]], None], trainer: pl.Trainer, state: dict[str, Any]
 ) -> None:
-    owned = {name for name, _ in trainer.lightning_module.named_parameters()}
     load(state)
-    callback._internal_optimizer_metadata = {
+    callback._internal_optimizer_metadata = _of_stage(callback, trainer)
+
+
+def _of_stage(callback: BaseFinetuning, trainer: pl.Trainer) -> dict[int, list[dict[str, Any]]]:
+    """The groups of the callback without the parameters of other stages."""
+    owned = {name for name, _ in trainer.lightning_module.named_parameters()}
+    return {
         optimizer: [{**group, "params": [name for name in group["params"] if name in owned]} for group in groups]
         for optimizer, groups in callback._internal_optimizer_metadata.items()
     }

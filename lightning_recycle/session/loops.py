@@ -21,6 +21,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -67,6 +68,12 @@ class PipelineOptimization(_AutomaticOptimization):
         handle = kwargs["batch"]
         check_batch(handle)
         self._on_before_zero_grad(optimizer)
+        if is_overridden("optimizer_zero_grad", module):
+            for parameter in module.parameters():
+                parameter.grad = None  # the previous step's, which other workers may still need, are not to be zeroed
+            call._call_lightning_module_hook(
+                trainer, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer
+            )
         self.optim_progress.optimizer.zero_grad.increment_completed()
 
         def apply(result: StepResult) -> None:

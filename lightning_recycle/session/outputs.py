@@ -31,7 +31,7 @@ from lightning_recycle.session.collected import Collected
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.packing import pack_tensors, unpack_tensors
 
-__all__ = ["OutputRecorder", "Recording", "Returned", "concatenate", "metric_states", "set_metric_states"]
+__all__ = ["OutputRecorder", "Recording", "Returned", "metric_states", "set_metric_states"]
 
 _States = dict[str, Any]
 
@@ -232,52 +232,53 @@ class Returned:
 
     def joined(self) -> Any:
         """All as one: numbers averaged over the samples, tensors and lists one after another, mappings and tuples item
-        by item, anything else as a list of all.
+        by item, anything else as a list of all. A micro-batch that returned None has no part in it.
         """
-        return _joined(self.values, torch.tensor(self.samples, dtype=torch.float64))
+        some = [(value, samples) for value, samples in zip(self.values, self.samples, strict=True) if value is not None]
+        return _joined([value for value, _ in some], [samples for _, samples in some])
+
+    def predicted(self, alone: bool) -> Any:
+        """All as one prediction: as in :meth:`joined`, but numbers are kept, one after another, and so is None.
+
+        Args:
+            alone: whether batches have one micro-batch in all: then the prediction is what that returned.
+        """
+        return self.values[0] if alone else _joined(self.values, None)
 
 
-def concatenate(parts: Sequence[Any]) -> Any:
-    """Joins the predictions of consecutive micro-batches: tensors along their first dimension, lists one after another,
-    tuples and dicts item by item.
-
-    Raises:
-        ConfigurationError: for anything else.
-    """
-    first = parts[0]
-    if all(part is None for part in parts):
-        return None
-    if isinstance(first, Tensor):
-        return torch.cat([torch.atleast_1d(part) for part in parts])
-    if isinstance(first, Mapping):
-        return {key: concatenate([part[key] for part in parts]) for key in first}
-    if isinstance(first, list):
-        return [item for part in parts for item in part]
-    if isinstance(first, tuple):
-        items = [concatenate(items) for items in zip(*parts, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
-    raise ConfigurationError(
-        f"on_predict_output() returned a {type(first).__name__}; return tensors, lists with an item for each sample, or"
-        " tuples and dicts of them, so that micro-batches can be joined."
-    )
-
-
-def _joined(parts: Sequence[Any], weights: Tensor) -> Any:
+def _joined(parts: Sequence[Any], samples: Sequence[int] | None) -> Any:
+    """``parts`` as one; numbers are averaged over ``samples``, or kept."""
     if all(part is None for part in parts):
         return None
     first = parts[0]
     if all(isinstance(part, (Tensor, float, int)) and torch.as_tensor(part).ndim == 0 for part in parts):
-        mean = (torch.stack([torch.as_tensor(part).double() for part in parts]) * weights).sum() / weights.sum()
-        return mean.to(first.dtype) if isinstance(first, Tensor) and first.is_floating_point() else mean
+        return _in_a_row(parts) if samples is None else _mean(parts, samples)
     if all(isinstance(part, Tensor) and part.ndim for part in parts):
-        return torch.cat(list(parts))
-    if isinstance(first, Mapping) and all(isinstance(part, Mapping) and part.keys() == first.keys() for part in parts):
-        return {key: _joined([part[key] for part in parts], weights) for key in first}
+        return torch.cat(list(parts)) if len({part.shape[1:] for part in parts}) == 1 else list(parts)
+    if all(isinstance(part, Mapping) for part in parts):
+        return {key: _item(parts, samples, key) for key in dict.fromkeys(key for part in parts for key in part)}
     if isinstance(first, list) and all(isinstance(part, list) for part in parts):
         return [item for part in parts for item in part]
     if isinstance(first, tuple) and all(isinstance(part, tuple) and len(part) == len(first) for part in parts):
-        return tuple(_joined(items, weights) for items in zip(*parts, strict=True))
+        items = [_joined(items, samples) for items in zip(*parts, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
     return list(parts)
+
+
+def _item(parts: Sequence[Mapping[Any, Any]], samples: Sequence[int] | None, key: Any) -> Any:
+    """What ``parts`` have under ``key``, those that have it."""
+    having = [index for index, part in enumerate(parts) if key in part]
+    return _joined([parts[index][key] for index in having], samples and [samples[index] for index in having])
+
+
+def _mean(parts: Sequence[Any], samples: Sequence[int]) -> Tensor:
+    first, weights = parts[0], torch.tensor(samples, dtype=torch.float64)
+    mean = (torch.stack([torch.as_tensor(part).double() for part in parts]) * weights).sum() / weights.sum()
+    return mean.to(first.dtype) if isinstance(first, Tensor) and first.is_floating_point() else mean
+
+
+def _in_a_row(parts: Sequence[Any]) -> Any:
+    return torch.stack(list(parts)) if all(isinstance(part, Tensor) for part in parts) else list(parts)
 
 
 # ---------------------------------------------------------------------- states of a metric

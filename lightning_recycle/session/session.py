@@ -61,7 +61,8 @@ from lightning_recycle.session.lightning_callbacks import (
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
-from lightning_recycle.session.outputs import OutputRecorder, concatenate
+from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stop_requests import StopRequests
@@ -93,6 +94,7 @@ class Session:
         stop_requests: what is agreed about ``trainer.should_stop``.
         averages: the averages of this stage's weights that callbacks keep.
         finetuning: callbacks that freeze parameters and train them later.
+        pruning: callbacks that mask parameters.
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
@@ -120,6 +122,7 @@ class Session:
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
         self.averages = WeightAverages(trainer)
         self.finetuning = Finetuning(trainer)
+        self.pruning = Pruning(trainer)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
@@ -160,7 +163,9 @@ class Session:
             keep_files(self.trainer.loggers)
 
     def setup(self) -> None:
-        """Builds this stage of the model, and what runs it."""
+        """Builds this stage of the model, and what runs it, when it is first called."""
+        if hasattr(self, "executor"):
+            return
         trainer, strategy = self.trainer, self.trainer.strategy
         assert strategy.accelerator is not None
         self.module = module = recorded(trainer.lightning_module)
@@ -170,7 +175,8 @@ class Session:
         tell_batch_sizes(trainer)
         spare_moves()
         self._build_model()
-        self._recorder = OutputRecorder(module, alone=self.grid.global_microbatches == 1)
+        self._alone = self.grid.global_microbatches == 1
+        self._recorder = OutputRecorder(module, self._alone)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
@@ -197,8 +203,10 @@ class Session:
         )
         self.averages.connect(self.checkpoints)
         self.finetuning.connect(self.collectives, ties.copies)
+        self.pruning.connect(self._seed)
         undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(trainer, self.collectives, self.executor)
+        _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if self._fitting:
             PipelineFitLoop.install(trainer, self)
             self._save_when_ending()
@@ -253,6 +261,7 @@ class Session:
             evaluation_layers=self.parts.evaluation_parts(owned, self._recorder),
             loss_name=self.parts.loss_name,
             loss_backward=self.parts.loss_backward,
+            loss_is_optional=self.parts.loss_is_optional,
         )
         return Executor(
             self.worker,
@@ -411,7 +420,7 @@ class Session:
             records = self.executor.evaluate(handle, split, partial(self._record, record))
         with self._forward_context():
             returned = self._recorder.replay(records, on_step=False)
-        return concatenate(returned.values) if kind == "predict" else returned.joined()
+        return returned.predicted(self._alone) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
         """The output of the whole model; see :class:`~lightning_recycle.session.whole_forward.WholeForward`."""

@@ -30,10 +30,12 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric
 
+from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop
 from lightning_recycle.session.outputs import metric_states, set_metric_states
+from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.weight_averages import WeightAverages
 
 __all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "take_snapshot"]
@@ -129,7 +131,7 @@ def take_snapshot(
     module = trainer.lightning_module
     datamodule = getattr(trainer, "datamodule", None)
     return WorkerSnapshot(
-        module=module.state_dict(),
+        module=weights_of(module),
         metrics={name: metric_states(m) for name, m in module.named_modules() if isinstance(m, Metric)},
         trained=trained(module, trainer.optimizers),
         optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
@@ -184,7 +186,8 @@ def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: W
 def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> None:
     """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
     module = trainer.lightning_module
-    module.load_state_dict(snapshot.module)
+    take_pruned_form(module, snapshot.module)
+    set_weights(module, snapshot.module)
     for name, metric in module.named_modules():
         if name in snapshot.metrics:
             assert isinstance(metric, Metric)

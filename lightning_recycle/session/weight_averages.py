@@ -73,7 +73,7 @@ class WeightAverages:
                     "on_load_checkpoint": partial(_load_averages, callback.on_load_checkpoint, checkpoints),
                 }
             else:
-                load = partial(_load_swa_state, callback, callback.load_state_dict, self._trainer, checkpoints)
+                load = partial(_load_swa_state, callback.load_state_dict, checkpoints)
                 replaced = {
                     "on_save_checkpoint": partial(_save_swa_average, callback, checkpoints),
                     "state_dict": partial(_swa_state, callback, callback.state_dict),
@@ -179,18 +179,8 @@ def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dic
     return state
 
 
-def _load_swa_state(
-    callback: StochasticWeightAveraging,
-    load: Callable[[dict[str, Any]], None],
-    trainer: pl.Trainer,
-    checkpoints: Checkpoints,
-    state: dict[str, Any],
-) -> None:
+def _load_swa_state(load: Callable[[dict[str, Any]], None], checkpoints: Checkpoints, state: dict[str, Any]) -> None:
     load({**state, "average_model_state": checkpoints.own_part(state["average_model_state"])})
-    if state["scheduler_state"] is not None and not callback._initialized:
-        # The scheduler in the checkpoint is the callback's own, which comes with the next epoch. Lightning removes the
-        # user's in on_fit_start; here checkpoints are read after that.
-        callback._clear_schedulers(trainer)
 
 
 def _restore_swa(callback: StochasticWeightAveraging, trainer: pl.Trainer, state: Mapping[str, Any]) -> None:

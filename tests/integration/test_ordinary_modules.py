@@ -233,12 +233,124 @@ def test_a_parameter_without_a_part_in_a_step_is_left_alone() -> None:
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
 
+class SkipsBatches(Classifier):
+    """Leaves out some batches of the whole, and zeroes gradients in a way of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return None if batch_idx % 3 == 1 else loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned .?None.*")
+def test_a_step_without_a_loss_trains_nothing() -> None:
+    ours, theirs = SkipsBatches().double(), SkipsBatches().double()
+    on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
+    run = on_grid(3, [Fault("kill", 1, 0, step=3)], {"num_microbatches": 2})
+    run.fit(ours, DataLoader(data(), BATCH // 3, drop_last=True))
+    assert failures(run) == [(1, 0)]
+    assert run.global_step == EPOCHS * STEPS
+    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
+
+
+class SkipsSomeSamples(Classifier):
+    """Has a loss for one half of a batch only, and not if it is whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if float(batch[0][0, 0]) < 0 else None
+
+
+@pytest.mark.filterwarnings("ignore:.*returned .?None.*")
+def test_a_micro_batch_without_a_loss_adds_nothing() -> None:
+    """As with accumulation: the mean is over all micro-batches, also over those that add nothing."""
+    x = torch.linspace(-1, 1, 2, dtype=torch.float64)[:, None].repeat(1, 8)
+    rows = TensorDataset(x.repeat(4, 1), torch.tensor([0, 1]).repeat(4))
+    ours, theirs = SkipsSomeSamples().double(), SkipsSomeSamples().double()
+    on_one_device(max_steps=4, accumulate_grad_batches=2).fit(theirs, DataLoader(rows, 1))
+    on_grid(2, max_steps=4).fit(ours, DataLoader(rows, 1))
+    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
+
+
+class SavesItsHead(Classifier):
+    """Leaves what it does not train out of checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.requires_grad_(False)
+        self.strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "body" not in name}
+
+
+def test_what_is_left_out_of_checkpoints_is_there_in_all_processes(tmp_path: Path) -> None:
+    ours, theirs = SavesItsHead().double(), SavesItsHead().double()
+    for model in (ours, theirs):
+        nn.init.constant_(model.body[0].weight, 0.1)  # as if it had been loaded from a file of its own
+    on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
+    run = on_grid(2, [Fault("kill", 1, 0, step=3)], {"restart_workers": True}, callbacks=[AwaitReplacement([6])])
+    run.fit(ours, DataLoader(data(), BATCH // 2, drop_last=True))
+    assert rejoined(run) == [(1, 0)]
+    assert difference(nn.Module.state_dict(ours), nn.Module.state_dict(theirs)) < 1e-10
+    run.save_checkpoint(tmp_path / "head.ckpt")
+    saved = torch.load(tmp_path / "head.ckpt", weights_only=True)
+    assert set(saved["state_dict"]) == {"head.weight", "head.bias"}
+
+
+class SavesImages(Classifier):
+    """Asks where to save images; and returns a number or nothing for a batch of a prediction."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Path(self.trainer.log_dir or "nowhere", f"{batch_idx}.png").touch()
+        return super().training_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch_idx if batch_idx < 2 else None
+
+
+def test_a_step_knows_where_to_save_images(tmp_path: Path) -> None:
+    model = SavesImages().double()
+    run = on_grid(2, [Fault("kill", 0, 0, step=1)], max_epochs=1, default_root_dir=tmp_path)
+    run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True))
+    assert failures(run) == [(0, 0)]
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"{step}.png" for step in range(STEPS)}
+
+
+@pytest.mark.parametrize(("pipelines", "expected"), [(1, [0, 1, None]), (2, [[0, 0], [1, 1], None])])
+def test_predictions_may_be_anything(pipelines: int, expected: Any) -> None:
+    loader = DataLoader(data(24), 8 // pipelines)
+    assert on_grid(pipelines).predict(SavesImages().double(), loader) == expected
+
+
+def test_the_launching_process_reads_data_and_checkpoints_as_one_device(tmp_path: Path) -> None:
+    def connected(pipelines: int) -> L.Trainer:
+        run = on_grid(pipelines)
+        run.strategy.connect(model)
+        run._data_connector.attach_data(model, train_dataloaders=DataLoader(data(), BATCH))
+        return run
+
+    model = Classifier().double()
+    weights, path = copy.deepcopy(model.state_dict()), tmp_path / "some.ckpt"
+    run = connected(1)
+    run.fit_loop.setup_data()
+    assert run.num_training_batches == STEPS + 1
+    run.save_checkpoint(path)
+    nn.init.zeros_(model.head.weight)
+    checkpoint = run.strategy.load_checkpoint(path, weights_only=False)
+    run.strategy.load_model_state_dict(checkpoint)
+    assert difference(model.state_dict(), weights) == 0
+    with pytest.raises(ReCycleError, match="2 pipelines"):
+        connected(2).fit_loop.setup_data()
+
+
 # ---------------------------------------------------------------------- what cannot work is told
 
 
-class NoLoss(Classifier):
+class LogsText(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
+        self.log("told", "by mistake")
 
 
 class LossByName(Classifier):
@@ -267,15 +379,21 @@ class ReadsItself(Classifier):
         return next(dataloader_iter)
 
 
+class ValidatesByItself(Classifier):
+    def validation_step(self, dataloader_iter: Any) -> Any:
+        return next(dataloader_iter)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (NoLoss, ["NoLoss.training_step()", "None", "must return the loss"]),
-        (LossByName, ["a dict without a loss", "'loss'"]),
+        (LogsText, ["`self.log(told, by mistake)` was called", "`str` values"]),
+        (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
         (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
         (ByHand, ["manual optimization", "automatic_optimization"]),
         (Gathers, ["all_gather", "on_train_batch_end"]),
         (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
+        (ValidatesByItself, ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(model: Any, words: list[str]) -> None:

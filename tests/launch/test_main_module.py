@@ -93,6 +93,7 @@ def test_what_comes_back_is_what_left(script: Any) -> None:
     (copy, _), definitions = pickle.loads(through([local, main.Hidden], MainModule(imported=False)))
     assert definitions == {"Hidden": main.Hidden}
     assert pickle.loads(dumps(copy)) is local
+    assert copy.__qualname__ == local.__qualname__ == "local.<locals>.Local", "states of callbacks go by this name"
     assert pickle.loads(dumps(main.Found)) is main.Found
     assert b"Found" in dumps(main.Found)
     assert len(dumps(main.Found)) < 100, "by name"

@@ -99,6 +99,13 @@ def assert_same_training(one: Run, other: Run) -> None:
     assert_same(one.weights, other.weights)
     assert_same(one.metrics, other.metrics)
     assert one.progress == other.progress
+    assert names_by_group(one) == names_by_group(other)
+
+
+def names_by_group(run: Run) -> list[list[list[str]]]:
+    """What the callbacks know of the optimizer after a run, on whatever grid."""
+    callbacks = [callback for callback in run.trainer.callbacks if isinstance(callback, BaseFinetuning)]
+    return [[group["params"] for group in callback._internal_optimizer_metadata.get(0, [])] for callback in callbacks]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

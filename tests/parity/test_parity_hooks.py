@@ -1,12 +1,13 @@
 """The leader's hooks come in the order, with the arguments and at the progress of one device."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import same_script as same
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback, Timer
 
 NOT_CALLED = {
     "on_exception",  # nothing fails
@@ -141,3 +142,37 @@ def test_the_hooks_of_an_evaluation_are_those_of_one_device(tmp_path: Path, entr
     }
     same.assert_same(diary, grid.diary("callback"))
     same.assert_same([e for e in one.diary("module") if e[0] != "prepare_data"], grid.diary("module"))
+
+
+class Restored(Callback):
+    """Notes what it knows when a fit starts."""
+
+    known = "nothing"
+    known_in_fit_start = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"known": "what the checkpoint says"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.known = state["known"]
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.known_in_fit_start = self.known
+
+
+def resumed(session: same.Session) -> None:
+    path = session.root / "first.ckpt"
+    first = session.fit(same.Classifier(), max_epochs=1, callbacks=[Restored(), Timer("00:01:00:00")])
+    first.save_checkpoint(path)
+    module, restored = same.Classifier(), Restored()
+    trainer = session.trainer(max_epochs=3, callbacks=[restored, Timer(timedelta(microseconds=1))])
+    session.run.module = module
+    trainer.fit(module, session.data.training(), ckpt_path=path, weights_only=False)
+    session.run.results["known"] = restored.known_in_fit_start
+
+
+def test_what_a_checkpoint_restores_is_there_when_a_fit_starts(tmp_path: Path) -> None:
+    one, grid = same.run_both(resumed, tmp_path)
+    assert one.results == grid.results == {"known": "what the checkpoint says"}
+    assert one.progress == grid.progress == (1, 4)  # the timer's time was up
+    same.assert_same(one.weights, grid.weights)

@@ -39,5 +39,5 @@ def test_every_callback_of_lightning_is_in_the_table(name: str) -> None:
 
 def test_what_the_table_calls_refused_is_refused_by_a_test() -> None:
     refused = [row for row in ROWS if row[1].startswith("refused")]
-    assert len(refused) >= 8
+    assert len(refused) >= 3  # or the table was not read
     assert all(row[3].startswith("`refused::") for row in refused)

@@ -163,7 +163,10 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
         fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]),
         ["GradientAccumulationScheduler", "accumulate_grad_batches"],
     ),
-    "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "before fit"]),
+    "ModelPruning": (
+        fit(callbacks=[ModelPruning("l1_unstructured")]),
+        ["ModelPruning", "one stage", "pipeline_parallel_size=1"],
+    ),
     "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
     "training_step": (fit(OwnTrainingStep), ["OwnTrainingStep.training_step()", "on_training_output()"]),
     "validation_step": (fit(OwnValidationStep), ["validation_step()", "on_validation_output()"]),
