@@ -1,9 +1,9 @@
 """The steps of an epoch: what Lightning's loops see of them, and the interface of every source of their data.
 
-A step takes a *global batch*: ``batch_size`` samples of each pipeline, times the batches that one step accumulates.
-Pipeline d gets the samples d, d+D, d+2D, ... of it, as with a DistributedSampler, and micro-batch m of that pipeline
-every M-th of those. So the composition of the global micro-batch g = m * D + d depends only on D * M: with the same
-number of micro-batches, every grid computes the same sums and draws the same dropout.
+A step takes a *global batch*: ``batch_size`` samples of each pipeline. Pipeline d gets the samples d, d+D, d+2D, ... of
+it, as with a DistributedSampler, and micro-batch m of that pipeline every M-th of those. So the composition of the
+global micro-batch g = m * D + d depends only on D * M: with the same number of micro-batches, every grid computes the
+same sums and draws the same dropout.
 
 :class:`~lightning_recycle.data.addressed.MicrobatchLoader` is the source for data with addresses,
 :class:`~lightning_recycle.data.streams.StreamLoader` for streams.
@@ -96,7 +96,6 @@ class StepLoader(ABC):
             stays the same when training continues with fewer pipelines.
         evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
             as even as possible; some may be empty.
-        batches_per_step: number of DataLoader batches that each pipeline takes per step (gradient accumulation).
 
     Attributes:
         first_step: first step of the next iteration; not 0 when training resumes in the middle of an epoch.
@@ -115,18 +114,16 @@ class StepLoader(ABC):
         seed: int,
         batch_pipelines: int | None = None,
         evaluation: bool = False,
-        batches_per_step: int = 1,
     ) -> None:
         pipelines = batch_pipelines or grid.pipelines
-        check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines // batches_per_step)
+        check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines)
         batch_size = batching_of(dataloader)[0]
         assert batch_size is not None
         self.grid = grid
         self.evaluation = evaluation
         self.dataset = dataloader.dataset
         self.batch_size = batch_size
-        self.batches_per_step = batches_per_step
-        self.global_batch_size = batch_size * pipelines * batches_per_step
+        self.global_batch_size = batch_size * pipelines
         self.first_step = 0
         self.end_step: float = math.inf
         self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch

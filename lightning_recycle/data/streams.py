@@ -61,8 +61,7 @@ class StreamLoader(StepLoader):
         super().__init__(dataloader, grid, seed, **options)
         self.batch_sampler = None
         self._drops_last = not self.evaluation or drops_last(dataloader)
-        self._batch_samples = self.global_batch_size // self.batches_per_step
-        self._reader = StreamReader(dataloader, self._batch_samples, seed, independent=self.evaluation)
+        self._reader = StreamReader(dataloader, self.global_batch_size, seed, independent=self.evaluation)
         # Whether a pass depends on earlier ones.
         self._goes_on = (
             not self.evaluation
@@ -266,12 +265,9 @@ class StreamLoader(StepLoader):
     def _read_step(self) -> bool:
         """Reads the next step of the pass; False if there is none."""
         assert self._pass is not None
-        start, samples = self._reader.state(), []
-        for _ in range(self.batches_per_step):
-            batch = self._read_batch()
-            if batch is None:
-                return False
-            samples += batch
+        start, samples = self._reader.state(), self._read_batch()
+        if samples is None:
+            return False
         self._steps[self._pass, self._next] = _Step(samples, start)
         self._next += 1
         if len(self._steps) > _KEPT_STEPS:
@@ -281,6 +277,6 @@ class StreamLoader(StepLoader):
     def _read_batch(self) -> list[Any] | None:
         """The next batch; an incomplete one only in an evaluation that keeps them."""
         while (batch := self._reader.read()) is not None:
-            if len(batch) == self._batch_samples or (batch and not self._drops_last):
+            if len(batch) == self.global_batch_size or (batch and not self._drops_last):
                 return batch
         return None

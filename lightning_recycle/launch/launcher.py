@@ -370,7 +370,6 @@ class SupervisorLauncher(_Launcher):
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:
             check_loaders(args[_VAL_LOADERS], None)
-            grid = replace(grid, microbatches=grid.microbatches * trainer.accumulate_grad_batches)
         stages = parts.cut(grid.stages, options.partition, options.layer_seconds)
         warn_of_lost_compilation(module)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]

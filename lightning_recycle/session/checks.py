@@ -32,9 +32,6 @@ __all__ = [
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 _REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what to do
-    "GradientAccumulationScheduler": (
-        "the plan has a fixed number of micro-batches per step; use Trainer(accumulate_grad_batches=...)"
-    ),
     "ModelPruning": "it prunes what it finds in the whole model; prune the model before fit, or after it",
 }
 
@@ -71,21 +68,6 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 f"strategy='recycle' does not support {type(callback).__name__} on exceptions in a worker that was"
                 " started by hand or by a cluster manager: only a launching process can tell all workers to save. Use"
                 " ModelCheckpoint(every_n_train_steps=...)."
-            )
-    _check_accumulation(trainer)
-
-
-def _check_accumulation(trainer: pl.Trainer) -> None:
-    """With accumulation the loops count steps of several batches; numbers of batches must make whole steps."""
-    batches = trainer.accumulate_grad_batches
-    if batches == 1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return
-    for name in ("limit_train_batches", "overfit_batches", "val_check_interval"):
-        value = getattr(trainer, name, None)
-        if isinstance(value, int) and value > 0 and value % batches:
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' does not support {name}={value} with accumulate_grad_batches={batches}: a step"
-                f" takes {batches} batches at once. Use a multiple of {batches}."
             )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -27,14 +28,11 @@ from typing_extensions import override
 from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
+from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.executor import StepResult
 from lightning_recycle.session.checks import check_batch
 
-__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "count_in_steps", "tell_batch_sizes"]
-
-
-_COUNTED_IN_BATCHES = ("limit_train_batches", "val_check_interval", "accumulate_grad_batches")
-"""Attributes of a Trainer; an interval in seconds has no ``val_check_interval``."""
+__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "ends_step", "share_of_batch", "tell_batch_sizes"]
 
 
 class StepRunner(Protocol):
@@ -42,7 +40,7 @@ class StepRunner(Protocol):
 
     def enter_training(self) -> None: ...
 
-    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult: ...
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult: ...
 
     def as_loss(self, value: float) -> torch.Tensor: ...
 
@@ -51,6 +49,17 @@ class StepRunner(Protocol):
     def agree_on_stop(self, place: StopPlace) -> None: ...
 
     def end_step(self) -> None: ...
+
+
+def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> Share:
+    """What the batch that Lightning has just begun is of a step of the optimizer."""
+    batches = trainer.accumulate_grad_batches
+    return Share(batches, begins=batch_idx % batches == 0, ends=ends_step(trainer))
+
+
+def ends_step(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer steps after the batch that Lightning has begun, or has run last."""
+    return not trainer.fit_loop._should_accumulate()
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -66,17 +75,22 @@ class PipelineOptimization(_AutomaticOptimization):
         strategy, module = trainer.strategy, trainer.lightning_module
         handle = kwargs["batch"]
         check_batch(handle)
-        self._on_before_zero_grad(optimizer)
-        self.optim_progress.optimizer.zero_grad.increment_completed()
+        share = share_of_batch(trainer, batch_idx)
+        if share.begins:
+            self._on_before_zero_grad(optimizer)
+            self.optim_progress.optimizer.zero_grad.increment_completed()
 
         def apply(result: StepResult) -> None:
-            loss = self.runner.as_loss(result.loss)
+            loss = self.runner.as_loss(result.loss) / share.batches
 
             def backward_is_done() -> torch.Tensor:
                 strategy.precision_plugin.pre_backward(loss, module)
                 strategy.precision_plugin.post_backward(loss, module)
                 return loss
 
+            if not share.ends:
+                backward_is_done()
+                return
             self.optim_progress.optimizer.step.increment_ready()
             arguments = (trainer.current_epoch, batch_idx, strategy._lightning_optimizers[0], backward_is_done)
             call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
@@ -84,10 +98,10 @@ class PipelineOptimization(_AutomaticOptimization):
 
         profiler = trainer.profiler  # type: ignore[attr-defined]
         with profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):
-            result = self.runner.run_step(handle, apply)
+            result = self.runner.run_step(handle, apply, share)
         loss = self.runner.as_loss(result.loss)
         returned = self._log(handle, loss, result)
-        return {"loss": loss, **(returned or {})}
+        return {"loss": loss / share.batches, **(returned or {})}
 
     def _log(self, handle: StepHandle, loss: torch.Tensor, result: StepResult) -> Any:
         """Logs in place of ``training_step``, where Lightning allows it; returns what that returned."""
@@ -218,6 +232,15 @@ class PipelineFitLoop(_FitLoop):
             _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
 
     @override
+    def on_advance_start(self) -> None:
+        resumes = self.restarted_mid_epoch
+        super().on_advance_start()
+        if resumes:  # the parent does not call this hook again, and the factor is in no checkpoint
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GradientAccumulationScheduler):
+                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+
+    @override
     def _load_combined_loader_states(self) -> None:
         """Also rewinds a stream for a checkpoint from the end of an epoch, where its next pass may go on."""
         if self.is_resuming:
@@ -239,25 +262,6 @@ class PipelineFitLoop(_FitLoop):
         super().on_run_start()
         self._has_started = True
         self.runner.enter_training()
-
-
-def count_in_steps(trainer: pl.Trainer) -> Callable[[], None]:
-    """Makes the loops of this worker count steps of ``accumulate_grad_batches`` batches; returns a function to undo it.
-
-    Gradients are accumulated over the micro-batches of all batches of a step at once, which
-    leaves Lightning nothing to accumulate.
-    """
-    given = {name: getattr(trainer, name) for name in _COUNTED_IN_BATCHES if hasattr(trainer, name)}
-    batches = given["accumulate_grad_batches"]
-    for name, value in given.items():
-        if isinstance(value, int) and value > 0:
-            setattr(trainer, name, max(1, value // batches))
-
-    def undo() -> None:
-        for name, value in given.items():
-            setattr(trainer, name, value)
-
-    return undo
 
 
 def tell_batch_sizes(trainer: pl.Trainer) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,6 +37,7 @@ from lightning_recycle.model.parts import ModelParts, parts_of
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.model.tying import ties_between_stages
 from lightning_recycle.randomness import layer_randomness, seeded_everything
+from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
@@ -59,7 +60,7 @@ from lightning_recycle.session.lightning_callbacks import (
     show_whole_run,
 )
 from lightning_recycle.session.loggers import LogRelay, keep_files
-from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
+from lightning_recycle.session.loops import PipelineFitLoop, ends_step, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.outputs import OutputRecorder, concatenate
 from lightning_recycle.session.result_metrics import spare_moves
@@ -113,7 +114,6 @@ class Session:
         self._suspicion = suspicion_of(options.machine_errors)
         self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._loaders: list[StepLoader] = []
-        self._count_in_batches: Callable[[], None] = lambda: None
         self._gradient_norm = 0.0
         self._joined_with: WorkerSnapshot | None = None
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
@@ -126,7 +126,6 @@ class Session:
 
     def leave(self) -> None:
         """The run is over, but this process goes on as the launching process of the next one."""
-        self._count_in_batches()
         complete_norms(None)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
@@ -209,7 +208,7 @@ class Session:
     def _save_when_ending(self) -> None:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
-        self._ending = SaveAndEnd(self.options.save_on_signal, self.collectives, lambda: self._after_step)
+        self._ending = SaveAndEnd(self.options.save_on_signal, self.collectives, self._ends_after_batch)
         callbacks.append(self._ending)
 
     def _build_model(self) -> None:
@@ -227,8 +226,6 @@ class Session:
         strategy.model_to_device()
         self.parts.check_parameters(self.worker.stage, self.grid.stages)
         if self._fitting:
-            self._batches_per_step = trainer.accumulate_grad_batches
-            self._count_in_batches = count_in_steps(trainer)
             with empty_optimizers():
                 strategy.setup_optimizers(trainer)
         strategy.setup_precision_plugin()
@@ -296,8 +293,7 @@ class Session:
                 old.close()
                 self._loaders.remove(old)
         grid, worker, seed = self.grid, self.worker, self._seed
-        batches = self._batches_per_step if training else 1
-        steps = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training, "batches_per_step": batches}
+        steps = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training}
         loader: StepLoader
         if is_stream(dataloader):
             loader = StreamLoader(dataloader, grid, seed, **steps)
@@ -305,11 +301,6 @@ class Session:
             reads = worker.stage in (0, grid.stages - 1)
             loader = MicrobatchLoader(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
         loader.prepare = partial(self._on_device, loader)
-        if training and loader.unused_samples >= loader.global_batch_size / loader.batches_per_step:
-            rank_zero_warn(
-                f"The last {loader.unused_samples} samples of each epoch are left out: they do not fill a step of"
-                f" {loader.global_batch_size} samples (accumulate_grad_batches={loader.batches_per_step})."
-            )
         self._loaders.append(loader)
         return loader
 
@@ -340,7 +331,9 @@ class Session:
     def enter_training(self) -> None:
         """Before the first epoch: a worker that joins a running training waits until it is let in."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
-        client, restored = self.client, self.checkpoints.restored_steps or self.trainer.global_step
+        client, begun = self.client, self.trainer.fit_loop.epoch_loop.batch_progress.total
+        assert isinstance(begun, _ProcessedTracker)
+        restored = begun.started or self.checkpoints.restored_steps
         if threading.current_thread() is threading.main_thread():
             # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
             signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
@@ -350,9 +343,10 @@ class Session:
             self.executor.version = restored
             client.send(Restored(self.place.rank, restored))
 
-    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         if self._joined_with is not None:  # its donor waited here, after the same hooks
             restore_snapshot(self.trainer, self.averages, self._joined_with)
+            self.executor.accumulated.load_state(self._joined_with.accumulated)
             self._recorder.collected.load_state(self._joined_with.collected)
             self._joined_with, self.client.member.joining = None, False
 
@@ -362,7 +356,7 @@ class Session:
                 apply(result)
 
         with self.module.logging_allowed(False):
-            result = self.executor.run_step(handle, apply_with_hooks)
+            result = self.executor.run_step(handle, apply_with_hooks, share)
         self._after_step = result.after_step
         return result
 
@@ -372,6 +366,12 @@ class Session:
     def end_step(self) -> None:
         """The step is logged; a run that was told to end ends here."""
         self._ending.end(self.trainer)
+
+    def _ends_after_batch(self) -> bool:
+        """Whether the run was told to end. Not between batches whose gradients one step takes together, since no
+        checkpoint holds what they have added up to.
+        """
+        return self._after_step is AfterStep.END and ends_step(self.trainer)
 
     def as_loss(self, value: float) -> Tensor:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
@@ -472,6 +472,7 @@ class Session:
             self.averages,
             self.client.member.next_collective,
             self._recorder.collected.state(),
+            self.executor.accumulated.state(),
             self.stop_requests.agreed,
         )
 

@@ -418,15 +418,6 @@ def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has() -> Non
     assert [handle.num_samples for handle in dropping] == [8]
 
 
-def test_several_batches_make_one_step_of_as_many_microbatches_more() -> None:
-    data = DataLoader(Numbers(40), batch_size=4)
-    source = MicrobatchLoader(data, Grid(2, 1, 6), 0, SEED, batches_per_step=3)
-    assert (len(source), source.global_batch_size, source.unused_samples) == (1, 24, 16)
-    alone = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED)
-    together = [alone.fetch(handle, mb) for handle in list(alone)[:3] for mb in alone.grid.all_microbatches()]
-    assert torch.equal(torch.cat(step_data(source, 0, 0)).sort(0).values, torch.cat(together).sort(0).values)
-
-
 def test_prepare_gets_a_seed_that_belongs_to_the_microbatch() -> None:
     seeds: dict[int, list[int]] = {}
     for attempt in range(2):

@@ -357,12 +357,6 @@ def test_a_batch_looked_into_too_late_is_an_error_and_in_time_it_is_the_whole() 
         source.fetch(handles[0], Microbatch(0, 0))
 
 
-def test_several_batches_make_one_step() -> None:
-    source = loader(BeginningAnew(), Grid(2, 2, 4), batches_per_step=2)
-    steps = list(epochs(source, 0, 1, None))
-    assert [sorted(torch.cat(parts).tolist()) for _, parts in steps] == [list(range(24)), list(range(24, 48))]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_evaluation_has_the_batches_of_one_device_every_time(num_workers: int, drop_last: bool) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -145,23 +144,11 @@ def combined_by_a_data_module(session: Session) -> None:
 BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] = {
     "precision 16-true": (fit_with({"precision": "16-true"}), ["precision='16-true'", "'bf16-true'"]),
     "precision 16-mixed": (half_mixed, ["precision='16-mixed'", "loss scaling", "'bf16-mixed'"]),
-    "accumulation and limit": (
-        fit_with({"accumulate_grad_batches": 2, "limit_train_batches": 3}),
-        ["limit_train_batches=3", "accumulate_grad_batches=2", "multiple of 2"],
-    ),
-    "accumulation and interval": (
-        fit_with({"accumulate_grad_batches": 2, "val_check_interval": 3}),
-        ["val_check_interval=3", "multiple of 2"],
-    ),
     "num_nodes": (fit_with({"num_nodes": 2}), ["num_nodes=2"]),
     "sync_batchnorm": (fit_with({"sync_batchnorm": True}), ["sync_batchnorm=True", "LayerNorm"]),
     "StochasticWeightAveraging with BatchNorm": (
         fit(WithBatchNorm, callbacks=[StochasticWeightAveraging(1e-2)]),
         ["StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging"],
-    ),
-    "GradientAccumulationScheduler": (
-        fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]),
-        ["GradientAccumulationScheduler", "accumulate_grad_batches"],
     ),
     "ModelPruning": (fit(callbacks=[ModelPruning("l1_unstructured")]), ["ModelPruning", "before fit"]),
     "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
