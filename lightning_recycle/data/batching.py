@@ -9,7 +9,7 @@ IterableDataset that can be indexed), or it is a *stream* that can be rewound: i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import (
@@ -26,7 +26,15 @@ from torch.utils.data import (
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
-__all__ = ["AllReplicas", "batching_of", "check_dataloader", "drops_last", "is_stateful", "is_stream"]
+__all__ = [
+    "AllReplicas",
+    "batching_of",
+    "check_combination",
+    "check_dataloader",
+    "drops_last",
+    "is_stateful",
+    "is_stream",
+]
 
 
 def is_stateful(thing: Any) -> bool:
@@ -146,6 +154,17 @@ def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
             f"batch_size={batch_size} (per pipeline) is not divisible by num_microbatches={microbatches}."
             f" Use a batch_size that is a multiple of {microbatches}, or num_microbatches from {divisors}."
         )
+
+
+def check_combination(dataloaders: Sequence[Any]) -> None:
+    """Raises UnsupportedFeatureError if one of several loaders that are read at once is a stream."""
+    for dataloader in dataloaders if len(dataloaders) > 1 else ():
+        if is_stream(dataloader):
+            raise UnsupportedFeatureError(
+                f"{type(dataloader.dataset).__name__} is a stream, which only goes forward, and cannot be combined with"
+                " other DataLoaders, where a step may be the first of a further round. Give it __getitem__() and"
+                " __len__(), or let one IterableDataset yield what belongs together."
+            )
 
 
 def _check_stream(dataloader: DataLoader[Any], training: bool) -> None:

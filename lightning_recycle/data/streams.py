@@ -21,10 +21,10 @@ from torch.utils.data import default_collate
 
 from lightning_recycle.data.batching import drops_last, is_stateful
 from lightning_recycle.data.huggingface_streams import is_huggingface
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.steps import SampleLoader, StepHandle
 from lightning_recycle.data.stream_reader import StreamReader
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import seeded_everything
 
 __all__ = ["StreamLoader"]
@@ -40,7 +40,7 @@ class _Step:
     start: dict[str, Any]
 
 
-class StreamLoader(StepLoader):
+class StreamLoader(SampleLoader):
     """The steps of an epoch of a stream.
 
     Its state is a place in the stream, the same on every worker and for every grid: ``reader`` is the reader's state at
@@ -49,7 +49,7 @@ class StreamLoader(StepLoader):
     start of a pass, when a generator has not yet run any of its code.
 
     Args:
-        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.StepLoader`.
+        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.SampleLoader`.
 
     Raises:
         UnsupportedFeatureError: for a stream that cannot be rewound.
@@ -141,10 +141,10 @@ class StreamLoader(StepLoader):
                 " (devices=1 with strategy='recycle' is also one)."
             )
         parts = len(state["reader"]["parts"]) if state["reader"] else None
-        if parts not in (None, max(1, self._dataloader.num_workers)):
+        if parts not in (None, max(1, self.dataloader.num_workers)):
             raise ConfigurationError(
                 f"The checkpoint was written with {parts} reading processes, and now num_workers="
-                f"{self._dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
+                f"{self.dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
                 f" Resume with num_workers={parts}" + (" or 0." if parts == 1 else ".")
             )
         if is_huggingface(self.dataset):  # a joining worker has not called what sets it
@@ -161,15 +161,14 @@ class StreamLoader(StepLoader):
             self._place = {"epoch": handle.epoch, "step": handle.index, "reader": step.start, "passes": [[]]}
 
     def read_ahead(self, handle: StepHandle) -> None:
-        if self._dataloader.num_workers == 0 and handle.epoch == self._pass and handle.index + 1 < self.end_step:
+        if self.dataloader.num_workers == 0 and handle.epoch == self._pass and handle.index + 1 < self.end_step:
             self._reaches(handle.epoch, handle.index + 1)
 
-    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        share = self._share(microbatch, self.samples_in(handle))
-        return self._prepared(self._collated(handle, share), handle, global_index(self.grid, microbatch))
+    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        return self._collated(handle, self._share(microbatch, self.samples_in(handle)))
 
-    def read_batch(self, handle: StepHandle) -> Any:
-        return self._prepared(self._collated(handle, range(self.samples_in(handle))), handle, -1)
+    def collated_whole(self, handle: StepHandle) -> Any:
+        return self._collated(handle, range(self.samples_in(handle)))
 
     def samples_in(self, handle: StepHandle) -> int:
         return len(self._step(handle).samples) if self.evaluation else self.global_batch_size
@@ -189,7 +188,7 @@ class StreamLoader(StepLoader):
     def _collated(self, handle: StepHandle, share: range) -> Any:
         samples = self._step(handle).samples
         wanted = [samples[i] for i in share]
-        if self._dataloader.collate_fn is not default_collate:
+        if self.dataloader.collate_fn is not default_collate:
             # It may return the samples themselves, which layers may change in place; a redo needs them as
             # they were.
             wanted = copy.deepcopy(wanted)

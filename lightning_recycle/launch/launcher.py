@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -56,7 +57,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.checks import check_loaders, check_trainer, warn_of_lost_compilation
+from lightning_recycle.session.checks import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.lightning_callbacks import show_cursor
@@ -365,7 +366,9 @@ class SupervisorLauncher(_Launcher):
         describe(parts, call)
         check_weight_averaging(trainer, parts)
         loaders = args[1] if len(args) > 1 else None
-        batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
+        batch_sizes = [loader.batch_size for loader in loaders_in(loaders) if isinstance(loader, DataLoader)]
+        known = [size for size in batch_sizes if size is not None]
+        batch_size = math.gcd(*known) if known else None
         grid = options.choose_grid(self._strategy.num_devices, batch_size, can_be_cut=parts.can_be_cut)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:

@@ -44,7 +44,7 @@ from lightning_recycle.control.protocol.recovery import (
     part_of,
 )
 from lightning_recycle.control.protocol.state import stage_leads
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
@@ -224,7 +224,7 @@ class Executor:
         self._has_read_ahead = False
         self._place = (0, "")  # the step and the operation to which an exception belongs
         self._is_past = False  # whether it is past the point up to which it can do the same again
-        self._reads_from: StepLoader | None = None
+        self._reads_from: StepSource | None = None
         self._has_own = False  # an exception was judged to be the user's own
         communicator.on_progress = client.progressed
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others

@@ -15,17 +15,16 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_recycle.data.batching import check_dataloader
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.session.interruption import saves_on_exception
 
 __all__ = [
-    "check_batch",
     "check_loaders",
     "check_optimizers",
     "check_trained",
     "check_trainer",
+    "loaders_in",
     "warn_of_lost_compilation",
 ]
 
@@ -78,32 +77,18 @@ def check_loaders(loaders: Any, microbatches: int | None) -> None:
         loaders: the argument of the Trainer's entry point; None and data modules pass.
         microbatches: M in training, None in evaluation.
     """
+    found = loaders_in(loaders)
+    for loader in found:
+        check_dataloader(loader, microbatches)
+    if microbatches is not None or (isinstance(loaders, CombinedLoader) and loaders._mode != "sequential"):
+        check_combination(found)
+
+
+def loaders_in(loaders: Any) -> list[Any]:
+    """The single loaders of an argument of the Trainer's entry point; none of a data module."""
     if loaders is None or isinstance(loaders, pl.LightningDataModule):
-        return
-    if isinstance(loaders, CombinedLoader):
-        if microbatches is not None or loaders._mode != "sequential":
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' does not support CombinedLoader(mode={loaders._mode!r})"
-                f" {'in training' if microbatches is not None else 'in evaluation'}: a batch comes from one"
-                " DataLoader. Combine the datasets instead (torch.utils.data.ConcatDataset, StackDataset); an"
-                " evaluation takes a list of DataLoaders, one after another."
-            )
-        loaders = loaders.flattened
-    if microbatches is None and isinstance(loaders, (list, tuple, dict)):
-        for loader in tree_leaves(loaders):
-            check_dataloader(loader, None)
-    else:
-        check_dataloader(loaders, microbatches)
-
-
-def check_batch(batch: Any) -> None:
-    """Raises UnsupportedFeatureError if Lightning combined several loaders that one of the user's hooks returned."""
-    if not isinstance(batch, StepHandle):
-        raise UnsupportedFeatureError(
-            f"The batch is a {type(batch).__name__} of the batches of several DataLoaders; strategy='recycle' takes a"
-            " batch from one. Return one DataLoader from train_dataloader(), and from the other hooks one or a list,"
-            " without CombinedLoader."
-        )
+        return []
+    return list(loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders))
 
 
 def check_trained(module: pl.LightningModule, trains: bool) -> None:

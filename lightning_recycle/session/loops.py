@@ -10,7 +10,7 @@ Lightning's hooks around a step keep their order. They all concern the whole glo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -30,7 +30,6 @@ from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.executor import StepResult
-from lightning_recycle.session.checks import check_batch
 
 __all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "ends_step", "share_of_batch", "tell_batch_sizes"]
 
@@ -39,6 +38,8 @@ class StepRunner(Protocol):
     """What the loops need from the worker that they run in."""
 
     def enter_training(self) -> None: ...
+
+    def training_loaders(self, loaders: Sequence[StepLoader]) -> None: ...
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult: ...
 
@@ -74,7 +75,6 @@ class PipelineOptimization(_AutomaticOptimization):
         trainer = self.trainer
         strategy, module = trainer.strategy, trainer.lightning_module
         handle = kwargs["batch"]
-        check_batch(handle)
         share = share_of_batch(trainer, batch_idx)
         if share.begins:
             self._on_before_zero_grad(optimizer)
@@ -107,7 +107,7 @@ class PipelineOptimization(_AutomaticOptimization):
         """Logs in place of ``training_step``, where Lightning allows it; returns what that returned."""
         results, module = self.trainer._results, self.trainer.lightning_module
         if results is not None:
-            results.batch_size = handle.loader.global_batch_size
+            results.batch_size = handle.num_samples
         previous, module._current_fx_name = module._current_fx_name, "training_step"
         try:
             return self.runner.log_step(handle.index, loss, result.outputs)
@@ -156,15 +156,20 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         fit_loop = self.trainer.fit_loop
         assert fit_loop._combined_loader is not None
         loaders = fit_loop._combined_loader.flattened
+        is_alone = len(loaders) == 1
         for loader in loaders:
             assert isinstance(loader, StepLoader)
-            loader.enter_epoch(first, fit_loop.max_batches)
+            loader.enter_epoch(first if is_alone else 0, fit_loop.max_batches)
         super().on_run_start(data_fetcher)
         self._has_advanced = False
         # Lightning asks streams for a batch before it knows where training begins.
         if first or any(isinstance(loader, StreamLoader) for loader in loaders):
             iter(data_fetcher)
-            data_fetcher.fetched += first
+            if is_alone:
+                data_fetcher.fetched += first
+            else:  # where each of them is depends on how they are combined; addresses cost nothing
+                for _ in range(first):
+                    next(data_fetcher)
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -230,6 +235,12 @@ class PipelineFitLoop(_FitLoop):
             self.epoch_progress.increment_completed()
             self.reset_restart_stage()
             _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
+
+    @override
+    def setup_data(self) -> None:
+        super().setup_data()
+        if self._combined_loader is not None:
+            self.runner.training_loaders(self._combined_loader.flattened)
 
     @override
     def on_advance_start(self) -> None:

@@ -29,7 +29,7 @@ from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restor
 from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import is_stream
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import global_seed
@@ -46,7 +46,7 @@ from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.checks import check_batch, check_optimizers, check_trained
+from lightning_recycle.session.checks import check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -287,12 +287,9 @@ class Session:
 
     def process_dataloader(self, dataloader: object) -> StepLoader:
         """A source of steps that reads what ``dataloader`` would read."""
-        training = self.trainer.training
-        if training:  # if the Trainer reloads, what the old one has read ahead is not needed
-            for old in [loader for loader in self._loaders if not loader.evaluation]:
-                old.close()
-                self._loaders.remove(old)
-        grid, worker, seed = self.grid, self.worker, self._seed
+        if isinstance(dataloader, StepLoader):  # in the user's CombinedLoader, where Lightning has put it
+            dataloader = dataloader.dataloader
+        training, grid, worker, seed = self.trainer.training, self.grid, self.worker, self._seed
         steps = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training}
         loader: StepLoader
         if is_stream(dataloader):
@@ -300,9 +297,15 @@ class Session:
         else:
             reads = worker.stage in (0, grid.stages - 1)
             loader = MicrobatchLoader(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
-        loader.prepare = partial(self._on_device, loader)
+        loader.prepare = self._on_device
         self._loaders.append(loader)
         return loader
+
+    def training_loaders(self, loaders: Sequence[StepLoader]) -> None:
+        """These are the loaders of the training from now on: what others have read ahead is not needed."""
+        for old in [loader for loader in self._loaders if not loader.evaluation and loader not in loaders]:
+            old.close()
+            self._loaders.remove(old)
 
     def close_loaders(self) -> None:
         for loader in self._loaders:
@@ -310,21 +313,21 @@ class Session:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step."""
-        (loader,) = (loader for loader in self._loaders if not loader.evaluation)
-        return loader.global_batch_size
+        """Samples per step, of the first loader if there are several; 0 if no loader says how many."""
+        training = (loader for loader in self._loaders if not loader.evaluation)
+        return next((loader.global_batch_size for loader in training if isinstance(loader, SampleLoader)), 0)
 
-    def _on_device(self, loader: StepLoader, data: Any, seed: int) -> Any:
+    def _on_device(self, data: Any, seed: int, dataloader_idx: int) -> Any:
         """Converts and moves a collated batch with the user's hooks; what they draw depends on the data's address."""
         data = self.trainer.strategy.precision_plugin.convert_input(data)
         if not self._transfers:
             return data
-        device = self.trainer.strategy.root_device
+        device, module = self.trainer.strategy.root_device, self.module
         with seeded_everything() as reseed, layer_randomness(device) as generator:
             reseed(seed)
             generator.manual_seed(seed)
-            data = self.module._on_before_batch_transfer(data, loader.dataloader_idx)
-            return self.module._apply_batch_transfer_handler(data, device, loader.dataloader_idx)
+            data = pl.LightningModule._on_before_batch_transfer(module, data, dataloader_idx)
+            return module._apply_batch_transfer_handler(data, device, dataloader_idx)
 
     # ------------------------------------------------------------------ training
 
@@ -402,8 +405,7 @@ class Session:
             kind: "validation", "test" or "predict".
             step: (batch, its index, and the DataLoader's index if there are several).
         """
-        handle = step[0]
-        check_batch(handle)
+        handle: StepHandle = step[0]
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])

@@ -422,7 +422,7 @@ def test_prepare_gets_a_seed_that_belongs_to_the_microbatch() -> None:
     seeds: dict[int, list[int]] = {}
     for attempt in range(2):
         source = loader(Numbers(16), Grid(1, 1, 2), 4)
-        source.prepare = lambda data, seed, attempt=attempt: seeds.setdefault(attempt, []).append(seed) or data
+        source.prepare = lambda data, seed, _, attempt=attempt: seeds.setdefault(attempt, []).append(seed) or data
         for step in range(2):
             step_data(source, 0, step)
     assert seeds[0] == seeds[1]
