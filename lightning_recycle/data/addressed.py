@@ -94,21 +94,33 @@ class MicrobatchLoader(SampleLoader):
         self._pipeline = pipeline
         self._prefetch = prefetch
         self._addressed = _Addressed(self.dataset, seed)
-        self._orders: dict[int, Sequence[int]] = {}
+        self._orders: dict[int, Sequence[Any]] = {}
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
         self._prefetched_to: tuple[int, int, Microbatch] | None = None
         self._prefetched_end = 0
-        num_samples = self._num_samples = len(self._user_sampler)
+        num_samples = self._num_samples = self._count()
         self._num_steps = num_samples // self.global_batch_size
-        if self.evaluation and not drops_last(dataloader):
+        if self.evaluation and not self._drops_last:
             self._num_steps = -(-num_samples // self.global_batch_size)
         elif self._num_steps == 0 and not self.evaluation:
             raise ConfigurationError(
-                f"The training data has {num_samples} samples, fewer than one global batch of {grid.pipelines}"
+                f"The training data has {num_samples} {self._unit}, fewer than one global batch of {grid.pipelines}"
                 " pipelines x"
                 f" batch_size={self.batch_size}. Use a smaller batch_size or fewer pipelines."
             )
+
+    _unit = "samples"
+    """What the sampler yields."""
+
+    def _count(self) -> int:
+        """The length of the sampler's order."""
+        return len(self._user_sampler)
+
+    @property
+    def _drops_last(self) -> bool:
+        """Whether an evaluation leaves a trailing incomplete batch out."""
+        return drops_last(self.dataloader)
 
     @property
     def unused_samples(self) -> int:
@@ -150,7 +162,7 @@ class MicrobatchLoader(SampleLoader):
         if self._prefetch and self.dataloader.num_workers == 0:
             own = (Microbatch(self._pipeline, m) for m in range(self.grid.microbatches))
             keys = [(handle.epoch, handle.index, microbatch) for microbatch in own]
-            if any(key not in self._fetched and self._positions(*key[1:]) for key in keys):
+            if any(key not in self._fetched and self._positions(*key) for key in keys):
                 self._read(keys)
 
     def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
@@ -172,7 +184,7 @@ class MicrobatchLoader(SampleLoader):
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
         """The samples of a micro-batch, as (number of the round, dataset index)."""
         number, order = self._round(epoch, step)
-        return [(number, int(order[position])) for position in self._positions(step, microbatch)]
+        return [(number, int(order[position])) for position in self._positions(epoch, step, microbatch)]
 
     def _addresses(self, epoch: int, step: int) -> list[tuple[int, int]]:
         """The samples of a global batch, as :meth:`addresses`."""
@@ -180,7 +192,7 @@ class MicrobatchLoader(SampleLoader):
         first = step % self._num_steps * self.global_batch_size
         return [(number, int(index)) for index in order[first : first + self._size(step)]]
 
-    def _positions(self, step: int, microbatch: Microbatch) -> range:
+    def _positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
         """The places of a micro-batch's samples in the sampler's order."""
         first = step % self._num_steps * self.global_batch_size
         share = self._share(microbatch, self._size(step))
@@ -208,24 +220,29 @@ class MicrobatchLoader(SampleLoader):
         """Reads micro-batches in this process; together, because saving the generators' state dominates."""
         with seeded_everything() as reseed:
             for key in keys:
-                if key not in self._fetched and self._positions(*key[1:]):
+                if key not in self._fetched and self._positions(*key):
                     samples = self._addressed.read(self.addresses(*key), reseed)
                     self._fetched[key] = self._collate.collect(samples, reseed)
 
-    def _round(self, epoch: int, step: int) -> tuple[int, Sequence[int]]:
+    def _round(self, epoch: int, step: int) -> tuple[int, Sequence[Any]]:
         """The number of the round that ``step`` belongs to, by which its randomness is drawn, and the sampler's order
         in it, the same on every worker and for every grid. The first round of an epoch has the number of the epoch.
         """
         rounds = step // self._num_steps
         number = derive_seed(epoch, rounds) if rounds else epoch
+        return number, self._order(epoch, number)
+
+    def _order(self, epoch: int, number: int) -> Sequence[Any]:
+        """What the sampler yields in the round ``number``, of ``epoch``."""
         if number not in self._orders:
             sampler = self._user_sampler
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
+                if drawn is not None and hasattr(drawn, "set_epoch"):
+                    drawn.set_epoch(epoch)
             with seeded_everything() as reseed:
                 reseed(derive_seed(self._seed, number))
                 if isinstance(sampler, SequentialSampler):
-                    order: Sequence[int] = range(len(sampler))
+                    order: Sequence[Any] = range(len(sampler))
                 elif (
                     type(sampler) is RandomSampler
                     and not sampler.replacement
@@ -235,7 +252,7 @@ class MicrobatchLoader(SampleLoader):
                 else:
                     order = list(sampler)
             self._orders = {number: order}
-        return number, self._orders[number]
+        return self._orders[number]
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
         """Moves prefetched data up to ``key`` into the cache; False if ``key`` precedes it."""
@@ -256,7 +273,7 @@ class MicrobatchLoader(SampleLoader):
         own = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
         self._prefetched_end = (first_step // self._num_steps + 1) * self._num_steps
         steps = range(first_step, self._prefetched_end)
-        keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(step, mb)]
+        keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(epoch, step, mb)]
         user = self.dataloader
         loader = DataLoader(
             self._addressed,

@@ -168,9 +168,12 @@ class StepLoader(StepSource):
         grid, seed, evaluation: as :class:`StepSource`.
 
     Attributes:
+        only_forward: whether a step is found only by reading those before it.
         first_step: first step of the next iteration; not 0 when training resumes in the middle of an epoch.
         end_step: the step before which the loop ends the epoch, at the latest.
     """
+
+    only_forward = False
 
     def __init__(self, dataloader: Any, grid: Grid, seed: int, evaluation: bool) -> None:
         super().__init__(grid, seed, evaluation)
@@ -217,11 +220,9 @@ class SampleLoader(StepLoader):
         super().__init__(dataloader, grid, seed, evaluation)
         pipelines = batch_pipelines or grid.pipelines
         check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines)
-        batch_size = batching_of(dataloader)[0]
-        assert batch_size is not None
         self.dataset = dataloader.dataset
-        self.batch_size = batch_size
-        self.global_batch_size = batch_size * pipelines
+        self.batch_size = batching_of(dataloader)[0] or 1  # a batch that is given counts as one sample
+        self.global_batch_size = self.batch_size * pipelines
         self._collate = Collate(dataloader.collate_fn, seed)
 
     @property

@@ -57,6 +57,8 @@ class StreamLoader(SampleLoader):
             not yield a single global batch.
     """
 
+    only_forward = True
+
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
         super().__init__(dataloader, grid, seed, **options)
         self.batch_sampler = None

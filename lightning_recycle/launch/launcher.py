@@ -28,7 +28,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
@@ -39,6 +38,7 @@ from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.control.standalone import address_from, key_from_environment
+from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.delivery import Extras
 from lightning_recycle.launch.describing import describe
@@ -366,9 +366,8 @@ class SupervisorLauncher(_Launcher):
         describe(parts, call)
         check_weight_averaging(trainer, parts)
         loaders = args[1] if len(args) > 1 else None
-        batch_sizes = [loader.batch_size for loader in loaders_in(loaders) if isinstance(loader, DataLoader)]
-        known = [size for size in batch_sizes if size is not None]
-        batch_size = math.gcd(*known) if known else None
+        sizes = [size for loader in loaders_in(loaders) if (size := batch_size_of(loader)) is not None]
+        batch_size = math.gcd(*sizes) if sizes else None
         grid = options.choose_grid(self._strategy.num_devices, batch_size, can_be_cut=parts.can_be_cut)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:

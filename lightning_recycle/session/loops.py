@@ -162,8 +162,8 @@ class PipelineEpochLoop(_TrainingEpochLoop):
             loader.enter_epoch(first if is_alone else 0, fit_loop.max_batches)
         super().on_run_start(data_fetcher)
         self._has_advanced = False
-        # Lightning asks streams for a batch before it knows where training begins.
-        if first or any(isinstance(loader, StreamLoader) for loader in loaders):
+        # Lightning asks data without a length for a batch before it knows where training begins.
+        if first or any(loader.only_forward for loader in loaders):
             iter(data_fetcher)
             if is_alone:
                 data_fetcher.fetched += first

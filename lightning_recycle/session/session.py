@@ -20,6 +20,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,7 +29,9 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
 from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
-from lightning_recycle.data.batching import is_stream
+from lightning_recycle.data.batching import batching_of, is_stream, yields_batches
+from lightning_recycle.data.given import GivenBatchLoader
+from lightning_recycle.data.iterables import BatchIterableLoader
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.errors import UnsupportedFeatureError
@@ -285,18 +288,27 @@ class Session:
 
     # ------------------------------------------------------------------ data
 
-    def process_dataloader(self, dataloader: object) -> StepLoader:
+    def process_dataloader(self, dataloader: Any) -> StepLoader:
         """A source of steps that reads what ``dataloader`` would read."""
         if isinstance(dataloader, StepLoader):  # in the user's CombinedLoader, where Lightning has put it
             dataloader = dataloader.dataloader
         training, grid, worker, seed = self.trainer.training, self.grid, self.worker, self._seed
-        steps = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training}
+        steps: dict[str, Any] = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training}
         loader: StepLoader
-        if is_stream(dataloader):
+        if yields_batches(dataloader):
+            loader = BatchIterableLoader(dataloader, grid, seed, **steps)
+            if training and self.run.batch_pipelines > 1:
+                rank_zero_warn(
+                    f"{type(dataloader).__name__} yields batches, so there are no samples to divide: each of the"
+                    f" {self.run.batch_pipelines} pipelines trains on all of them, as each process does under DDP. Use"
+                    " a DataLoader over samples to share the work."
+                )
+        elif is_stream(dataloader):
             loader = StreamLoader(dataloader, grid, seed, **steps)
         else:
+            kind = MicrobatchLoader if batching_of(dataloader)[0] is not None else GivenBatchLoader
             reads = worker.stage in (0, grid.stages - 1)
-            loader = MicrobatchLoader(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
+            loader = kind(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
         loader.prepare = self._on_device
         self._loaders.append(loader)
         return loader
