@@ -297,11 +297,12 @@ class Session:
         loader: StepLoader
         if yields_batches(dataloader):
             loader = BatchIterableLoader(dataloader, grid, seed, **steps)
-            if training and self.run.batch_pipelines > 1:
+            if training and grid.num_workers > 1:
                 rank_zero_warn(
-                    f"{type(dataloader).__name__} yields batches, so there are no samples to divide: each of the"
-                    f" {self.run.batch_pipelines} pipelines trains on all of them, as each process does under DDP. Use"
-                    " a DataLoader over samples to share the work."
+                    f"{type(dataloader).__name__} yields batches, so there are no samples to divide: every worker"
+                    " iterates over it, which must give the same batches each time, and each of the"
+                    f" {self.run.batch_pipelines} pipelines trains on all of them, as each process does under DDP. Use a"
+                    " DataLoader over samples to share the work."
                 )
         elif is_stream(dataloader):
             loader = StreamLoader(dataloader, grid, seed, **steps)
