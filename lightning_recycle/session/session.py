@@ -301,7 +301,7 @@ class Session:
                 rank_zero_warn(
                     f"{type(dataloader).__name__} yields batches, so there are no samples to divide: every worker"
                     " iterates over it, which must give the same batches each time, and each of the"
-                    f" {self.run.batch_pipelines} pipelines trains on all of them, as each process does under DDP. Use a"
+                    f" {self.run.batch_pipelines} pipelines trains on all of them, as under DDP. Use a"
                     " DataLoader over samples to share the work."
                 )
         elif is_stream(dataloader):
