@@ -9,7 +9,7 @@ IterableDataset that can be indexed), or it is a *stream* that can be rewound: i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -164,8 +164,13 @@ def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
 
     Raises:
         UnsupportedFeatureError: for data that cannot be read a second time, and for user-defined batches.
-        ConfigurationError: if a training batch cannot be split into M micro-batches.
+        ConfigurationError: if a training batch cannot be split into M micro-batches, or it is no data at all.
     """
+    if not isinstance(dataloader, (Iterable, Tensor)) and not hasattr(dataloader, "__getitem__"):
+        raise ConfigurationError(
+            f"The data is {dataloader!r}, which cannot be iterated over; give a torch.utils.data.DataLoader, or another"
+            " iterable of batches."
+        )
     if yields_batches(dataloader):
         return
     if is_stream(dataloader):
