@@ -24,7 +24,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
-    SequentialSampler,
 )
 
 from lightning_recycle.data.addressed import MicrobatchLoader
@@ -321,13 +320,7 @@ class Stream(IterableDataset[int]):
             UnsupportedFeatureError,
             "Stream is an IterableDataset without state.*state_dict.*StatefulDataLoader",
         ),
-        (
-            lambda: DataLoader(Numbers(8), batch_sampler=OwnBatches(SequentialSampler(range(8)), 4, True)),
-            UnsupportedFeatureError,
-            "batch_sampler.*batch_size",
-        ),
-        (lambda: DataLoader(Numbers(8), batch_size=None), UnsupportedFeatureError, "batch_size"),
-        (lambda: [1, 2, 3], UnsupportedFeatureError, "a list; give one .*DataLoader"),
+        (lambda: 3, ConfigurationError, "data is 3, which cannot be iterated over; give a .*DataLoader"),
         (
             lambda: DataLoader(Numbers(99), batch_size=6),
             ConfigurationError,
@@ -335,7 +328,7 @@ class Stream(IterableDataset[int]):
         ),
         (lambda: DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
     ],
-    ids=["iterable", "batch sampler", "no batching", "no DataLoader", "indivisible", "too small"],
+    ids=["iterable", "no data", "indivisible", "too small"],
 )
 def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(
     dataloader: Any, error: type[Exception], message: str

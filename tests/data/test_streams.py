@@ -455,7 +455,6 @@ def test_an_iterable_dataset_with_indices_is_read_by_them() -> None:
     ("made", "words"),
     [
         (lambda: DataLoader(WithoutState(), batch_size=6), "WithoutState.*state_dict.*StatefulDataLoader.*__getitem__"),
-        (lambda: DataLoader(GoingOn(), batch_size=None), "batch_size=None.*GoingOn.*single samples"),
         (
             lambda: DataLoader(GoingOn(), batch_size=6, num_workers=1, persistent_workers=True),
             "persistent_workers=True.*GoingOn.*num_workers=0",
@@ -466,7 +465,7 @@ def test_an_iterable_dataset_with_indices_is_read_by_them() -> None:
             "IterDataPipe.*IterableDataset",
         ),
     ],
-    ids=["no state", "no batches", "persistent", "indivisible", "data pipe"],
+    ids=["no state", "persistent", "indivisible", "data pipe"],
 )
 def test_streams_that_cannot_be_read_again_are_refused_with_a_remedy(made: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
