@@ -56,8 +56,8 @@ class Fault:
         kind: a kind from the table.
         pipeline: pipeline of the worker that fails, in the grid as it was at the start.
         stage: stage of the worker that fails.
-        step: optimizer step, counted from 0. With a point instead of an operation it may be left out; the fault
-            then happens when that point is first reached.
+        step: step of the schedule, counted from 0: an optimizer step, or a batch where gradients are accumulated. With
+            a point instead of an operation it may be left out; the fault then happens when that point is first reached.
         at: an operation: "forward", "backward_input", "backward_weight", "reduce" or "optimizer"; the fault happens
             at the worker's first one of this kind in that step. Where the schedule fuses the backward, both backward
             operations mean the fused one. Or a point: "setup" (the worker is set up, before its first generation),

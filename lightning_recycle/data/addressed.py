@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 
 from lightning_recycle.data.batching import batching_of, drops_last
-from lightning_recycle.data.steps import AddressedSample, StepHandle, StepLoader
+from lightning_recycle.data.steps import AddressedSample, SampleLoader, StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.parent import die_with_parent, end_with
-from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
 __all__ = ["MicrobatchLoader", "WorkerInit"]
@@ -68,11 +68,14 @@ class WorkerInit:
             self.user(worker_id)
 
 
-class MicrobatchLoader(StepLoader):
+class MicrobatchLoader(SampleLoader):
     """The steps of an epoch of a dataset whose samples have indices.
 
+    The steps beyond the length of an epoch are those of further *rounds* through the data, each in an order of its own:
+    where Lightning combines it with a longer loader, it begins again within the epoch.
+
     Args:
-        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.StepLoader`.
+        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.SampleLoader`.
         pipeline: pipeline of this worker, whose micro-batches are prefetched.
         prefetch: whether this worker's stage needs data at all.
 
@@ -91,20 +94,33 @@ class MicrobatchLoader(StepLoader):
         self._pipeline = pipeline
         self._prefetch = prefetch
         self._addressed = _Addressed(self.dataset, seed)
-        self._orders: dict[int, Sequence[int]] = {}
+        self._orders: dict[int, Sequence[Any]] = {}
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
         self._prefetched_to: tuple[int, int, Microbatch] | None = None
-        num_samples = self._num_samples = len(self._user_sampler)
+        self._prefetched_end = 0
+        num_samples = self._num_samples = self._count()
         self._num_steps = num_samples // self.global_batch_size
-        if self.evaluation and not drops_last(dataloader):
+        if self.evaluation and not self._drops_last:
             self._num_steps = -(-num_samples // self.global_batch_size)
         elif self._num_steps == 0 and not self.evaluation:
             raise ConfigurationError(
-                f"The training data has {num_samples} samples, fewer than one global batch of {grid.pipelines}"
+                f"The training data has {num_samples} {self._unit}, fewer than one global batch of {grid.pipelines}"
                 " pipelines x"
                 f" batch_size={self.batch_size}. Use a smaller batch_size or fewer pipelines."
             )
+
+    _unit = "samples"
+    """What the sampler yields."""
+
+    def _count(self) -> int:
+        """The length of the sampler's order."""
+        return len(self._user_sampler)
+
+    @property
+    def _drops_last(self) -> bool:
+        """Whether an evaluation leaves a trailing incomplete batch out."""
+        return drops_last(self.dataloader)
 
     @property
     def unused_samples(self) -> int:
@@ -126,9 +142,7 @@ class MicrobatchLoader(StepLoader):
     def _handle(self, index: int) -> StepHandle:
         seen = getattr(self.batch_sampler, "seen_batch_indices", None)
         if seen is not None:
-            first = index * self.global_batch_size
-            order = self._order(self._epoch)
-            seen.append([int(i) for i in order[first : first + self.global_batch_size]])
+            seen.append([index for _, index in self._addresses(self._epoch, index)])
         return StepHandle(self, self._epoch, index)
 
     # ------------------------------------------------------------------ what the executor sees
@@ -141,52 +155,51 @@ class MicrobatchLoader(StepLoader):
 
     def read_ahead(self, handle: StepHandle) -> None:
         """Reads this worker's own micro-batches of the step after ``handle``."""
-        if handle.index + 1 < self._num_steps:
+        if (handle.index + 1) % self._num_steps:
             self._read_own(StepHandle(self, handle.epoch, handle.index + 1))
 
     def _read_own(self, handle: StepHandle) -> None:
-        if self._prefetch and self._dataloader.num_workers == 0:
+        if self._prefetch and self.dataloader.num_workers == 0:
             own = (Microbatch(self._pipeline, m) for m in range(self.grid.microbatches))
             keys = [(handle.epoch, handle.index, microbatch) for microbatch in own]
-            if any(key not in self._fetched and self._positions(*key[1:]) for key in keys):
+            if any(key not in self._fetched and self._positions(*key) for key in keys):
                 self._read(keys)
 
-    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        """Returns the collated micro-batch, the same each time, as a redone step needs it.
-
-        The caller owns the result, and layers may change it in place: it is read again for each call.
-        """
+    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         key = (handle.epoch, handle.index, microbatch)
         if key not in self._fetched:
-            own = self._prefetch and microbatch.pipeline == self._pipeline and self._dataloader.num_workers > 0
+            own = self._prefetch and microbatch.pipeline == self._pipeline and self.dataloader.num_workers > 0
             if not own or not self._take_prefetched(key):
                 self._read([key])
-        return self._prepared(self._fetched.pop(key), handle, global_index(self.grid, microbatch))
+        return self._fetched.pop(key)  # it is read again for each call: the caller owns it
 
-    def read_batch(self, handle: StepHandle) -> Any:
-        """The whole global batch of ``handle``, collated as one."""
-        first = handle.index * self.global_batch_size
-        order = self._order(handle.epoch)
-        addresses = [(handle.epoch, int(order[first + i])) for i in range(self.samples_in(handle))]
+    def collated_whole(self, handle: StepHandle) -> Any:
+        addresses = self._addresses(handle.epoch, handle.index)
         with seeded_everything() as reseed:
-            data = self._collate.collect(self._addressed.read(addresses, reseed), reseed)
-        return self._prepared(data, handle, -1)
+            return self._collate.collect(self._addressed.read(addresses, reseed), reseed)
 
     def samples_in(self, handle: StepHandle) -> int:
         return self._size(handle.index)
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
-        """The samples of a micro-batch, as (epoch, dataset index)."""
-        order = self._order(epoch)
-        return [(epoch, int(order[position])) for position in self._positions(step, microbatch)]
+        """The samples of a micro-batch, as (number of the round, dataset index)."""
+        number, order = self._round(epoch, step)
+        return [(number, int(order[position])) for position in self._positions(epoch, step, microbatch)]
 
-    def _positions(self, step: int, microbatch: Microbatch) -> range:
+    def _addresses(self, epoch: int, step: int) -> list[tuple[int, int]]:
+        """The samples of a global batch, as :meth:`addresses`."""
+        number, order = self._round(epoch, step)
+        first = step % self._num_steps * self.global_batch_size
+        return [(number, int(index)) for index in order[first : first + self._size(step)]]
+
+    def _positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
         """The places of a micro-batch's samples in the sampler's order."""
-        share, first = self._share(microbatch, self._size(step)), step * self.global_batch_size
+        first = step % self._num_steps * self.global_batch_size
+        share = self._share(microbatch, self._size(step))
         return range(first + share.start, first + share.stop, share.step)
 
     def _size(self, step: int) -> int:
-        first = step * self.global_batch_size
+        first = step % self._num_steps * self.global_batch_size
         return min(first + self.global_batch_size, self._num_samples) - first
 
     @property
@@ -207,20 +220,29 @@ class MicrobatchLoader(StepLoader):
         """Reads micro-batches in this process; together, because saving the generators' state dominates."""
         with seeded_everything() as reseed:
             for key in keys:
-                if key not in self._fetched and self._positions(*key[1:]):
+                if key not in self._fetched and self._positions(*key):
                     samples = self._addressed.read(self.addresses(*key), reseed)
                     self._fetched[key] = self._collate.collect(samples, reseed)
 
-    def _order(self, epoch: int) -> Sequence[int]:
-        """The sampler's order in ``epoch``, the same on every worker and for every grid."""
-        if epoch not in self._orders:
+    def _round(self, epoch: int, step: int) -> tuple[int, Sequence[Any]]:
+        """The number of the round that ``step`` belongs to, by which its randomness is drawn, and the sampler's order
+        in it, the same on every worker and for every grid. The first round of an epoch has the number of the epoch.
+        """
+        rounds = step // self._num_steps
+        number = derive_seed(epoch, rounds) if rounds else epoch
+        return number, self._order(epoch, number)
+
+    def _order(self, epoch: int, number: int) -> Sequence[Any]:
+        """What the sampler yields in the round ``number``, of ``epoch``."""
+        if number not in self._orders:
             sampler = self._user_sampler
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
+                if drawn is not None and hasattr(drawn, "set_epoch"):
+                    drawn.set_epoch(epoch)
             with seeded_everything() as reseed:
-                reseed(derive_seed(self._seed, epoch))
+                reseed(derive_seed(self._seed, number))
                 if isinstance(sampler, SequentialSampler):
-                    order: Sequence[int] = range(len(sampler))
+                    order: Sequence[Any] = range(len(sampler))
                 elif (
                     type(sampler) is RandomSampler
                     and not sampler.replacement
@@ -229,13 +251,13 @@ class MicrobatchLoader(StepLoader):
                     order = torch.randperm(len(self.dataset)).tolist()
                 else:
                     order = list(sampler)
-            self._orders = {epoch: order}
-        return self._orders[epoch]
+            self._orders = {number: order}
+        return self._orders[number]
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
         """Moves prefetched data up to ``key`` into the cache; False if ``key`` precedes it."""
         epoch, step, _ = key
-        if self._prefetched_to is None or self._prefetched_to[0] < epoch:
+        if self._prefetched_to is None or self._prefetched_to[0] < epoch or step >= self._prefetched_end:
             self._start_prefetching(epoch, step)
         assert self._prefetcher is not None
         if self._prefetched_to is not None and key <= self._prefetched_to:
@@ -249,9 +271,10 @@ class MicrobatchLoader(StepLoader):
 
     def _start_prefetching(self, epoch: int, first_step: int) -> None:
         own = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
-        steps = range(first_step, self._num_steps)
-        keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(step, mb)]
-        user = self._dataloader
+        self._prefetched_end = (first_step // self._num_steps + 1) * self._num_steps
+        steps = range(first_step, self._prefetched_end)
+        keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(epoch, step, mb)]
+        user = self.dataloader
         loader = DataLoader(
             self._addressed,
             batch_sampler=_Batches(self, keys),

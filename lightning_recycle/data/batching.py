@@ -9,9 +9,11 @@ IterableDataset that can be indexed), or it is a *stream* that can be rewound: i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,7 +28,19 @@ from torch.utils.data import (
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
-__all__ = ["AllReplicas", "batching_of", "check_dataloader", "drops_last", "is_stateful", "is_stream"]
+__all__ = [
+    "AllReplicas",
+    "batch_size_of",
+    "batching_of",
+    "check_combination",
+    "check_dataloader",
+    "drops_last",
+    "is_sequence",
+    "is_stateful",
+    "is_stream",
+    "samples_in",
+    "yields_batches",
+]
 
 
 def is_stateful(thing: Any) -> bool:
@@ -40,6 +54,15 @@ def is_stream(dataloader: Any) -> bool:
     return isinstance(dataset, IterableDataset) and not (
         type(dataset).__getitem__ is not Dataset.__getitem__ and hasattr(type(dataset), "__len__")
     )
+
+
+def yields_batches(loader: Any) -> bool:
+    """Whether ``loader`` can only be iterated over, and yields what is a batch: anything that is no DataLoader, and one
+    with ``batch_size=None`` over a stream.
+    """
+    if not isinstance(loader, DataLoader):
+        return True
+    return is_stream(loader) and loader.batch_size is None and loader.batch_sampler is None
 
 
 class AllReplicas(Sampler[int]):
@@ -80,7 +103,8 @@ class AllReplicas(Sampler[int]):
 
 
 def batching_of(dataloader: DataLoader[Any], evaluation: bool = False) -> tuple[int | None, Any]:
-    """(batch size, sampler) of a DataLoader; None for one whose batches are not consecutive samples of its sampler.
+    """(batch size, sampler) of a DataLoader. Without a batch size the batches are given: the sampler yields the indices
+    of each, or the index of a sample that is one.
 
     An IterableDataset with indices is read in the order of its indices. The sampler gives the order of all data: in
     place of a DistributedSampler, which knows a share of it, there is one of all its shares.
@@ -94,13 +118,35 @@ def batching_of(dataloader: DataLoader[Any], evaluation: bool = False) -> tuple[
         type(getattr(batch_sampler, "_batch_sampler", batch_sampler)) is BatchSampler
     ):  # as it is, or Lightning's wrapper
         return int(batch_sampler.batch_size), _of_all_data(batch_sampler.sampler, evaluation)  # type: ignore[union-attr]
-    return None, None
+    if batch_sampler is None:
+        return None, _of_all_data(dataloader.sampler, evaluation)
+    return None, getattr(batch_sampler, "_batch_sampler", batch_sampler)
 
 
 def _of_all_data(sampler: Any, evaluation: bool) -> Any:
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         return AllReplicas(sampler, repeats=not evaluation)
     return sampler
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """The number of samples of the batches of anything that a user gives as data, if that can be known before."""
+    if isinstance(loader, DataLoader):
+        return batching_of(loader)[0] if loader.batch_sampler is not None or loader.batch_size is not None else None
+    return samples_in(loader[0]) if is_sequence(loader) and len(loader) else None
+
+
+def is_sequence(loader: Any) -> bool:
+    """Whether any item of ``loader`` can be read at any time, as of a range or a tensor."""
+    return isinstance(loader, (Sequence, Tensor))
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples of a batch as Lightning counts them: the length of the first tensor in it."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            return 1 if leaf.ndim == 0 else len(leaf)
+    return 1
 
 
 def drops_last(dataloader: DataLoader[Any]) -> bool:
@@ -118,34 +164,44 @@ def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
 
     Raises:
         UnsupportedFeatureError: for data that cannot be read a second time, and for user-defined batches.
-        ConfigurationError: if a training batch cannot be split into M micro-batches.
+        ConfigurationError: if a training batch cannot be split into M micro-batches, or it is no data at all.
     """
-    if not isinstance(dataloader, DataLoader):
-        raise UnsupportedFeatureError(
-            f"The data is a {type(dataloader).__name__}; give one torch.utils.data.DataLoader, so that any worker can"
-            " fetch any micro-batch."
+    if not isinstance(dataloader, (Iterable, Tensor)) and not hasattr(dataloader, "__getitem__"):
+        raise ConfigurationError(
+            f"The data is {dataloader!r}, which cannot be iterated over; give a torch.utils.data.DataLoader, or another"
+            " iterable of batches."
         )
+    if yields_batches(dataloader):
+        return
     if is_stream(dataloader):
         _check_stream(dataloader, training=microbatches is not None)
     batch_size, sampler = batching_of(dataloader)
-    if is_integer(getattr(sampler, "num_replicas", None), 2):
+    if is_integer(getattr(sampler, "num_replicas", None), 2) or is_integer(
+        getattr(getattr(sampler, "sampler", None), "num_replicas", None), 2
+    ):
         raise UnsupportedFeatureError(
             f"The DataLoader's {type(sampler).__name__}(num_replicas={sampler.num_replicas}) gives this process a part"
             " of the data; the strategy divides the data itself, and every worker must know its whole order. Use"
             " shuffle=True, torch's DistributedSampler or a class derived from it, or a sampler over the whole dataset."
         )
-    if batch_size is None:
-        raise UnsupportedFeatureError(
-            "The DataLoader has a batch_sampler of its own or no batching; give batch_size (per pipeline) and, if"
-            " you like,"
-            " a sampler."
-        )
-    if microbatches is not None and batch_size % microbatches:
+    if microbatches is not None and batch_size is not None and batch_size % microbatches:
         divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
         raise ConfigurationError(
             f"batch_size={batch_size} (per pipeline) is not divisible by num_microbatches={microbatches}."
             f" Use a batch_size that is a multiple of {microbatches}, or num_microbatches from {divisors}."
         )
+
+
+def check_combination(dataloaders: Sequence[Any]) -> None:
+    """Raises UnsupportedFeatureError if one of several loaders that are read at once is a stream."""
+    for dataloader in dataloaders if len(dataloaders) > 1 else ():
+        if is_stream(dataloader) or (yields_batches(dataloader) and not is_sequence(dataloader)):
+            name = type(getattr(dataloader, "dataset", dataloader)).__name__
+            raise UnsupportedFeatureError(
+                f"{name} only goes forward, and cannot be combined with other DataLoaders, where a step may be the"
+                " first of a further round. Use a DataLoader of a dataset with __getitem__() and __len__(), or let one"
+                " IterableDataset yield what belongs together."
+            )
 
 
 def _check_stream(dataloader: DataLoader[Any], training: bool) -> None:
@@ -162,11 +218,6 @@ def _check_stream(dataloader: DataLoader[Any], training: bool) -> None:
             " second time. Give it (or the iterator that it returns) state_dict() and load_state_dict(), so that it"
             " can continue at the next sample; or, if reading it again gives the same samples, use torchdata's"
             " StatefulDataLoader; or give it __getitem__() and __len__()."
-        )
-    if dataloader.batch_size is None:
-        raise UnsupportedFeatureError(
-            f"The DataLoader has batch_size=None, so {name} makes its own batches, which cannot be split into"
-            " micro-batches. Let it yield single samples, and give batch_size (per pipeline)."
         )
     if training and dataloader.persistent_workers and is_stateful(dataset):
         raise UnsupportedFeatureError(

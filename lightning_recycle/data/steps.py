@@ -1,12 +1,13 @@
 """The steps of an epoch: what Lightning's loops see of them, and the interface of every source of their data.
 
-A step takes a *global batch*: ``batch_size`` samples of each pipeline, times the batches that one step accumulates.
-Pipeline d gets the samples d, d+D, d+2D, ... of it, as with a DistributedSampler, and micro-batch m of that pipeline
-every M-th of those. So the composition of the global micro-batch g = m * D + d depends only on D * M: with the same
-number of micro-batches, every grid computes the same sums and draws the same dropout.
+A step takes a *global batch*: ``batch_size`` samples of each pipeline. Pipeline d gets the samples d, d+D, d+2D, ... of
+it, as with a DistributedSampler, and micro-batch m of that pipeline every M-th of those. So the composition of the
+global micro-batch g = m * D + d depends only on D * M: with the same number of micro-batches, every grid computes the
+same sums and draws the same dropout.
 
 :class:`~lightning_recycle.data.addressed.MicrobatchLoader` is the source for data with addresses,
-:class:`~lightning_recycle.data.streams.StreamLoader` for streams.
+:class:`~lightning_recycle.data.streams.StreamLoader` for streams. What Lightning combines of several
+DataLoaders becomes one source in :mod:`~lightning_recycle.data.combined`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+from typing_extensions import override
+
 from lightning_recycle.data.batching import batching_of, check_dataloader
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
-__all__ = ["AddressedSample", "Collate", "StepHandle", "StepLoader"]
+__all__ = ["AddressedSample", "Collate", "SampleLoader", "StepHandle", "StepLoader", "StepSource"]
 
 
 AddressedSample: TypeAlias = tuple[tuple[int, int], Any]
@@ -39,7 +42,7 @@ class StepHandle:
         index: index of the step within the epoch.
     """
 
-    def __init__(self, loader: StepLoader, epoch: int, index: int) -> None:
+    def __init__(self, loader: StepSource, epoch: int, index: int) -> None:
         self.loader, self.epoch, self.index = loader, epoch, index
         self._data: tuple[Any] | None = None
 
@@ -83,61 +86,102 @@ class Collate:
             return self.collect(addressed, reseed)
 
 
-class StepLoader(ABC):
-    """The steps of an epoch, and the data of their micro-batches.
-
-    Iterating yields a :class:`StepHandle` per step; Lightning counts with those. :meth:`fetch` gets the data.
+class StepSource(ABC):
+    """What the executor sees of the data of a step.
 
     Args:
-        dataloader: the user's DataLoader; its ``batch_size`` is per pipeline.
         grid: the grid, for D, S and M.
         seed: seed of the run.
-        batch_pipelines: number of pipelines for which ``batch_size`` was chosen, if not the grid's: the global batch
-            stays the same when training continues with fewer pipelines.
-        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
-            as even as possible; some may be empty.
-        batches_per_step: number of DataLoader batches that each pipeline takes per step (gradient accumulation).
+        evaluation: whether a step may be smaller than others, so that some of its micro-batches are empty.
 
     Attributes:
-        first_step: first step of the next iteration; not 0 when training resumes in the middle of an epoch.
-        end_step: the step before which the loop ends the epoch, at the latest.
-        prepare: called with a collated batch and its seed before anything else sees it; moves it to the device.
-        dataloader_idx: index among several loaders of an evaluation.
-
-    Raises:
-        UnsupportedFeatureError, ConfigurationError: as for :func:`~lightning_recycle.data.batching.check_dataloader`.
+        prepare: called with collated data, its seed and :attr:`dataloader_idx` before anything else sees it; moves it
+            to the device.
+        dataloader_idx: index among several loaders of an evaluation that are read one after another.
     """
 
-    def __init__(
-        self,
-        dataloader: Any,
-        grid: Grid,
-        seed: int,
-        batch_pipelines: int | None = None,
-        evaluation: bool = False,
-        batches_per_step: int = 1,
-    ) -> None:
-        pipelines = batch_pipelines or grid.pipelines
-        check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines // batches_per_step)
-        batch_size = batching_of(dataloader)[0]
-        assert batch_size is not None
-        self.grid = grid
-        self.evaluation = evaluation
-        self.dataset = dataloader.dataset
-        self.batch_size = batch_size
-        self.batches_per_step = batches_per_step
-        self.global_batch_size = batch_size * pipelines * batches_per_step
+    prepare: Callable[[Any, int, int], Any] | None = None
+    dataloader_idx = 0
+
+    def __init__(self, grid: Grid, seed: int, evaluation: bool) -> None:
+        self.grid, self.evaluation = grid, evaluation
+        self._seed = seed
+
+    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        """Returns the collated micro-batch, on the device, the same each time, as a redone step needs it.
+
+        The caller owns the result, and layers may change it in place.
+        """
+        return self._prepared(self.collated(handle, microbatch), handle, global_index(self.grid, microbatch))
+
+    def read_batch(self, handle: StepHandle) -> Any:
+        """The whole global batch of ``handle``, collated as one, on the device."""
+        return self._prepared(self.collated_whole(handle), handle, -1)
+
+    def _prepared(self, data: Any, handle: StepHandle, index: int) -> Any:
+        """``data`` prepared for the caller; ``index`` is that of the global micro-batch, -1 for the whole batch."""
+        if self.prepare is None:
+            return data
+        return self.prepare(data, derive_seed(self._seed, handle.epoch, handle.index, index), self.dataloader_idx)
+
+    @abstractmethod
+    def begin_step(self, handle: StepHandle) -> None:
+        """The step of ``handle`` runs now; the previous one may still be requested."""
+
+    @abstractmethod
+    def read_ahead(self, handle: StepHandle) -> None:
+        """Reads data known to be needed for the step after ``handle``; called when there is time."""
+
+    @abstractmethod
+    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        """The micro-batch of :meth:`fetch`, as the user's collate function made it."""
+
+    @abstractmethod
+    def collated_whole(self, handle: StepHandle) -> Any:
+        """The batch of :meth:`read_batch`, as the user's collate function made it."""
+
+    @abstractmethod
+    def samples_in(self, handle: StepHandle) -> int:
+        """Number of samples of a global batch; in an evaluation it may be smaller than in others."""
+
+    @abstractmethod
+    def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
+        """Number of samples in a micro-batch; may be 0 in evaluation."""
+
+    @property
+    @abstractmethod
+    def can_read_again(self) -> bool:
+        """Whether :meth:`read_again` is possible."""
+
+    @abstractmethod
+    def read_again(self) -> None:
+        """An exception may have ended in its middle whatever reads: reading begins anew, with the same data."""
+
+
+class StepLoader(StepSource):
+    """The steps of an epoch as Lightning sees them, from one of the user's loaders.
+
+    Iterating yields a :class:`StepHandle` per step; Lightning counts with those.
+
+    Args:
+        dataloader: the user's loader.
+        grid, seed, evaluation: as :class:`StepSource`.
+
+    Attributes:
+        only_forward: whether a step is found only by reading those before it.
+        first_step: first step of the next iteration; not 0 when training resumes in the middle of an epoch.
+        end_step: the step before which the loop ends the epoch, at the latest.
+    """
+
+    only_forward = False
+
+    def __init__(self, dataloader: Any, grid: Grid, seed: int, evaluation: bool) -> None:
+        super().__init__(grid, seed, evaluation)
+        self.dataloader = dataloader
         self.first_step = 0
         self.end_step: float = math.inf
         self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
-        self.prepare: Callable[[Any, int], Any] | None = None
-        self.dataloader_idx = 0
-        self._dataloader = dataloader
-        self._seed = seed
         self._epoch = 0
-        self._collate = Collate(dataloader.collate_fn, seed)
-
-    # ------------------------------------------------------------------ what Lightning sees
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -150,54 +194,45 @@ class StepLoader(ABC):
     def __iter__(self) -> Iterator[StepHandle]:
         """The steps of an epoch, starting with :attr:`first_step`."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Ends reading processes. The newest step can still be fetched, since others may have to redo it."""
+
+
+class SampleLoader(StepLoader):
+    """The steps of a DataLoader, whose samples are divided among the micro-batches.
+
+    Args:
+        dataloader: the user's DataLoader; its ``batch_size`` is per pipeline.
+        grid, seed: as :class:`StepSource`.
+        batch_pipelines: number of pipelines for which ``batch_size`` was chosen, if not the grid's: the global batch
+            stays the same when training continues with fewer pipelines.
+        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
+            as even as possible; some may be empty.
+
+    Raises:
+        UnsupportedFeatureError, ConfigurationError: as for :func:`~lightning_recycle.data.batching.check_dataloader`.
+    """
+
+    def __init__(
+        self, dataloader: Any, grid: Grid, seed: int, batch_pipelines: int | None = None, evaluation: bool = False
+    ) -> None:
+        super().__init__(dataloader, grid, seed, evaluation)
+        pipelines = batch_pipelines or grid.pipelines
+        check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines)
+        self.dataset = dataloader.dataset
+        self.batch_size = batching_of(dataloader)[0] or 1  # a batch that is given counts as one sample
+        self.global_batch_size = self.batch_size * pipelines
+        self._collate = Collate(dataloader.collate_fn, seed)
+
     @property
     def unused_samples(self) -> int:
         """Number of samples of an epoch that belong to no step, as far as that is known in advance."""
         return 0
 
-    # ------------------------------------------------------------------ what the executor sees
-
-    @abstractmethod
-    def begin_step(self, handle: StepHandle) -> None:
-        """The step of ``handle`` runs now; the previous one may still be requested."""
-
-    @abstractmethod
-    def read_ahead(self, handle: StepHandle) -> None:
-        """Reads data known to be needed for the step after ``handle``; called when there is time."""
-
-    @abstractmethod
-    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        """Returns the collated micro-batch, the same each time, as a redone step needs it.
-
-        The caller owns the result, and layers may change it in place.
-        """
-
-    @abstractmethod
-    def read_batch(self, handle: StepHandle) -> Any:
-        """The whole global batch of ``handle``, collated as one."""
-
-    @abstractmethod
-    def samples_in(self, handle: StepHandle) -> int:
-        """Number of samples of a global batch; in an evaluation it may be smaller than :attr:`global_batch_size`."""
-
-    @property
-    @abstractmethod
-    def can_read_again(self) -> bool:
-        """Whether :meth:`read_again` is possible."""
-
-    @abstractmethod
-    def read_again(self) -> None:
-        """An exception may have ended in its middle whatever reads: reading begins anew, with the same data."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends reading processes. The newest step can still be fetched, since others may have to redo it."""
-
+    @override
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
-        """Number of samples in a micro-batch; may be 0 in evaluation."""
         return len(self._share(microbatch, self.samples_in(handle)))
-
-    # ------------------------------------------------------------------ inside
 
     def _share(self, microbatch: Microbatch, size: int) -> range:
         """The places of a micro-batch's samples within a global batch of ``size``."""
@@ -205,9 +240,3 @@ class StepLoader(ABC):
         if self.evaluation:
             return range(size * index // count, size * (index + 1) // count)
         return range(index, size, count)
-
-    def _prepared(self, data: Any, handle: StepHandle, index: int) -> Any:
-        """``data`` prepared for the caller; ``index`` is that of the global micro-batch, -1 for the whole batch."""
-        if self.prepare is None:
-            return data
-        return self.prepare(data, derive_seed(self._seed, handle.epoch, handle.index, index))

@@ -21,10 +21,10 @@ from torch.utils.data import default_collate
 
 from lightning_recycle.data.batching import drops_last, is_stateful
 from lightning_recycle.data.huggingface_streams import is_huggingface
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.steps import SampleLoader, StepHandle
 from lightning_recycle.data.stream_reader import StreamReader
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import seeded_everything
 
 __all__ = ["StreamLoader"]
@@ -40,7 +40,7 @@ class _Step:
     start: dict[str, Any]
 
 
-class StreamLoader(StepLoader):
+class StreamLoader(SampleLoader):
     """The steps of an epoch of a stream.
 
     Its state is a place in the stream, the same on every worker and for every grid: ``reader`` is the reader's state at
@@ -49,7 +49,7 @@ class StreamLoader(StepLoader):
     start of a pass, when a generator has not yet run any of its code.
 
     Args:
-        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.StepLoader`.
+        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.SampleLoader`.
 
     Raises:
         UnsupportedFeatureError: for a stream that cannot be rewound.
@@ -57,12 +57,13 @@ class StreamLoader(StepLoader):
             not yield a single global batch.
     """
 
+    only_forward = True
+
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
         super().__init__(dataloader, grid, seed, **options)
         self.batch_sampler = None
         self._drops_last = not self.evaluation or drops_last(dataloader)
-        self._batch_samples = self.global_batch_size // self.batches_per_step
-        self._reader = StreamReader(dataloader, self._batch_samples, seed, independent=self.evaluation)
+        self._reader = StreamReader(dataloader, self.global_batch_size, seed, independent=self.evaluation)
         # Whether a pass depends on earlier ones.
         self._goes_on = (
             not self.evaluation
@@ -142,10 +143,10 @@ class StreamLoader(StepLoader):
                 " (devices=1 with strategy='recycle' is also one)."
             )
         parts = len(state["reader"]["parts"]) if state["reader"] else None
-        if parts not in (None, max(1, self._dataloader.num_workers)):
+        if parts not in (None, max(1, self.dataloader.num_workers)):
             raise ConfigurationError(
                 f"The checkpoint was written with {parts} reading processes, and now num_workers="
-                f"{self._dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
+                f"{self.dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
                 f" Resume with num_workers={parts}" + (" or 0." if parts == 1 else ".")
             )
         if is_huggingface(self.dataset):  # a joining worker has not called what sets it
@@ -162,15 +163,14 @@ class StreamLoader(StepLoader):
             self._place = {"epoch": handle.epoch, "step": handle.index, "reader": step.start, "passes": [[]]}
 
     def read_ahead(self, handle: StepHandle) -> None:
-        if self._dataloader.num_workers == 0 and handle.epoch == self._pass and handle.index + 1 < self.end_step:
+        if self.dataloader.num_workers == 0 and handle.epoch == self._pass and handle.index + 1 < self.end_step:
             self._reaches(handle.epoch, handle.index + 1)
 
-    def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        share = self._share(microbatch, self.samples_in(handle))
-        return self._prepared(self._collated(handle, share), handle, global_index(self.grid, microbatch))
+    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        return self._collated(handle, self._share(microbatch, self.samples_in(handle)))
 
-    def read_batch(self, handle: StepHandle) -> Any:
-        return self._prepared(self._collated(handle, range(self.samples_in(handle))), handle, -1)
+    def collated_whole(self, handle: StepHandle) -> Any:
+        return self._collated(handle, range(self.samples_in(handle)))
 
     def samples_in(self, handle: StepHandle) -> int:
         return len(self._step(handle).samples) if self.evaluation else self.global_batch_size
@@ -190,7 +190,7 @@ class StreamLoader(StepLoader):
     def _collated(self, handle: StepHandle, share: range) -> Any:
         samples = self._step(handle).samples
         wanted = [samples[i] for i in share]
-        if self._dataloader.collate_fn is not default_collate:
+        if self.dataloader.collate_fn is not default_collate:
             # It may return the samples themselves, which layers may change in place; a redo needs them as
             # they were.
             wanted = copy.deepcopy(wanted)
@@ -266,12 +266,9 @@ class StreamLoader(StepLoader):
     def _read_step(self) -> bool:
         """Reads the next step of the pass; False if there is none."""
         assert self._pass is not None
-        start, samples = self._reader.state(), []
-        for _ in range(self.batches_per_step):
-            batch = self._read_batch()
-            if batch is None:
-                return False
-            samples += batch
+        start, samples = self._reader.state(), self._read_batch()
+        if samples is None:
+            return False
         self._steps[self._pass, self._next] = _Step(samples, start)
         self._next += 1
         if len(self._steps) > _KEPT_STEPS:
@@ -281,6 +278,6 @@ class StreamLoader(StepLoader):
     def _read_batch(self) -> list[Any] | None:
         """The next batch; an incomplete one only in an evaluation that keeps them."""
         while (batch := self._reader.read()) is not None:
-            if len(batch) == self._batch_samples or (batch and not self._drops_last):
+            if len(batch) == self.global_batch_size or (batch and not self._drops_last):
                 return batch
         return None

@@ -26,7 +26,7 @@ LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop
 """The loops of a Trainer that have DataLoaders, by path."""
 
 _ATTRIBUTES = {  # of the Trainer's parts, by path: what a run changes, and is in no state dict
-    "": ("state", "should_stop", "val_check_batch"),
+    "": ("state", "should_stop", "val_check_batch", "accumulate_grad_batches"),
     "_checkpoint_connector": ("_ckpt_path",),
     "_logger_connector": ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics"),
     "fit_loop": ("min_epochs", "max_epochs", "max_batches", "_last_train_dl_reload_epoch"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,7 +28,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
@@ -38,6 +38,7 @@ from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.control.standalone import address_from, key_from_environment
+from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.delivery import Extras
 from lightning_recycle.launch.describing import describe
@@ -56,7 +57,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.checks import check_loaders, check_trainer, warn_of_lost_compilation
+from lightning_recycle.session.checks import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.lightning_callbacks import show_cursor
@@ -366,13 +367,13 @@ class SupervisorLauncher(_Launcher):
         describe(parts, call)
         check_weight_averaging(trainer, parts)
         loaders = args[1] if len(args) > 1 else None
-        batch_size = loaders.batch_size if isinstance(loaders, DataLoader) else None
+        sizes = [size for loader in loaders_in(loaders) if (size := batch_size_of(loader)) is not None]
+        batch_size = math.gcd(*sizes) if sizes else None
         grid = options.choose_grid(self._strategy.num_devices, batch_size, can_be_cut=parts.can_be_cut)
         check_pruning(trainer, grid.stages)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:
             check_loaders(args[_VAL_LOADERS], None)
-            grid = replace(grid, microbatches=grid.microbatches * trainer.accumulate_grad_batches)
         stages = parts.cut(grid.stages, options.partition, options.layer_seconds)
         warn_of_lost_compilation(module)
         heartbeat = next((c for c in trainer.callbacks if isinstance(c, HeartbeatCallback)), None)  # type: ignore[attr-defined]

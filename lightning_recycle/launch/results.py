@@ -120,10 +120,6 @@ def _restore_trainer(trainer: pl.Trainer, extras: Extras) -> None:
         loop._combined_loader = show_loaders(
             loop._data_source, states, "max_size_cycle" if path == "fit_loop" else "sequential"
         )
-    if trainer.state.fn == TrainerFn.FITTING:
-        for owner, name in ((trainer.fit_loop, "max_batches"), (trainer, "val_check_batch")):
-            if isinstance(steps := getattr(owner, name, None), int):
-                setattr(owner, name, steps * trainer.accumulate_grad_batches)  # workers count in steps
 
 
 def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: Extras) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_recycle.data.combined import as_one_step
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
@@ -78,7 +79,10 @@ class RecordedModule(pl.LightningModule):
 
     @override
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Leaves addresses alone, which is what Lightning's loops hold: the hook is for data."""
+        """Leaves addresses alone, which is what Lightning's loops hold: the hook is for data. Those of several loaders
+        become one.
+        """
+        batch = as_one_step(batch)
         return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
 
 

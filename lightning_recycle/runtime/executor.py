@@ -44,10 +44,11 @@ from lightning_recycle.control.protocol.recovery import (
     part_of,
 )
 from lightning_recycle.control.protocol.state import stage_leads
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.runtime.accumulation import AccumulatedGradients, Share
 from lightning_recycle.runtime.communicator import (
     Channel,
     CommunicationError,
@@ -75,6 +76,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _READING = "reading data"
+_WHOLE_STEP = Share()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
 
@@ -143,6 +145,7 @@ class _Step:
 
     handle: StepHandle
     apply: Callable[[StepResult], None]
+    share: Share
     result: StepResult | None = None
 
 
@@ -165,7 +168,8 @@ class Executor:
         ties: weights that several stages hold; with them all stages commit a step together.
 
     Attributes:
-        version: the number of steps applied to the parameters.
+        version: the number of steps applied to the parameters; with gradient accumulation, of batches.
+        accumulated: the gradients of the batches since the newest step of the optimizer.
         before_operation: called with (step, operation) before each operation.
         after_operation: called with (step, operation) after each operation.
         stretch_operation: called with the seconds that an F, B, W or BW has computed; the time that the call takes
@@ -198,6 +202,7 @@ class Executor:
         self._communicator = communicator
         self._stage = stage
         self._gradients = gradients
+        self.accumulated = AccumulatedGradients(gradients, parameters)
         self._host = host
         self._needs_norm = needs_norm
         self._profiler = profiler
@@ -219,7 +224,7 @@ class Executor:
         self._has_read_ahead = False
         self._place = (0, "")  # the step and the operation to which an exception belongs
         self._is_past = False  # whether it is past the point up to which it can do the same again
-        self._reads_from: StepLoader | None = None
+        self._reads_from: StepSource | None = None
         self._has_own = False  # an exception was judged to be the user's own
         communicator.on_progress = client.progressed
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
@@ -227,15 +232,18 @@ class Executor:
 
     # ------------------------------------------------------------------ a step
 
-    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
+    def run_step(
+        self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share = _WHOLE_STEP
+    ) -> StepResult:
         """Runs step :attr:`version` until this worker has applied it.
 
         Args:
             handle: the step's data.
-            apply: steps the optimizer; called exactly once.
+            apply: called exactly once, with the gradients in place; steps the optimizer if ``share`` ends a step of it.
+            share: what the step is of a step of the optimizer.
         """
         number = self.version
-        step = _Step(handle, apply)
+        step = _Step(handle, apply, share)
         self._steps = {number: step, **{n: s for n, s in self._steps.items() if n == number - 1}}
         self._reads_from = handle.loader
         self._stage.remember_modes()
@@ -355,7 +363,7 @@ class Executor:
     def _squared_norm(self, step: int) -> float:
         if not self._needs_norm:
             return math.nan
-        return self._gradients.squared_norm(step, without=self._ties.not_counted)
+        return self.accumulated.squared_norm(step, self._steps[step].share, without=self._ties.not_counted)
 
     def _commit_and_apply(self) -> None:
         payloads: Mapping[int, CommitPayload] = {}
@@ -370,7 +378,7 @@ class Executor:
         norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
         known = self._client.await_loss(number)
         result = StepResult(known.loss, norm, known.outputs, known.after_step)
-        self._gradients.hand_over(number)
+        self.accumulated.add(number, step.share)
         started = time.perf_counter()
         if self._shadow is not None:
             self._shadow.update()
@@ -638,7 +646,7 @@ class Executor:
             with self._stage.as_in_training(), self._shadow.in_place():
                 self._run_program(step)
         finally:
-            self._gradients.attach(self.version - 1)
+            self.accumulated.attach(self.version - 1)
 
     def _await_verdict(self, error: CommunicationError) -> None:
         """Tells the coordinator that communication broke and waits for its verdict."""

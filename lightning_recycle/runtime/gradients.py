@@ -15,7 +15,7 @@ after the sum over all workers was never written, or is zero wherever it was.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -108,14 +108,17 @@ class GradientBuffers:
 
     def of_parameter(self, parameter: nn.Parameter, step: int) -> Tensor:
         """The gradient of ``parameter`` in ``step``, in its buffer."""
+        return next(view for p, view in self.by_parameter(step) if p is parameter)
+
+    def by_parameter(self, step: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter, with its gradient in ``step``."""
         chosen = self._sets[step % 2]
-        return next(v for p, v in zip(chosen.parameters, chosen.views, strict=True) if p is parameter)
+        return zip(chosen.parameters, chosen.views, strict=True)
 
     def squared_norm(self, step: int, without: Collection[nn.Parameter] = ()) -> float:
         """The sum of squares of all gradients of ``step``, except those of the parameters ``without``."""
         left_out = {id(parameter) for parameter in without}
-        chosen = self._sets[step % 2]
-        views = [v for p, v in zip(chosen.parameters, chosen.views, strict=True) if id(p) not in left_out]
+        views = [view for p, view in self.by_parameter(step) if id(p) not in left_out]
         return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(views))) if views else 0.0
 
 

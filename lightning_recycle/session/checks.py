@@ -10,32 +10,24 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_recycle.data.batching import check_dataloader
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.session.interruption import saves_on_exception
 
 __all__ = [
-    "check_batch",
     "check_loaders",
     "check_optimizers",
     "check_trained",
     "check_trainer",
+    "loaders_in",
     "warn_of_lost_compilation",
 ]
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
-
-_REFUSED_CALLBACKS = {  # class in lightning.pytorch.callbacks -> why, and what to do
-    "GradientAccumulationScheduler": (
-        "the plan has a fixed number of micro-batches per step; use Trainer(accumulate_grad_batches=...)"
-    ),
-}
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -57,34 +49,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
             "strategy='recycle' does not support sync_batchnorm=True: there is no process group to synchronise over,"
             " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
         )
-    for name, reason in _REFUSED_CALLBACKS.items():
-        refused = getattr(pl_callbacks, name, None)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if refused is not None and isinstance(callback, refused):
-                raise UnsupportedFeatureError(
-                    f"strategy='recycle' does not support the callback {type(callback).__name__}: {reason}."
-                )
     if "RECYCLE_COORDINATOR" in os.environ:
         for callback in filter(saves_on_exception, trainer.checkpoint_callbacks):
             raise UnsupportedFeatureError(
                 f"strategy='recycle' does not support {type(callback).__name__} on exceptions in a worker that was"
                 " started by hand or by a cluster manager: only a launching process can tell all workers to save. Use"
                 " ModelCheckpoint(every_n_train_steps=...)."
-            )
-    _check_accumulation(trainer)
-
-
-def _check_accumulation(trainer: pl.Trainer) -> None:
-    """With accumulation the loops count steps of several batches; numbers of batches must make whole steps."""
-    batches = trainer.accumulate_grad_batches
-    if batches == 1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return
-    for name in ("limit_train_batches", "overfit_batches", "val_check_interval"):
-        value = getattr(trainer, name, None)
-        if isinstance(value, int) and value > 0 and value % batches:
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' does not support {name}={value} with accumulate_grad_batches={batches}: a step"
-                f" takes {batches} batches at once. Use a multiple of {batches}."
             )
 
 
@@ -95,32 +65,18 @@ def check_loaders(loaders: Any, microbatches: int | None) -> None:
         loaders: the argument of the Trainer's entry point; None and data modules pass.
         microbatches: M in training, None in evaluation.
     """
+    found = loaders_in(loaders)
+    for loader in found:
+        check_dataloader(loader, microbatches)
+    if microbatches is not None or (isinstance(loaders, CombinedLoader) and loaders._mode != "sequential"):
+        check_combination(found)
+
+
+def loaders_in(loaders: Any) -> list[Any]:
+    """The single loaders of an argument of the Trainer's entry point; none of a data module."""
     if loaders is None or isinstance(loaders, pl.LightningDataModule):
-        return
-    if isinstance(loaders, CombinedLoader):
-        if microbatches is not None or loaders._mode != "sequential":
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' does not support CombinedLoader(mode={loaders._mode!r})"
-                f" {'in training' if microbatches is not None else 'in evaluation'}: a batch comes from one"
-                " DataLoader. Combine the datasets instead (torch.utils.data.ConcatDataset, StackDataset); an"
-                " evaluation takes a list of DataLoaders, one after another."
-            )
-        loaders = loaders.flattened
-    if microbatches is None and isinstance(loaders, (list, tuple, dict)):
-        for loader in tree_leaves(loaders):
-            check_dataloader(loader, None)
-    else:
-        check_dataloader(loaders, microbatches)
-
-
-def check_batch(batch: Any) -> None:
-    """Raises UnsupportedFeatureError if Lightning combined several loaders that one of the user's hooks returned."""
-    if not isinstance(batch, StepHandle):
-        raise UnsupportedFeatureError(
-            f"The batch is a {type(batch).__name__} of the batches of several DataLoaders; strategy='recycle' takes a"
-            " batch from one. Return one DataLoader from train_dataloader(), and from the other hooks one or a list,"
-            " without CombinedLoader."
-        )
+        return []
+    return list(loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders))
 
 
 def check_trained(module: pl.LightningModule, trains: bool) -> None:

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.state import ENDED
 from lightning_recycle.session.collectives import Collectives
 
@@ -48,22 +47,22 @@ class SaveAndEnd(Callback):
     Args:
         save_on_signal: the option of the strategy.
         collectives: this worker's collectives.
-        after_step: what all do after the step that ends.
+        ends: whether the run ends after this batch.
     """
 
     def __init__(
         self,
         save_on_signal: bool | str | os.PathLike[str],
         collectives: Collectives,
-        after_step: Callable[[], AfterStep],
+        ends: Callable[[], bool],
     ) -> None:
         self._save_on_signal = save_on_signal
         self._collectives = collectives
-        self._after_step = after_step
+        self._ends = ends
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self._after_step() is not AfterStep.END:
+        if not self._ends():
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if saves_on_exception(callback):
@@ -73,7 +72,7 @@ class SaveAndEnd(Callback):
 
     def end(self, trainer: pl.Trainer) -> None:
         """Ends this worker, with all others, if the run is to end after this step."""
-        if self._after_step() is not AfterStep.END:
+        if not self._ends():
             return
         for logger in trainer.loggers:
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds

@@ -10,11 +10,12 @@ Lightning's hooks around a step keep their order. They all concern the whole glo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -28,14 +29,10 @@ from typing_extensions import override
 from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
+from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.executor import StepResult
-from lightning_recycle.session.checks import check_batch
 
-__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "count_in_steps", "tell_batch_sizes"]
-
-
-_COUNTED_IN_BATCHES = ("limit_train_batches", "val_check_interval", "accumulate_grad_batches")
-"""Attributes of a Trainer; an interval in seconds has no ``val_check_interval``."""
+__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "ends_step", "share_of_batch", "tell_batch_sizes"]
 
 
 class StepRunner(Protocol):
@@ -43,7 +40,9 @@ class StepRunner(Protocol):
 
     def enter_training(self) -> None: ...
 
-    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult: ...
+    def training_loaders(self, loaders: Sequence[StepLoader]) -> None: ...
+
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult: ...
 
     def as_loss(self, value: float) -> torch.Tensor: ...
 
@@ -52,6 +51,17 @@ class StepRunner(Protocol):
     def agree_on_stop(self, place: StopPlace) -> None: ...
 
     def end_step(self) -> None: ...
+
+
+def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> Share:
+    """What the batch that Lightning has just begun is of a step of the optimizer."""
+    batches = trainer.accumulate_grad_batches
+    return Share(batches, begins=batch_idx % batches == 0, ends=ends_step(trainer))
+
+
+def ends_step(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer steps after the batch that Lightning has begun, or has run last."""
+    return not trainer.fit_loop._should_accumulate()
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -66,24 +76,27 @@ class PipelineOptimization(_AutomaticOptimization):
         trainer = self.trainer
         strategy, module = trainer.strategy, trainer.lightning_module
         handle = kwargs["batch"]
-        check_batch(handle)
-        self._on_before_zero_grad(optimizer)
-        if is_overridden("optimizer_zero_grad", module):
-            for parameter in module.parameters():
-                parameter.grad = None  # the previous step's, which other workers may still need, are not to be zeroed
-            call._call_lightning_module_hook(
-                trainer, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer
-            )
-        self.optim_progress.optimizer.zero_grad.increment_completed()
+        share = share_of_batch(trainer, batch_idx)
+        if share.begins:
+            self._on_before_zero_grad(optimizer)
+            if is_overridden("optimizer_zero_grad", module):
+                for parameter in module.parameters():
+                    parameter.grad = None  # the last step's: other workers may still need them, and they are not zeroed
+                arguments = (trainer.current_epoch, batch_idx, optimizer)
+                call._call_lightning_module_hook(trainer, "optimizer_zero_grad", *arguments)
+            self.optim_progress.optimizer.zero_grad.increment_completed()
 
         def apply(result: StepResult) -> None:
-            loss = self.runner.as_loss(result.loss)
+            loss = self.runner.as_loss(result.loss) / share.batches
 
             def backward_is_done() -> torch.Tensor:
                 strategy.precision_plugin.pre_backward(loss, module)
                 strategy.precision_plugin.post_backward(loss, module)
                 return loss
 
+            if not share.ends:
+                backward_is_done()
+                return
             self.optim_progress.optimizer.step.increment_ready()
             arguments = (trainer.current_epoch, batch_idx, strategy._lightning_optimizers[0], backward_is_done)
             call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
@@ -91,16 +104,16 @@ class PipelineOptimization(_AutomaticOptimization):
 
         profiler = trainer.profiler  # type: ignore[attr-defined]
         with profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):
-            result = self.runner.run_step(handle, apply)
+            result = self.runner.run_step(handle, apply, share)
         loss = self.runner.as_loss(result.loss)
         returned = self._log(handle, loss, result)
-        return {"loss": loss, **(returned or {})}
+        return {"loss": loss / share.batches, **(returned or {})}
 
     def _log(self, handle: StepHandle, loss: torch.Tensor, result: StepResult) -> Any:
         """Logs in place of ``training_step``, where Lightning allows it; returns what that returned."""
         results, module = self.trainer._results, self.trainer.lightning_module
         if results is not None:
-            results.batch_size = handle.loader.global_batch_size
+            results.batch_size = handle.num_samples
         previous, module._current_fx_name = module._current_fx_name, "training_step"
         try:
             return self.runner.log_step(handle.index, loss, result.outputs)
@@ -149,15 +162,20 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         fit_loop = self.trainer.fit_loop
         assert fit_loop._combined_loader is not None
         loaders = fit_loop._combined_loader.flattened
+        is_alone = len(loaders) == 1
         for loader in loaders:
             assert isinstance(loader, StepLoader)
-            loader.enter_epoch(first, fit_loop.max_batches)
+            loader.enter_epoch(first if is_alone else 0, fit_loop.max_batches)
         super().on_run_start(data_fetcher)
         self._has_advanced = False
-        # Lightning asks streams for a batch before it knows where training begins.
-        if first or any(isinstance(loader, StreamLoader) for loader in loaders):
+        # Lightning asks data without a length for a batch before it knows where training begins.
+        if first or any(loader.only_forward for loader in loaders):
             iter(data_fetcher)
-            data_fetcher.fetched += first
+            if is_alone:
+                data_fetcher.fetched += first
+            else:  # where each of them is depends on how they are combined; addresses cost nothing
+                for _ in range(first):
+                    next(data_fetcher)
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -225,6 +243,21 @@ class PipelineFitLoop(_FitLoop):
             _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
 
     @override
+    def setup_data(self) -> None:
+        super().setup_data()
+        if self._combined_loader is not None:
+            self.runner.training_loaders(self._combined_loader.flattened)
+
+    @override
+    def on_advance_start(self) -> None:
+        resumes = self.restarted_mid_epoch
+        super().on_advance_start()
+        if resumes:  # the parent does not call this hook again, and the factor is in no checkpoint
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GradientAccumulationScheduler):
+                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+
+    @override
     def _load_combined_loader_states(self) -> None:
         """Also rewinds a stream for a checkpoint from the end of an epoch, where its next pass may go on."""
         if self.is_resuming:
@@ -246,25 +279,6 @@ class PipelineFitLoop(_FitLoop):
         super().on_run_start()
         self._has_started = True
         self.runner.enter_training()
-
-
-def count_in_steps(trainer: pl.Trainer) -> Callable[[], None]:
-    """Makes the loops of this worker count steps of ``accumulate_grad_batches`` batches; returns a function to undo it.
-
-    Gradients are accumulated over the micro-batches of all batches of a step at once, which
-    leaves Lightning nothing to accumulate.
-    """
-    given = {name: getattr(trainer, name) for name in _COUNTED_IN_BATCHES if hasattr(trainer, name)}
-    batches = given["accumulate_grad_batches"]
-    for name, value in given.items():
-        if isinstance(value, int) and value > 0:
-            setattr(trainer, name, max(1, value // batches))
-
-    def undo() -> None:
-        for name, value in given.items():
-            setattr(trainer, name, value)
-
-    return undo
 
 
 def tell_batch_sizes(trainer: pl.Trainer) -> None:

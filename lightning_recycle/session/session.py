@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,8 +29,10 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
 from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
-from lightning_recycle.data.batching import is_stream
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.batching import batching_of, is_stream, yields_batches
+from lightning_recycle.data.given import GivenBatchLoader
+from lightning_recycle.data.iterables import BatchIterableLoader
+from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import global_seed
@@ -37,6 +40,7 @@ from lightning_recycle.model.parts import ModelParts, parts_of
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.model.tying import ties_between_stages
 from lightning_recycle.randomness import layer_randomness, seeded_everything
+from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor, StepResult
 from lightning_recycle.runtime.gradients import GradientBuffers
@@ -45,7 +49,7 @@ from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.checks import check_batch, check_optimizers, check_trained
+from lightning_recycle.session.checks import check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -59,7 +63,7 @@ from lightning_recycle.session.lightning_callbacks import (
     show_whole_run,
 )
 from lightning_recycle.session.loggers import LogRelay, keep_files
-from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
+from lightning_recycle.session.loops import PipelineFitLoop, ends_step, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.pruning import Pruning
@@ -115,7 +119,6 @@ class Session:
         self._suspicion = suspicion_of(options.machine_errors)
         self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._loaders: list[StepLoader] = []
-        self._count_in_batches: Callable[[], None] = lambda: None
         self._gradient_norm = 0.0
         self._joined_with: WorkerSnapshot | None = None
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
@@ -129,7 +132,6 @@ class Session:
 
     def leave(self) -> None:
         """The run is over, but this process goes on as the launching process of the next one."""
-        self._count_in_batches()
         complete_norms(None)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
@@ -217,7 +219,7 @@ class Session:
     def _save_when_ending(self) -> None:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
-        self._ending = SaveAndEnd(self.options.save_on_signal, self.collectives, lambda: self._after_step)
+        self._ending = SaveAndEnd(self.options.save_on_signal, self.collectives, self._ends_after_batch)
         callbacks.append(self._ending)
 
     def _build_model(self) -> None:
@@ -235,8 +237,6 @@ class Session:
         strategy.model_to_device()
         self.parts.check_parameters(self.worker.stage, self.grid.stages)
         if self._fitting:
-            self._batches_per_step = trainer.accumulate_grad_batches
-            self._count_in_batches = count_in_steps(trainer)
             with empty_optimizers():
                 strategy.setup_optimizers(trainer)
         strategy.setup_precision_plugin()
@@ -297,30 +297,37 @@ class Session:
 
     # ------------------------------------------------------------------ data
 
-    def process_dataloader(self, dataloader: object) -> StepLoader:
+    def process_dataloader(self, dataloader: Any) -> StepLoader:
         """A source of steps that reads what ``dataloader`` would read."""
-        training = self.trainer.training
-        if training:  # if the Trainer reloads, what the old one has read ahead is not needed
-            for old in [loader for loader in self._loaders if not loader.evaluation]:
-                old.close()
-                self._loaders.remove(old)
-        grid, worker, seed = self.grid, self.worker, self._seed
-        batches = self._batches_per_step if training else 1
-        steps = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training, "batches_per_step": batches}
+        if isinstance(dataloader, StepLoader):  # in the user's CombinedLoader, where Lightning has put it
+            dataloader = dataloader.dataloader
+        training, grid, worker, seed = self.trainer.training, self.grid, self.worker, self._seed
+        steps: dict[str, Any] = {"batch_pipelines": self.run.batch_pipelines, "evaluation": not training}
         loader: StepLoader
-        if is_stream(dataloader):
+        if yields_batches(dataloader):
+            loader = BatchIterableLoader(dataloader, grid, seed, **steps)
+            if training and grid.num_workers > 1:
+                rank_zero_warn(
+                    f"{type(dataloader).__name__} yields batches, so there are no samples to divide: every worker"
+                    " iterates over it, which must give the same batches each time, and each of the"
+                    f" {self.run.batch_pipelines} pipelines trains on all of them, as under DDP. Use a"
+                    " DataLoader over samples to share the work."
+                )
+        elif is_stream(dataloader):
             loader = StreamLoader(dataloader, grid, seed, **steps)
         else:
+            kind = MicrobatchLoader if batching_of(dataloader)[0] is not None else GivenBatchLoader
             reads = worker.stage in (0, grid.stages - 1)
-            loader = MicrobatchLoader(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
-        loader.prepare = partial(self._on_device, loader)
-        if training and loader.unused_samples >= loader.global_batch_size / loader.batches_per_step:
-            rank_zero_warn(
-                f"The last {loader.unused_samples} samples of each epoch are left out: they do not fill a step of"
-                f" {loader.global_batch_size} samples (accumulate_grad_batches={loader.batches_per_step})."
-            )
+            loader = kind(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
+        loader.prepare = self._on_device
         self._loaders.append(loader)
         return loader
+
+    def training_loaders(self, loaders: Sequence[StepLoader]) -> None:
+        """These are the loaders of the training from now on: what others have read ahead is not needed."""
+        for old in [loader for loader in self._loaders if not loader.evaluation and loader not in loaders]:
+            old.close()
+            self._loaders.remove(old)
 
     def close_loaders(self) -> None:
         for loader in self._loaders:
@@ -328,28 +335,30 @@ class Session:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step."""
-        (loader,) = (loader for loader in self._loaders if not loader.evaluation)
-        return loader.global_batch_size
+        """Samples per step, of the first loader if there are several; 0 if no loader says how many."""
+        training = (loader for loader in self._loaders if not loader.evaluation)
+        return next((loader.global_batch_size for loader in training if isinstance(loader, SampleLoader)), 0)
 
-    def _on_device(self, loader: StepLoader, data: Any, seed: int) -> Any:
+    def _on_device(self, data: Any, seed: int, dataloader_idx: int) -> Any:
         """Converts and moves a collated batch with the user's hooks; what they draw depends on the data's address."""
         data = self.trainer.strategy.precision_plugin.convert_input(data)
         if not self._transfers:
             return data
-        device = self.trainer.strategy.root_device
+        device, module = self.trainer.strategy.root_device, self.module
         with seeded_everything() as reseed, layer_randomness(device) as generator:
             reseed(seed)
             generator.manual_seed(seed)
-            data = self.module._on_before_batch_transfer(data, loader.dataloader_idx)
-            return self.module._apply_batch_transfer_handler(data, device, loader.dataloader_idx)
+            data = pl.LightningModule._on_before_batch_transfer(module, data, dataloader_idx)
+            return module._apply_batch_transfer_handler(data, device, dataloader_idx)
 
     # ------------------------------------------------------------------ training
 
     def enter_training(self) -> None:
         """Before the first epoch: a worker that joins a running training waits until it is let in."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
-        client, restored = self.client, self.checkpoints.restored_steps or self.trainer.global_step
+        client, begun = self.client, self.trainer.fit_loop.epoch_loop.batch_progress.total
+        assert isinstance(begun, _ProcessedTracker)
+        restored = begun.started or self.checkpoints.restored_steps
         if threading.current_thread() is threading.main_thread():
             # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
             signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
@@ -359,9 +368,10 @@ class Session:
             self.executor.version = restored
             client.send(Restored(self.place.rank, restored))
 
-    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None]) -> StepResult:
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         if self._joined_with is not None:  # its donor waited here, after the same hooks
             restore_snapshot(self.trainer, self.averages, self._joined_with)
+            self.executor.accumulated.load_state(self._joined_with.accumulated)
             self._recorder.collected.load_state(self._joined_with.collected)
             self._joined_with, self.client.member.joining = None, False
 
@@ -371,7 +381,7 @@ class Session:
                 apply(result)
 
         with self.module.logging_allowed(False):
-            result = self.executor.run_step(handle, apply_with_hooks)
+            result = self.executor.run_step(handle, apply_with_hooks, share)
         self._after_step = result.after_step
         return result
 
@@ -381,6 +391,12 @@ class Session:
     def end_step(self) -> None:
         """The step is logged; a run that was told to end ends here."""
         self._ending.end(self.trainer)
+
+    def _ends_after_batch(self) -> bool:
+        """Whether the run was told to end. Not between batches whose gradients one step takes together, since no
+        checkpoint holds what they have added up to.
+        """
+        return self._after_step is AfterStep.END and ends_step(self.trainer)
 
     def as_loss(self, value: float) -> Tensor:
         """The step's mean loss as Lightning sees it on one device: a scalar of the dtype that the model computes in."""
@@ -411,8 +427,7 @@ class Session:
             kind: "validation", "test" or "predict".
             step: (batch, its index, and the DataLoader's index if there are several).
         """
-        handle = step[0]
-        check_batch(handle)
+        handle: StepHandle = step[0]
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])
@@ -481,6 +496,7 @@ class Session:
             self.averages,
             self.client.member.next_collective,
             self._recorder.collected.state(),
+            self.executor.accumulated.state(),
             self.stop_requests.agreed,
         )
 

@@ -33,7 +33,7 @@ from torchmetrics import Metric
 from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.finetuning import load_trained, trained
-from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop
+from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, share_of_batch
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.weight_averages import WeightAverages
@@ -43,6 +43,7 @@ __all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snap
 _VALIDATION = "fit_loop.epoch_loop.val_loop"
 _RESULTS = ("fit_loop.epoch_loop", _VALIDATION)
 _ATTRIBUTES = {  # of the Trainer's parts, by path: what decides, but is in no state dict
+    "": ("accumulate_grad_batches",),
     "_logger_connector": (
         "_progress_bar_metrics",
         "_logged_metrics",
@@ -97,6 +98,7 @@ class WorkerSnapshot:
         next_collective: the number of the next control collective.
         collected: the attributes of the module in which hooks collect.
         generators: the states of the generators from which hooks draw.
+        accumulated: the gradients of the batches since the newest step of the optimizer.
     """
 
     module: dict[str, Any]
@@ -118,6 +120,7 @@ class WorkerSnapshot:
     next_collective: int
     collected: dict[str, Any]
     generators: tuple[Any, ...]
+    accumulated: dict[int, Any]
 
 
 def take_snapshot(
@@ -125,6 +128,7 @@ def take_snapshot(
     averages: WeightAverages,
     next_collective: int,
     collected: dict[str, Any],
+    accumulated: dict[int, Any],
     stop_agreed: bool = False,
 ) -> WorkerSnapshot:
     """The state of this worker, at the beginning of a step; tensors are not copied."""
@@ -139,7 +143,7 @@ def take_snapshot(
         precision=trainer.precision_plugin.state_dict(),
         loops=trainer.fit_loop.state_dict(),
         results=tuple(_logged(attrgetter(path)(trainer)._results) for path in _RESULTS),
-        attributes={path: _attributes(attrgetter(path)(trainer), names) for path, names in _ATTRIBUTES.items()},
+        attributes={path: _attributes(_at(trainer, path), names) for path, names in _ATTRIBUTES.items()},
         callbacks=call._call_callbacks_state_dict(trainer),
         checkpoints=[_attributes(c, _OF_CHECKPOINTS) for c in _model_checkpoints(trainer)],
         averages=averages.state(),
@@ -150,6 +154,7 @@ def take_snapshot(
         next_collective=next_collective,
         collected=collected,
         generators=generator_states(),
+        accumulated=accumulated,
     )
 
 
@@ -170,11 +175,12 @@ def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: W
     for counts in (batches.total, batches.current):
         assert isinstance(counts, _ProcessedTracker)
         counts.ready = counts.started = counts.processed = counts.completed
-    for zeroed in (
-        epoch.automatic_optimization.optim_progress.optimizer.zero_grad.total,
-        epoch.automatic_optimization.optim_progress.optimizer.zero_grad.current,
-    ):
-        zeroed.ready = zeroed.completed = max(0, zeroed.completed - 1)
+    if share_of_batch(trainer, batches.current.ready).begins:  # its gradients are zeroed here once more
+        for zeroed in (
+            epoch.automatic_optimization.optim_progress.optimizer.zero_grad.total,
+            epoch.automatic_optimization.optim_progress.optimizer.zero_grad.current,
+        ):
+            zeroed.ready = zeroed.completed = max(0, zeroed.completed - 1)
     batches.is_last_batch = False
     connector = trainer._logger_connector
     connector._first_loop_iter = None if connector._first_loop_iter else False
@@ -206,7 +212,7 @@ def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: Wo
         results.clear()
         results.update({one.key: _result_metric(trainer, one) for one in logged})
     for path, attributes in snapshot.attributes.items():
-        _set_attributes(attrgetter(path)(trainer), attributes)
+        _set_attributes(_at(trainer, path), attributes)
     call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(snapshot.callbacks)})
     for callback, attributes in zip(_model_checkpoints(trainer), snapshot.checkpoints, strict=True):
         _set_attributes(callback, attributes)
@@ -235,6 +241,10 @@ def _read_loaders(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _at(trainer: pl.Trainer, path: str) -> Any:
+    return attrgetter(path)(trainer) if path else trainer
 
 
 def _attributes(owner: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
-    SequentialSampler,
 )
 
 from lightning_recycle.data.addressed import MicrobatchLoader
@@ -321,13 +320,7 @@ class Stream(IterableDataset[int]):
             UnsupportedFeatureError,
             "Stream is an IterableDataset without state.*state_dict.*StatefulDataLoader",
         ),
-        (
-            lambda: DataLoader(Numbers(8), batch_sampler=OwnBatches(SequentialSampler(range(8)), 4, True)),
-            UnsupportedFeatureError,
-            "batch_sampler.*batch_size",
-        ),
-        (lambda: DataLoader(Numbers(8), batch_size=None), UnsupportedFeatureError, "batch_size"),
-        (lambda: [1, 2, 3], UnsupportedFeatureError, "a list; give one .*DataLoader"),
+        (lambda: 3, ConfigurationError, "data is 3, which cannot be iterated over; give a .*DataLoader"),
         (
             lambda: DataLoader(Numbers(99), batch_size=6),
             ConfigurationError,
@@ -335,7 +328,7 @@ class Stream(IterableDataset[int]):
         ),
         (lambda: DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
     ],
-    ids=["iterable", "batch sampler", "no batching", "no DataLoader", "indivisible", "too small"],
+    ids=["iterable", "no data", "indivisible", "too small"],
 )
 def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(
     dataloader: Any, error: type[Exception], message: str
@@ -418,20 +411,11 @@ def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has() -> Non
     assert [handle.num_samples for handle in dropping] == [8]
 
 
-def test_several_batches_make_one_step_of_as_many_microbatches_more() -> None:
-    data = DataLoader(Numbers(40), batch_size=4)
-    source = MicrobatchLoader(data, Grid(2, 1, 6), 0, SEED, batches_per_step=3)
-    assert (len(source), source.global_batch_size, source.unused_samples) == (1, 24, 16)
-    alone = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED)
-    together = [alone.fetch(handle, mb) for handle in list(alone)[:3] for mb in alone.grid.all_microbatches()]
-    assert torch.equal(torch.cat(step_data(source, 0, 0)).sort(0).values, torch.cat(together).sort(0).values)
-
-
 def test_prepare_gets_a_seed_that_belongs_to_the_microbatch() -> None:
     seeds: dict[int, list[int]] = {}
     for attempt in range(2):
         source = loader(Numbers(16), Grid(1, 1, 2), 4)
-        source.prepare = lambda data, seed, attempt=attempt: seeds.setdefault(attempt, []).append(seed) or data
+        source.prepare = lambda data, seed, _, attempt=attempt: seeds.setdefault(attempt, []).append(seed) or data
         for step in range(2):
             step_data(source, 0, step)
     assert seeds[0] == seeds[1]

@@ -357,12 +357,6 @@ def test_a_batch_looked_into_too_late_is_an_error_and_in_time_it_is_the_whole() 
         source.fetch(handles[0], Microbatch(0, 0))
 
 
-def test_several_batches_make_one_step() -> None:
-    source = loader(BeginningAnew(), Grid(2, 2, 4), batches_per_step=2)
-    steps = list(epochs(source, 0, 1, None))
-    assert [sorted(torch.cat(parts).tolist()) for _, parts in steps] == [list(range(24)), list(range(24, 48))]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_evaluation_has_the_batches_of_one_device_every_time(num_workers: int, drop_last: bool) -> None:
@@ -461,7 +455,6 @@ def test_an_iterable_dataset_with_indices_is_read_by_them() -> None:
     ("made", "words"),
     [
         (lambda: DataLoader(WithoutState(), batch_size=6), "WithoutState.*state_dict.*StatefulDataLoader.*__getitem__"),
-        (lambda: DataLoader(GoingOn(), batch_size=None), "batch_size=None.*GoingOn.*single samples"),
         (
             lambda: DataLoader(GoingOn(), batch_size=6, num_workers=1, persistent_workers=True),
             "persistent_workers=True.*GoingOn.*num_workers=0",
@@ -472,7 +465,7 @@ def test_an_iterable_dataset_with_indices_is_read_by_them() -> None:
             "IterDataPipe.*IterableDataset",
         ),
     ],
-    ids=["no state", "no batches", "persistent", "indivisible", "data pipe"],
+    ids=["no state", "persistent", "indivisible", "data pipe"],
 )
 def test_streams_that_cannot_be_read_again_are_refused_with_a_remedy(made: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):

@@ -143,7 +143,7 @@ def test_missing_checkpoints_are_refused() -> None:
     ("loader", "words"),
     [
         (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "without state", "state_dict()", "StatefulData"]),
-        (lambda: [1, 2, 3], ["list", "DataLoader"]),
+        (lambda: [1, 2, 3], ["data is 1,", "cannot be iterated over", "DataLoader"]),
         (lambda: DataLoader(dataset(12), batch_size=12), ["12 samples", "2 pipelines", "batch_size=12"]),
     ],
 )

@@ -63,14 +63,16 @@ def interrupt(
     return run, model
 
 
-def check_resumed(ckpt_path: Any, tmp_path: Path, **kwargs: Any) -> None:
+def check_resumed(ckpt_path: Any, tmp_path: Path, batches: int = 1, **kwargs: Any) -> None:
     """The run goes on from the checkpoint to the weights of one that was never interrupted."""
     model = Scheduled().double()
     data = dataset(GLOBAL_BATCH * STEPS_OF_ALL)
     steps = int(torch.load(only_file(tmp_path), weights_only=True)["global_step"]) + RESUMED_STEPS
-    run = fit(model, 2, 2, data=data, max_steps=steps, default_root_dir=tmp_path, ckpt_path=ckpt_path, **kwargs)
+    kwargs |= {"accumulate_grad_batches": batches, "default_root_dir": tmp_path}
+    run = fit(model, 2, 2, data=data, max_steps=steps, ckpt_path=ckpt_path, **kwargs)
     assert run.global_step == steps
-    assert difference(model.state_dict(), plain_loop(Scheduled().double(), data, steps)) < 1e-10
+    expected = plain_loop(Scheduled().double(), data, steps, global_batch=batches * GLOBAL_BATCH)
+    assert difference(model.state_dict(), expected) < 1e-10
 
 
 def only_file(tmp_path: Path) -> Path:
@@ -105,6 +107,14 @@ def test_what_the_user_asked_for_is_written(kind: str, tmp_path: Path) -> None:
     interrupt(tmp_path, send(signal.SIGUSR1), STATUS[signal.SIGUSR1], enable_checkpointing=True, **asked[kind])
     assert only_file(tmp_path) == path or kind == "path"  # there Lightning adds its own ModelCheckpoint
     check_resumed(path, tmp_path)
+
+
+def test_with_accumulation_the_run_ends_when_the_optimizer_has_stepped(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 7, "strategy": {"save_on_signal": True}}
+    interrupt(tmp_path, send(signal.SIGTERM), 143, **options)
+    saved = torch.load(only_file(tmp_path), weights_only=True)["loops"]["fit_loop"]
+    assert saved["epoch_loop.batch_progress"]["total"]["ready"] % 7 == 0
+    check_resumed("hpc", tmp_path, batches=7)
 
 
 def test_the_last_step_is_logged(tmp_path: Path) -> None:

@@ -345,6 +345,30 @@ def test_the_launching_process_reads_data_and_checkpoints_as_one_device(tmp_path
         connected(2).fit_loop.setup_data()
 
 
+class OfTwoLoaders(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = sum(nn.functional.cross_entropy(self(x), y) for x, y in batch.values())
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+
+def test_two_loaders_and_accumulation_are_those_of_one_device_when_a_worker_dies_between_two_batches() -> None:
+    def loaders(batch: int) -> Any:
+        return {"a": DataLoader(data(), batch, drop_last=True), "b": DataLoader(data(2 * BATCH), batch // 2)}
+
+    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": 4}
+    ours, theirs = OfTwoLoaders().double(), OfTwoLoaders().double()
+    alone = on_one_device(**options)
+    alone.fit(theirs, loaders(BATCH))
+    run = on_grid(3, [Fault("kill", 1, 0, step=2), Fault("kill", 0, 0, step=9)], **options)
+    run.fit(ours, loaders(BATCH // 3))
+    assert failures(run) == [(1, 0), (0, 0)]
+    assert run.global_step == alone.global_step == 2 * EPOCHS
+    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
+    found, expected = run.callback_metrics, alone.callback_metrics
+    assert {name: float(found[name]) for name in expected} == pytest.approx({n: float(v) for n, v in expected.items()})
+
+
 # ---------------------------------------------------------------------- what cannot work is told
 
 

@@ -201,48 +201,6 @@ def test_a_flag_means_the_same(tmp_path: Path, name: str) -> None:
 # ---------------------------------------------------------------------- flags that need a script of their own
 
 
-def accumulated(session: same.Session) -> None:
-    session.fit(
-        same.Classifier(),
-        validates=True,
-        accumulate_grad_batches=2,
-        max_epochs=2,
-        val_check_interval=2,
-        log_every_n_steps=1,
-        logger=CSVLogger(session.root, name="logs", version=0),
-        callbacks=[session.diary()],
-    )
-
-
-accumulated_runs = same.runs_of(accumulated)
-
-
-def test_accumulate_grad_batches_trains_the_same_weights(accumulated_runs: same.Runs) -> None:
-    one, grid = accumulated_runs
-    same.assert_same(one.weights, grid.weights)
-    assert one.progress == grid.progress == (2, 4)
-    assert one.metrics["val_loss"] == pytest.approx(grid.metrics["val_loss"], rel=1e-10)
-    assert validated_at(one) == validated_at(grid) == [1, 2, 3, 4]
-
-
-def test_accumulate_grad_batches_gives_the_mean_loss_of_the_batches_of_a_step(accumulated_runs: same.Runs) -> None:
-    one, grid = (
-        [args[0]["loss"] for hook, _, args in run.diary("callback") if hook == "on_train_batch_end"]
-        for run in accumulated_runs
-    )
-    # On one device Lightning calls the hook for each batch, with the batch's share of the step's loss.
-    same.assert_same([a + b for a, b in zip(one[::2], one[1::2], strict=True)], grid)
-
-
-def test_accumulate_grad_batches_steps_through_the_same_optimizer_hooks(accumulated_runs: same.Runs) -> None:
-    one, grid = (
-        [e[:2] for e in run.diary("callback") if e[0] in ("on_before_optimizer_step", "on_before_zero_grad")]
-        for run in accumulated_runs
-    )
-    assert len(one) == 8
-    same.assert_same(one, grid)
-
-
 class Slow(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         time.sleep(0.1)

@@ -7,13 +7,11 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.utilities import CombinedLoader
 from same_script import Classifier, Data, Session, assert_same, on_a_grid
 from torch import Tensor, nn
 from torch.nn import functional
@@ -72,20 +70,6 @@ def fit_with(trainer: dict[str, Any]) -> Callable[[Session], None]:
     return fit(max_steps=1, **trainer)
 
 
-def two_loaders(session: Session) -> None:
-    loaders = CombinedLoader([session.data.training(), session.data.training()], "min_size")
-    session.trainer(max_steps=1).fit(Classifier(), loaders)
-
-
-def combined_validation(session: Session) -> None:
-    loaders = CombinedLoader([session.data.validation(), session.data.validation()], "min_size")
-    session.trainer(max_steps=1).validate(Classifier(), loaders)
-
-
-def two_loaders_in_a_list(session: Session) -> None:
-    session.trainer(max_steps=1).fit(Classifier(), [session.data.training(), session.data.training()])
-
-
 def half_mixed(session: Session) -> None:
     trainer = session.trainer(max_steps=1)
     trainer.precision_plugin.precision = "16-mixed"  # Lightning itself replaces it on a CPU
@@ -129,13 +113,30 @@ def stateless(session: Session) -> None:
     session.trainer(max_steps=1).fit(Classifier(), DataLoader(WithoutState(), batch_size=4))
 
 
+class Pairs(IterableDataset[Any]):
+    """A stream."""
+
+    def __iter__(self) -> Any:
+        return iter(range(100))
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def combined_with_a_stream(session: Session) -> None:
+    loaders = {"a": session.data.training(), "b": DataLoader(Pairs(), batch_size=4)}
+    session.trainer(max_steps=1).fit(Classifier(), loaders)
+
+
 class CombinedData(L.LightningDataModule):
     def __init__(self, data: Data) -> None:
         super().__init__()
         self.data = data
 
     def train_dataloader(self) -> Any:
-        return {"a": self.data.training(), "b": self.data.training()}
+        return [self.data.training(), DataLoader(Pairs(), batch_size=4)]
 
 
 def combined_by_a_data_module(session: Session) -> None:
@@ -145,23 +146,11 @@ def combined_by_a_data_module(session: Session) -> None:
 BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] = {
     "precision 16-true": (fit_with({"precision": "16-true"}), ["precision='16-true'", "'bf16-true'"]),
     "precision 16-mixed": (half_mixed, ["precision='16-mixed'", "loss scaling", "'bf16-mixed'"]),
-    "accumulation and limit": (
-        fit_with({"accumulate_grad_batches": 2, "limit_train_batches": 3}),
-        ["limit_train_batches=3", "accumulate_grad_batches=2", "multiple of 2"],
-    ),
-    "accumulation and interval": (
-        fit_with({"accumulate_grad_batches": 2, "val_check_interval": 3}),
-        ["val_check_interval=3", "multiple of 2"],
-    ),
     "num_nodes": (fit_with({"num_nodes": 2}), ["num_nodes=2"]),
     "sync_batchnorm": (fit_with({"sync_batchnorm": True}), ["sync_batchnorm=True", "LayerNorm"]),
     "StochasticWeightAveraging with BatchNorm": (
         fit(WithBatchNorm, callbacks=[StochasticWeightAveraging(1e-2)]),
         ["StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging"],
-    ),
-    "GradientAccumulationScheduler": (
-        fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]),
-        ["GradientAccumulationScheduler", "accumulate_grad_batches"],
     ),
     "ModelPruning": (
         fit(callbacks=[ModelPruning("l1_unstructured")]),
@@ -176,14 +165,12 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
     "optimizer_zero_grad": (fit(OwnZeroGrad), ["optimizer_zero_grad()", "zeroed"]),
     "a sampler of one replica": (own_share, ["OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler"]),
     "IterableDataset without state": (stateless, ["WithoutState", "state_dict()", "StatefulDataLoader"]),
-    "CombinedLoader in training": (two_loaders, ["CombinedLoader(mode='min_size')", "ConcatDataset"]),
-    "several loaders in training": (two_loaders_in_a_list, ["list", "DataLoader"]),
-    "CombinedLoader in evaluation": (combined_validation, ["CombinedLoader(mode='min_size')", "list of DataLoaders"]),
+    "a stream among several loaders": (combined_with_a_stream, ["Pairs", "__getitem__()", "one IterableDataset"]),
 }
 
 BY_A_WORKER: dict[str, tuple[Callable[[Session], None], list[str]]] = {
     "self.log in loss()": (in_loss, ["self.log('inner'", "on_training_output()"]),
-    "CombinedLoader of a data module": (combined_by_a_data_module, ["dict", "one DataLoader"]),
+    "a stream among several loaders of a data module": (combined_by_a_data_module, ["Pairs", "one IterableDataset"]),
 }
 
 

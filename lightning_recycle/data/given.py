@@ -1,0 +1,153 @@
+"""Batches that a user's batch sampler composes, or that are samples of the dataset (``batch_size=None``).
+
+They have addresses, as samples have: the sampler gives the order of all batches, and a step takes one for each
+pipeline, in this order. In training a pipeline's batch is divided into M equal micro-batches; in an evaluation it is
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_recycle.data.addressed import MicrobatchLoader
+from lightning_recycle.data.batching import samples_in
+from lightning_recycle.data.slices import sliced
+from lightning_recycle.data.steps import Collate, StepHandle
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.randomness import seeded_everything
+
+__all__ = ["GivenBatchLoader"]
+
+
+class _OfOne:
+    """Converts a sample that is a batch, as a DataLoader does without batching."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self.convert = convert
+
+    def __call__(self, samples: list[Any]) -> Any:
+        (sample,) = samples
+        return self.convert(sample)
+
+
+class GivenBatchLoader(MicrobatchLoader):
+    """The steps of a DataLoader without a batch size: what is a sample elsewhere is a batch here.
+
+    Args:
+        dataloader, grid, pipeline, seed, options: as :class:`~lightning_recycle.data.addressed.MicrobatchLoader`.
+    """
+
+    _unit = "batches"
+    _drops_last = False
+
+    def __init__(self, dataloader: Any, grid: Grid, pipeline: int, seed: int, **options: Any) -> None:
+        super().__init__(dataloader, grid, pipeline, seed, **options)
+        self._composes = dataloader.batch_sampler is not None  # otherwise a sample is a batch
+        self._parts = 1 if self.evaluation else grid.global_microbatches // self.global_batch_size
+        self._sizes: dict[tuple[int, int, Microbatch], int] = {}
+        if not self._composes:
+            self._collate = Collate(_OfOne(dataloader.collate_fn), seed)
+
+    @override
+    def _count(self) -> int:
+        try:
+            return len(self._user_sampler)
+        except TypeError:  # a batch sampler need not know
+            return len(self._order(0, 0))
+
+    @override
+    def __iter__(self) -> Iterator[StepHandle]:
+        for handle in super().__iter__():
+            if not self.evaluation and self._missing(handle):
+                return  # the batch sampler has fewer in this epoch
+            yield handle
+
+    def _missing(self, handle: StepHandle) -> bool:
+        order = self._round(handle.epoch, handle.index)[1]
+        return len(order) < (handle.index % self._num_steps + 1) * self.global_batch_size
+
+    # ------------------------------------------------------------------ addresses
+
+    @override
+    def _positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
+        """The place of the batch that a micro-batch is a part of."""
+        number = global_index(self.grid, microbatch)
+        size = min(self._size(step), len(self._round(epoch, step)[1]) - step % self._num_steps * self.global_batch_size)
+        batch = number if self.evaluation else number % self.global_batch_size
+        if batch >= size:
+            return range(0)
+        first = step % self._num_steps * self.global_batch_size + batch
+        return range(first, first + 1)
+
+    @override
+    def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
+        if not self._composes:
+            return super().addresses(epoch, step, microbatch)
+        number, order = self._round(epoch, step)
+        samples = [index for position in self._positions(epoch, step, microbatch) for index in order[position]]
+        if len(samples) % self._parts:
+            raise ConfigurationError(
+                f"{type(self._user_sampler).__name__} composed a batch of {len(samples)} samples, which cannot be"
+                f" divided into num_microbatches={self._parts} equal parts. Use num_microbatches=1, or batches of a"
+                f" multiple of {self._parts}."
+            )
+        return [(number, int(index)) for index in samples[self._part(microbatch) :: self._parts]]
+
+    @override
+    def _addresses(self, epoch: int, step: int) -> list[tuple[int, int]]:
+        if not self._composes:
+            return super()._addresses(epoch, step)
+        number, order = self._round(epoch, step)
+        first = step % self._num_steps * self.global_batch_size
+        return [(number, int(i)) for batch in order[first : first + self.global_batch_size] for i in batch]
+
+    def _part(self, microbatch: Microbatch) -> int:
+        return global_index(self.grid, microbatch) // self.global_batch_size
+
+    # ------------------------------------------------------------------ data
+
+    @override
+    def begin_step(self, handle: StepHandle) -> None:
+        self._sizes = {key: size for key, size in self._sizes.items() if key[0] == handle.epoch}
+        super().begin_step(handle)
+
+    @override
+    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        data = super().collated(handle, microbatch)
+        if not self._composes:
+            data = sliced(data, self._part(microbatch), self._parts)
+            self._sizes[handle.epoch, handle.index, microbatch] = samples_in(data)
+        return data
+
+    @override
+    def collated_whole(self, handle: StepHandle) -> Any:
+        """Collated as one; a list of the batches of the pipelines if each sample is a batch."""
+        if self._composes:
+            return super().collated_whole(handle)
+        with seeded_everything() as reseed:
+            batches = [
+                self._collate.collect(self._addressed.read([address], reseed), reseed)
+                for address in self._addresses(handle.epoch, handle.index)
+            ]
+        return batches[0] if self.global_batch_size == 1 else batches
+
+    @override
+    def samples_in(self, handle: StepHandle) -> int:
+        """The number of samples; that of batches if each sample is one, since their sizes are not known before."""
+        return len(self._addresses(handle.epoch, handle.index))
+
+    @override
+    def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
+        key = handle.epoch, handle.index, microbatch
+        if not self._positions(*key):
+            return 0
+        if self._composes:
+            return len(self.addresses(*key))
+        if key not in self._sizes and self._prefetch:
+            self._read([key])
+            self._sizes[key] = samples_in(self._fetched[key])
+        return self._sizes.get(key, 1)
