@@ -17,8 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-__all__ = ["derive_seed", "generator_states", "layer_randomness", "seeded_everything", "set_generator_states"]
+__all__ = [
+    "derive_seed",
+    "draw_for_layer",
+    "generator_states",
+    "layer_randomness",
+    "microbatch_randomness",
+    "seeded_everything",
+    "set_generator_states",
+    "step_randomness",
+]
+
+_numpy_generator = np.random.MT19937()
+_seed_of: Callable[[int], int] | None = None
+_draw_for: Callable[[int], None] | None = None
 
 
 def derive_seed(*parts: int) -> int:
@@ -40,6 +54,63 @@ def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
         yield generator
     finally:
         generator.set_state(state)
+
+
+@contextmanager
+def microbatch_randomness(
+    device: torch.device, seed: int, step: int, microbatch: int
+) -> Iterator[Callable[[int], None]]:
+    """Lends torch's default generator of ``device`` to the layers of one micro-batch.
+
+    The function that it yields re-seeds the generator for the layer with the given index; layers that are run by the
+    user's code are announced by :func:`draw_for_layer`. The latter is global to the process, not thread-local: autograd
+    runs the backward of CUDA operations, in which layers may run again, in its own threads.
+    """
+    global _draw_for, _seed_of
+    with layer_randomness(device) as generator:
+
+        def seed_of(layer: int) -> int:
+            return derive_seed(seed, step, microbatch, layer)
+
+        def draw_for(layer: int) -> None:
+            generator.manual_seed(seed_of(layer))
+
+        previous = _draw_for, _seed_of
+        _draw_for, _seed_of = draw_for, seed_of
+        try:
+            yield draw_for
+        finally:
+            _draw_for, _seed_of = previous
+
+
+def draw_for_layer(layer: int) -> None:
+    """From now on randomness is that of this layer for the micro-batch that is being computed, if one is."""
+    if _draw_for is not None:
+        _draw_for(layer)
+
+
+@contextmanager
+def step_randomness() -> Iterator[None]:
+    """Within the block the user's whole step runs for the micro-batch that is being computed: what it draws from the
+    generators of Python and NumPy, too, is the same wherever and however often it runs.
+    """
+    if _seed_of is None:
+        yield
+        return
+    seed = _seed_of(0)
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_generator = get_bit_generator()  # lent and given back whole: its state would take 20 times as long
+    random.seed(seed)
+    set_bit_generator(_numpy_generator)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    draw_for_layer(0)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        set_bit_generator(numpy_generator)
+        torch.set_rng_state(torch_state)
 
 
 @contextmanager

@@ -29,7 +29,8 @@ from lightning_recycle.control.history import Event
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
-from lightning_recycle.model.parts import parts_of
+from lightning_recycle.model.chains import Pipeline
+from lightning_recycle.model.cutting import is_meant_to_be_cut
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
@@ -54,7 +55,8 @@ class ReCycleStrategy(ParallelStrategy):
     grid have names of their own: ``grid``, ``worker`` and ``grid_rank``, which is ``d * S + s``.
 
     Args:
-        pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1.
+        pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1; and 1 for a
+            LightningModule that is no PipelineModule, unless ``pipeline`` names its layers.
         num_microbatches: M. By default 2 * S, or the largest divisor of the batch size up to that, if it is known.
         planner: the name of a planner, or an object with ``plan(problem)``.
         plan_library: a directory (or :class:`~lightning_recycle.planning.library.PlanLibrary`) in which plans are
@@ -100,6 +102,9 @@ class ReCycleStrategy(ParallelStrategy):
         run_metrics: whether loggers, the progress bar and callbacks see ``recycle/...`` metrics of the run itself, such
             as ``recycle/live_workers``.
         run_summary: whether ``fit`` ends with some lines on steps, loss, failures and the time that these cost.
+        pipeline: for a LightningModule that is no PipelineModule, the layers that are distributed over stages: the path
+            of an ``nn.Sequential`` or ``nn.ModuleList``, such as ``"model.layers"``, or a list of paths in the order in
+            which ``training_step`` calls them. By default the container that holds most of the parameters.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -141,6 +146,7 @@ class ReCycleStrategy(ParallelStrategy):
         on_checkpoint_error: Literal["warn", "raise"] = "warn",
         run_metrics: bool = False,
         run_summary: bool = True,
+        pipeline: Pipeline = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -150,7 +156,7 @@ class ReCycleStrategy(ParallelStrategy):
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
-            machine_error_retries, on_checkpoint_error, run_metrics, run_summary,
+            machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
@@ -295,9 +301,11 @@ class ReCycleStrategy(ParallelStrategy):
             return self._session.run.batch_pipelines
         module, devices = self.lightning_module, self.num_devices
         if module is not None:
-            return self.options.choose_grid(devices, can_be_cut=parts_of(module).can_be_cut).pipelines
+            is_cut = is_meant_to_be_cut(module, self.options.pipeline)
+            return self.options.choose_grid(devices, can_be_cut=is_cut).pipelines
         grid = self.options.choose_grid(devices)
-        if self.pipeline_parallel_size is None and grid.stages > 1:  # type: ignore[attr-defined]
+        options = self.options
+        if options.pipeline_parallel_size is None and options.pipeline is None and grid.stages > 1:
             rank_zero_warn(
                 f"trainer.world_size is {grid.pipelines}, the number of pipelines if the model is a PipelineModule;"
                 f" with another one it will be {devices}, as many as devices. To be sure before the Trainer has its"

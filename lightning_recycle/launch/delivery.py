@@ -43,12 +43,14 @@ class StagePart:
     """What a stage delivers.
 
     Args:
+        stage: which.
         state: its weights.
         optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
             stage does not train, or writes checkpoints of its own because the whole is too large for one place.
         attributes: what its layers keep outside of state dicts.
     """
 
+    stage: int
     state: dict[str, Tensor]
     optimizers: StageOptimizers | None
     attributes: dict[str, Pickles]
@@ -68,7 +70,7 @@ class Extras:
         modules: what the module and its submodules keep outside of their state dict.
         profiler: what the profiler keeps.
         schedulers: the states of the learning-rate schedulers.
-        copies: the parameters that are a copy of another stage's, and of which one.
+        copies: the parameters, by stage and name, that are a copy of another stage's, and of which one.
         precision: the state of the precision plugin.
         data: the state of the data module.
     """
@@ -82,7 +84,7 @@ class Extras:
     modules: dict[str, Pickles]
     profiler: Pickles
     schedulers: list[dict[str, Any]]
-    copies: dict[str, str]
+    copies: dict[tuple[int, str], str]
     precision: dict[str, Any]
     data: dict[str, Any]
 
@@ -93,8 +95,8 @@ def part_of(session: Session, carrier: AttributeCarrier) -> StagePart:
     optimizers = None
     if trainer.state.fn == TrainerFn.FITTING and not checkpoints.sharded:
         optimizers = [(to_cpu(o.state_dict()), group_names(session.module, o)) for o in trainer.optimizers]
-    layers = carrier.pack_modules(lambda name: name.startswith("layers."))
-    return StagePart(to_cpu(weights_of(session.module)), optimizers, layers)
+    layers = carrier.pack_modules(session.parts.is_of_layer)
+    return StagePart(session.worker.stage, to_cpu(weights_of(session.module)), optimizers, layers)
 
 
 def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Extras:
@@ -112,7 +114,7 @@ def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Ext
         loaders={path: loader._state_dicts() for path, loader in loaders.items() if loader is not None},
         callbacks=call._call_callbacks_state_dict(trainer),
         callback_parts=carrier.pack_callbacks(),
-        modules=carrier.pack_modules(lambda name: not name.startswith("layers.")),
+        modules=carrier.pack_modules(lambda name: not session.parts.is_of_layer(name)),
         profiler=carrier.pack(trainer.profiler),  # type: ignore[attr-defined]
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         copies=dict(session.checkpoints.copies),

@@ -51,7 +51,7 @@ from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.summary import summary
 from lightning_recycle.launch.tuning import finders_of, set_aside, tune
 from lightning_recycle.launch.worker_process import Call, WorkerStart, run_outside, worker_main
-from lightning_recycle.model.parts import parts_of
+from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.problem import Technique
@@ -361,15 +361,16 @@ class SupervisorLauncher(_Launcher):
         module = trainer.lightning_module
         assert trainer.state.fn is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        parts = parts_of(module)
         check_trainer(trainer)
-        parts.check()
-        describe(parts, call)
-        check_weight_averaging(trainer, parts)
         loaders = args[1] if len(args) > 1 else None
         sizes = [size for loader in loaders_in(loaders) if (size := batch_size_of(loader)) is not None]
         batch_size = math.gcd(*sizes) if sizes else None
-        grid = options.choose_grid(self._strategy.num_devices, batch_size, can_be_cut=parts.can_be_cut)
+        is_cut = is_meant_to_be_cut(module, options.pipeline)
+        grid = options.choose_grid(self._strategy.num_devices, batch_size, can_be_cut=is_cut)
+        parts = parts_of(module, grid.stages, options.pipeline)
+        parts.check()
+        describe(parts, call)
+        check_weight_averaging(trainer, parts)
         check_pruning(trainer, grid.stages)
         check_loaders(loaders, grid.microbatches if fitting else None)
         if fitting:

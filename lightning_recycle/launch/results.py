@@ -27,7 +27,7 @@ from lightning_recycle.launch.delivery import Extras, StagePart
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
 from lightning_recycle.launch.shown_loaders import show_loaders
 from lightning_recycle.launch.worker_process import Call
-from lightning_recycle.model.parts import parts_of
+from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.attributes import AttributeCarrier
@@ -59,9 +59,11 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     for rank in sorted(results):
         part, found = unpack(results.pop(rank))
         parts.append(part)
-        state.update(part.state)
         extras = found or extras
     assert extras is not None
+    parts.sort(key=lambda part: part.stage)
+    for part in parts:
+        state.update(part.state)
     parts_of(module).build()
     take_pruned_form(module, state)
     if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.session.optimizer_states import merge_optimizer_states
+from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names
 
 __all__ = ["STAY_IN_THE_WORKERS", "StageOptimizers", "make_optimizers"]
 
@@ -31,7 +31,7 @@ STAY_IN_THE_WORKERS = (
 def make_optimizers(
     module: pl.LightningModule,
     stages: Sequence[StageOptimizers],
-    copies: Mapping[str, str],
+    copies: Copies,
     schedulers: Sequence[dict[str, Any]],
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """The optimizers and schedulers of the whole model.
@@ -39,7 +39,7 @@ def make_optimizers(
     Args:
         module: the module, with all its parameters.
         stages: the optimizers of each stage, in order.
-        copies: the parameters that are a copy of another stage's, and of which one.
+        copies: as in :func:`~lightning_recycle.session.optimizer_states.merge_optimizer_states`.
         schedulers: the states of the learning-rate schedulers.
 
     Raises:
@@ -70,15 +70,12 @@ def _group(
     optimizer: Optimizer,
     parameters: Mapping[str, Any],
     names: Sequence[Sequence[Sequence[str]]],
-    copies: Mapping[str, str],
+    copies: Copies,
 ) -> None:
     """Makes the groups of parameters what they are in the workers, where callbacks may have frozen some and added
     groups; ``names`` by stage and group.
     """
-    wanted = [
-        [parameters[name] for stage in names for name in stage[group] if name not in copies]
-        for group in range(len(names[0]))
-    ]
+    wanted = [[parameters[name] for name in members] for members in merged_names(names, copies)]
     del optimizer.param_groups[len(wanted) :]
     for group, members in zip(optimizer.param_groups, wanted, strict=False):
         group["params"] = members

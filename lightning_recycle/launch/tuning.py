@@ -38,7 +38,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.delivery import Extras
 from lightning_recycle.launch.results import attach_data
 from lightning_recycle.launch.worker_process import Call
-from lightning_recycle.model.parts import parts_of
+from lightning_recycle.model.cutting import is_meant_to_be_cut
 
 __all__ = ["finders_of", "set_aside", "tune"]
 
@@ -278,9 +278,9 @@ class _Sizes:
         self._fits = trainer.state.fn == TrainerFn.FITTING
         self._quantum, self._pipelines = 1, trainer.world_size
         if self._fits:
-            parts = parts_of(trainer.lightning_module)
             strategy: Any = trainer.strategy
-            grid = strategy.options.choose_grid(strategy.num_devices, can_be_cut=parts.can_be_cut)
+            is_cut = is_meant_to_be_cut(trainer.lightning_module, strategy.options.pipeline)
+            grid = strategy.options.choose_grid(strategy.num_devices, can_be_cut=is_cut)
             self._quantum = grid.microbatches
         self._samples: int | None = None
 

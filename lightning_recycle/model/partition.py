@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -28,7 +28,7 @@ from lightning_recycle.model.layers import AbsentLayer, count_parameters
 if TYPE_CHECKING:
     from lightning_recycle.model.module import PipelineModule
 
-__all__ = ["Partition", "cut", "even_parts", "measure_layer_seconds", "parameter_counts", "stage_layers"]
+__all__ = ["Partition", "cut", "cut_layers", "even_parts", "measure_layer_seconds", "parameter_counts", "stage_layers"]
 
 Partition: TypeAlias = Literal["count", "parameters", "profile"] | Sequence[int]
 """How layers are distributed over stages: equal numbers of layers, parameters or seconds, or the number of layers
@@ -149,14 +149,24 @@ def stage_layers(
     Raises:
         ConfigurationError: if there are fewer layers than stages, or the partition does not fit the model.
     """
-    num_layers = len(module.layers)
+    return cut_layers(module.layers, num_stages, partition, layer_seconds)
+
+
+def cut_layers(
+    layers: Sequence[nn.Module] | nn.ModuleList,
+    num_stages: int,
+    partition: Partition = "count",
+    layer_seconds: Sequence[float] | None = None,
+) -> tuple[range, ...]:
+    """As :func:`stage_layers`, for the layers themselves."""
+    num_layers = len(layers)
     _check_enough_layers(num_layers, num_stages)
     if layer_seconds is not None and partition != "profile":
         raise ConfigurationError(f"partition={partition!r} does not use layer_seconds: set partition='profile'.")
     if partition == "count":
         return even_parts(num_layers, num_stages)
     if partition == "parameters":
-        return cut(parameter_counts(module), num_stages)
+        return cut(_parameter_counts(layers), num_stages)
     if partition == "profile":
         if layer_seconds is None:
             raise ConfigurationError(
@@ -209,8 +219,12 @@ def parameter_counts(module: PipelineModule) -> tuple[int, ...]:
     Raises:
         ConfigurationError: if a layer cannot be built, or its parameters have no shapes yet.
     """
+    return _parameter_counts(module.layers)
+
+
+def _parameter_counts(layers: Iterable[nn.Module]) -> tuple[int, ...]:
     counts = []
-    for index, layer in enumerate(module.layers):
+    for index, layer in enumerate(layers):
         if isinstance(layer, AbsentLayer) and layer.spec is not None:
             counts.append(layer.spec.count_parameters(index))
         else:

@@ -1,10 +1,12 @@
 """A user's module as a grid sees it: parts in order, which are cut into stages, and what ends them in a loss.
 
-:class:`ModelParts` is what launcher, session and results ask; :func:`parts_of` chooses how a module answers.
+:class:`ModelParts` is what launcher, session and results ask; :func:`~lightning_recycle.model.cutting.parts_of`
+chooses how a module answers.
 
 - :class:`LayerParts`: a :class:`~lightning_recycle.PipelineModule` has one part per layer.
-- :class:`StepParts`: any other LightningModule is one part, its own ``training_step`` on a micro-batch, and has one
-  stage. Data parallelism is left: each worker holds the whole model.
+- :class:`StepParts`: any other LightningModule with one stage is one part, its own ``training_step`` on a micro-batch.
+  Data parallelism is left: each worker holds the whole model.
+- :class:`~lightning_recycle.model.chain_parts.ChainParts`: with several stages it has one part per layer of its chain.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import Partition, stage_layers
 from lightning_recycle.model.places import BatchPlace, call_at
+from lightning_recycle.model.tying import Tie, ties_between_stages
 from lightning_recycle.model.weights import set_weights
+from lightning_recycle.randomness import step_randomness
 
-__all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts", "parts_of"]
+__all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts"]
 
 
 class Recorder(Protocol):
@@ -54,14 +58,14 @@ class ModelParts(ABC):
     """
 
     module: pl.LightningModule
-    can_be_cut: bool
-    """Whether it can have several stages."""
     loss_name: str
     """The user's function that computes the loss."""
     loss_backward: Callable[[Tensor], None] | None = None
     """The user's backward of the loss, if there is one."""
     loss_is_optional = False
     """Whether a micro-batch may have no loss, and then adds nothing to the gradient."""
+    takes_target = False
+    """Whether the parts of this stage take the message of the one before as one argument, and the target behind it."""
 
     # ------------------------------------------------------------------ before a run
 
@@ -86,8 +90,8 @@ class ModelParts(ABC):
     # ------------------------------------------------------------------ in a worker
 
     @abstractmethod
-    def keep(self, owned: range) -> None:
-        """Drops all parts but ``owned``."""
+    def keep(self, stages: Sequence[range], stage: int) -> None:
+        """Drops what ``stage`` does not need; ``stages``: the parts of each."""
 
     @abstractmethod
     def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
@@ -101,9 +105,17 @@ class ModelParts(ABC):
     def is_elsewhere(self, name: str) -> bool:
         """Whether ``name``, of a state dict of the whole model, belongs to another stage."""
 
+    def is_of_layer(self, name: str) -> bool:
+        """Whether the submodule ``name`` is (in) a layer, which one stage has; all others are on every worker."""
+        return False
+
+    def writes(self, name: str) -> bool:
+        """Whether this stage writes ``name``, of its state dict, where each name is written once."""
+        return True
+
     @abstractmethod
-    def tied_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each parameter that several parts share."""
+    def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
+        """The parameters that several stages hold; ``stages``: the parts of each."""
 
     @abstractmethod
     def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
@@ -155,11 +167,6 @@ class ModelParts(ABC):
         """Makes a module that holds only one stage whole again, with ``state``."""
 
 
-def parts_of(module: pl.LightningModule) -> ModelParts:
-    """How ``module`` is cut into stages."""
-    return LayerParts(module) if isinstance(module, PipelineModule) else StepParts(module)
-
-
 _REPLACED_STEPS = {  # method of a PipelineModule -> what to override instead
     "training_step": "loss(), split_batch() and on_training_output()",
     "validation_step": "on_validation_output()",
@@ -182,7 +189,6 @@ class LayerParts(ModelParts):
     """One part per layer."""
 
     module: PipelineModule
-    can_be_cut = True
     loss_name = "loss"
 
     def __init__(self, module: PipelineModule) -> None:
@@ -206,8 +212,8 @@ class LayerParts(ModelParts):
         return self.module.without_storage()
 
     @override
-    def keep(self, owned: range) -> None:
-        self.module.keep_layers(owned)
+    def keep(self, stages: Sequence[range], stage: int) -> None:
+        self.module.keep_layers(stages[stage])
 
     @override
     def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
@@ -238,8 +244,12 @@ class LayerParts(ModelParts):
         return index < len(self.module.layers) and isinstance(self.module.layers[index], AbsentLayer)
 
     @override
-    def tied_groups(self) -> tuple[tuple[str, ...], ...]:
-        return self.module.tied_groups()
+    def is_of_layer(self, name: str) -> bool:
+        return name.startswith("layers.")
+
+    @override
+    def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
+        return ties_between_stages(self.module.tied_groups(), stages)
 
     @override
     def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
@@ -305,7 +315,6 @@ class StepParts(ModelParts):
     ``num_microbatches=1`` (the default) any loss is what it is under ``ddp``.
     """
 
-    can_be_cut = False
     loss_name = "training_step"
     loss_is_optional = True
 
@@ -333,12 +342,7 @@ class StepParts(ModelParts):
 
     @override
     def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
-        if num_stages > 1:
-            raise ConfigurationError(
-                f"{type(self.module).__name__} is no PipelineModule, so it has one stage, and not"
-                f" pipeline_parallel_size={num_stages}. Use pipeline_parallel_size=1, or derive it from"
-                " lightning_recycle.PipelineModule and return its layers from configure_pipeline()."
-            )
+        assert num_stages == 1, "with several stages a module has other parts"
         return (range(1),)
 
     @override
@@ -346,7 +350,7 @@ class StepParts(ModelParts):
         return self.module
 
     @override
-    def keep(self, owned: range) -> None:
+    def keep(self, stages: Sequence[range], stage: int) -> None:
         pass
 
     @override
@@ -362,7 +366,7 @@ class StepParts(ModelParts):
         return False
 
     @override
-    def tied_groups(self) -> tuple[tuple[str, ...], ...]:
+    def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
         return ()
 
     @override
@@ -439,7 +443,7 @@ class _TrainingStep(_Step):
 
     @override
     def forward(self, batch: Any, index: int) -> Any:
-        with self._recorder.recording() as recording:
+        with self._recorder.recording() as recording, step_randomness():
             output = self.module.training_step(batch, *([index] if self._takes_index else []))
             if isinstance(output, Mapping):
                 recording.result = {key: value for key, value in output.items() if key != "loss"}
@@ -454,7 +458,7 @@ class _EvaluationStep(_Step):
     @override
     def forward(self, batch: Any) -> Any:
         step = getattr(self.module, f"{self.kind}_step")
-        with self._recorder.recording() as recording, torch.no_grad():
+        with self._recorder.recording() as recording, torch.no_grad(), step_randomness():
             recording.result = step(batch, *self.arguments)
         self._take(recording)
         return recording.result

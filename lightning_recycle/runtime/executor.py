@@ -129,6 +129,9 @@ class Host(Protocol):
     def on_recovery(self, step: int) -> None:
         """Called in the middle of a regroup: ``step`` is about to run."""
 
+    def as_in_step(self, step: int) -> AbstractContextManager[None]:
+        """Within the block what the user's code sees of the training's progress is as in ``step``, the one before."""
+
     def describe_step(self, step: int) -> messages.Facts:
         """Called when ``step`` was applied; returns what must be equal in other workers."""
 
@@ -327,7 +330,7 @@ class Executor:
         if task.source is not None:
             inputs = self._receive(step, task)
         with self._profiled(step), self._measured(OpKind.FORWARD):
-            output = self._stage.forward(step, task.index, inputs, decoupled=task.decoupled)
+            output = self._stage.forward(step, task.index, inputs, target, decoupled=task.decoupled)
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = float(loss)
@@ -511,7 +514,7 @@ class Executor:
             if task.source is not None:
                 with self._client.waiting(f"rank {task.source}"):
                     inputs = self._communicator.receive(incoming[task])
-            output = self._stage.evaluate(self.version, task.index, inputs)
+            output = self._stage.evaluate(self.version, task.index, inputs, target)
             if self._is_last:
                 recorded[task.index] = record(output, target, sizes[task.index])
             if task.destination is not None:
@@ -643,7 +646,7 @@ class Executor:
         """Runs a step that this worker has applied, with the parameters of that step."""
         assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
         try:
-            with self._stage.as_in_training(), self._shadow.in_place():
+            with self._stage.as_in_training(), self._shadow.in_place(), self._host.as_in_step(step):
                 self._run_program(step)
         finally:
             self.accumulated.attach(self.version - 1)

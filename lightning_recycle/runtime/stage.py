@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.randomness import derive_seed, layer_randomness
+from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
 
 __all__ = ["Stage"]
@@ -25,8 +25,9 @@ Value = Tensor | tuple[Tensor | None, ...]
 
 @dataclass
 class _InFlight:
-    """What one micro-batch holds in memory."""
+    """What one micro-batch of ``step`` holds in memory."""
 
+    step: int
     input_grads: list[Tensor | None]
     outputs: tuple[Any, ...] = ()
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
@@ -67,6 +68,8 @@ class Stage:
         loss_name: the user's function that computes the loss, for errors.
         loss_backward: the user's backward of the loss, if there is one.
         loss_is_optional: whether a micro-batch may have no loss (None); then it adds nothing to the gradient.
+        takes_target: whether the layers take the message of the previous stage, as one argument, and behind it what is
+            the target elsewhere.
     """
 
     def __init__(
@@ -81,7 +84,9 @@ class Stage:
         loss_name: str = "loss",
         loss_backward: Callable[[Tensor], None] | None = None,
         loss_is_optional: bool = False,
+        takes_target: bool = False,
     ) -> None:
+        self._takes_target = takes_target
         self._layers = list(layers)
         self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
         self._first_layer = first_layer
@@ -121,27 +126,29 @@ class Stage:
         """Drops every micro-batch in flight."""
         self._in_flight.clear()
 
-    def forward(self, step: int, microbatch: int, value: Any, *, decoupled: bool) -> Value:
+    def forward(self, step: int, microbatch: int, value: Any, target: Any = None, *, decoupled: bool) -> Value:
         """F: runs the layers on ``value`` and keeps the graph.
 
         Args:
             step: optimizer step, for the randomness.
             microbatch: global index of the micro-batch.
-            value: input of the first layer, or the message of the previous stage.
+            value: input of the first layer, or the message of the previous stage; the gradient of what requires one
+                there is sent back.
+            target: of the micro-batch, on the last stage.
             decoupled: whether weight gradients will be computed in a separate W.
 
         Returns:
             The output, detached, to be sent on. On the last stage call :meth:`loss` next.
         """
         inputs = value if isinstance(value, tuple) else (value,)
-        held = _InFlight([None] * len(inputs))
+        held = _InFlight(step, [None] * len(inputs))
         if self._first_layer > 0:
             inputs = tuple(
-                _Enter.apply(self._anchor, t, held.input_grads, i)
-                if t is not None and (t.is_floating_point() or t.is_complex())
-                else t
+                _Enter.apply(self._anchor, t.detach(), held.input_grads, i) if t is not None and t.requires_grad else t
                 for i, t in enumerate(inputs)
             )
+        if self._takes_target:
+            inputs = (inputs, *target)
         with self._forward_context(), intercept_linear() if decoupled else nullcontext():
             output = self._run(self._layers, step, microbatch, inputs)
         outputs = output if isinstance(output, tuple) else (output,)
@@ -150,7 +157,7 @@ class Stage:
         if self._loss is not None:
             return output  # type: ignore[no-any-return]
         self._check_output(output)
-        return tuple(_detached(item) for item in outputs) if isinstance(output, tuple) else output.detach()
+        return tuple(_detached(item) for item in outputs) if isinstance(output, tuple) else _detached(output)  # type: ignore[return-value]
 
     def _check_output(self, output: Any) -> None:
         """Raises ConfigurationError for values that cannot be sent to the next stage."""
@@ -162,9 +169,11 @@ class Stage:
                     " of tensors and None can be passed."
                 )
 
-    def evaluate(self, step: int, microbatch: int, value: Any) -> Value:
+    def evaluate(self, step: int, microbatch: int, value: Any, target: Any = None) -> Value:
         """Runs the layers on ``value`` without gradients and keeps nothing; arguments as for :meth:`forward`."""
         inputs = value if isinstance(value, tuple) else (value,)
+        if self._takes_target:
+            inputs = (inputs, *target)
         with self._forward_context():
             output = self._run(self._evaluation_layers, step, microbatch, inputs)
         if self._loss is None:
@@ -183,11 +192,14 @@ class Stage:
 
     def _run(self, layers: Sequence[nn.Module], step: int, microbatch: int, inputs: tuple[Any, ...]) -> Any:
         value: Any = inputs
-        with layer_randomness(self._device) as generator:
+        with self._randomness(step, microbatch) as draw_for:
             for index, layer in enumerate(layers, self._first_layer):
-                generator.manual_seed(derive_seed(self._seed, step, microbatch, index))
+                draw_for(index)
                 value = layer(*value) if isinstance(value, tuple) else layer(value)
         return value
+
+    def _randomness(self, step: int, microbatch: int) -> AbstractContextManager[Callable[[int], None]]:
+        return microbatch_randomness(self._device, self._seed, step, microbatch)
 
     def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
         """Computes the loss of a micro-batch on the last stage and ends the graph with its share of the mean.
@@ -199,9 +211,8 @@ class Stage:
             ConfigurationError: if the module's loss is not a scalar tensor that depends on the parameters.
         """
         assert self._loss is not None
-        with self._forward_context(), layer_randomness(self._device) as generator:
-            after_last = self._first_layer + len(self._layers)
-            generator.manual_seed(derive_seed(self._seed, step, microbatch, after_last))
+        with self._forward_context(), self._randomness(step, microbatch) as draw_for:
+            draw_for(self._first_layer + len(self._layers))
             loss = self._loss(output, target)
         if loss is None and self._loss_is_optional:
             self._in_flight[microbatch].outputs = ()
@@ -230,13 +241,14 @@ class Stage:
             Gradients of the inputs, for the previous stage; None on the first stage.
         """
         held = self._in_flight.pop(microbatch)
-        self._differentiate(held, grads)
+        with self._randomness(held.step, microbatch):  # activation checkpointing runs layers again
+            self._differentiate(held, grads)
         return self._input_grads(held)
 
     def backward_input(self, microbatch: int, grads: Value | None) -> Value | None:
         """B: gradients of the inputs; weight gradients that can wait are queued for :meth:`backward_weight`."""
         held = self._in_flight[microbatch]
-        with held.queue.collecting():
+        with held.queue.collecting(), self._randomness(held.step, microbatch):
             self._differentiate(held, grads)
         result = self._input_grads(held)
         held.outputs, held.input_grads = (), []  # the graph is consumed; only the queue holds memory
@@ -269,4 +281,5 @@ class Stage:
 
 
 def _detached(item: Tensor | None) -> Tensor | None:
-    return None if item is None else item.detach()
+    """What leaves the graph of this stage; it requires a gradient if that is wanted back."""
+    return None if item is None else item.detach().requires_grad_(item.requires_grad)

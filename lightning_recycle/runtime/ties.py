@@ -34,9 +34,9 @@ class TieExchange:
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     @property
-    def copies(self) -> dict[str, str]:
-        """For the name of each copy but the owner's: the owner's name."""
-        return {name: tie.copies[0][1] for tie in self.ties for _, name in tie.copies[1:]}
+    def copies(self) -> dict[tuple[int, str], str]:
+        """For the stage and the name of each copy but the owner's: the owner's name."""
+        return {copy: tie.copies[0][1] for tie in self.ties for copy in tie.copies[1:]}
 
     @property
     def not_counted(self) -> tuple[nn.Parameter, ...]:

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.runtime.communicator import Communicator
 
 __all__ = ["receive_object", "send_object"]
-
-
-class _Pickler(pickle.Pickler):
-    """Sets tensors aside, each storage region once."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not Tensor or obj.layout is not torch.strided:
-            return None
-        self.tensors.append(obj)
-        return len(self.tensors) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> Tensor:
-        return self._tensors[pid]
 
 
 def send_object(communicator: Communicator, value: Any, destination: int) -> None:
@@ -43,14 +20,13 @@ def send_object(communicator: Communicator, value: Any, destination: int) -> Non
     Raises:
         CommunicationError: if the generation is aborted.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    layouts = [(t.dtype, tuple(t.shape)) for t in pickler.tensors]
-    head = pickle.dumps((file.getvalue(), layouts))
+    # Parameters are pickled whole: they arrive as what they are.
+    skeleton, tensors = take_apart(value, lambda tensor: type(tensor) is Tensor and tensor.layout is torch.strided)
+    layouts = [(t.dtype, tuple(t.shape)) for t in tensors]
+    head = pickle.dumps((skeleton, layouts))
     communicator.send_bytes(torch.tensor([len(head)], dtype=torch.int64), destination)
     communicator.send_bytes(torch.frombuffer(bytearray(head), dtype=torch.uint8), destination)
-    for tensor in pickler.tensors:
+    for tensor in tensors:
         communicator.send_bytes(tensor, destination)
 
 
@@ -70,4 +46,4 @@ def receive_object(communicator: Communicator, source: int) -> Any:
         tensor = torch.empty(shape, dtype=dtype)
         communicator.receive_bytes(tensor, source)
         tensors.append(tensor)
-    return _Unpickler(io.BytesIO(skeleton), tensors).load()
+    return put_together(skeleton, tensors)

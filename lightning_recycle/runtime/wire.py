@@ -28,6 +28,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
 )  # fmt: skip
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NONE = -1
+_WITH_GRADIENT = 64  # added to the code of a dtype
 _HEADER = struct.Struct("=128q")
 HEADER_BYTES = _HEADER.size
 
@@ -38,23 +39,23 @@ class Layout:
 
     Args:
         is_tuple: whether the value is a tuple, even of one tensor.
-        tensors: (dtype, shape) of each tensor, None for None.
+        tensors: (dtype, shape, whether its gradient is wanted back) of each tensor, None for None.
     """
 
     is_tuple: bool
-    tensors: tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool] | None, ...]
 
     @classmethod
     def of(cls, value: Value) -> Layout:
         """The layout of ``value``."""
         if isinstance(value, tuple):
-            return cls(True, tuple(None if t is None else (t.dtype, t.shape) for t in value))
-        return cls(False, ((value.dtype, value.shape),))
+            return cls(True, tuple(None if t is None else (t.dtype, t.shape, t.requires_grad) for t in value))
+        return cls(False, ((value.dtype, value.shape, value.requires_grad),))
 
     @property
     def packed_bytes(self) -> int:
         """Size of the header and the tensors behind it."""
-        return HEADER_BYTES + sum(_aligned(_num_bytes(*item)) for item in self.tensors if item is not None)
+        return HEADER_BYTES + sum(_aligned(_num_bytes(*item[:2])) for item in self.tensors if item is not None)
 
     def header(self, packed: bool) -> bytes:
         """The header, of HEADER_BYTES bytes.
@@ -71,13 +72,13 @@ class Layout:
             if item is None:
                 numbers += [_NONE, 0]
                 continue
-            dtype, shape = item
+            dtype, shape, has_gradient = item
             if dtype not in _DTYPE_CODES:
                 raise ReCycleError(
                     f"A layer passes a tensor of {dtype} to the next stage; convert it in the layer to one of"
                     f" {', '.join(str(known).removeprefix('torch.') for known in _DTYPES)}."
                 )
-            numbers += [_DTYPE_CODES[dtype], len(shape), *shape]
+            numbers += [_DTYPE_CODES[dtype] + _WITH_GRADIENT * has_gradient, len(shape), *shape]
         if len(numbers) * 8 > HEADER_BYTES:
             raise ReCycleError(f"The shapes of {len(self.tensors)} tensors between stages do not fit into a header.")
         return _HEADER.pack(*numbers, *[0] * (HEADER_BYTES // 8 - len(numbers)))
@@ -86,12 +87,13 @@ class Layout:
     def parse(cls, header: bytes) -> tuple[Layout, bool]:
         """The layout that ``header`` describes, and whether the tensors are packed behind it."""
         is_tuple, packed, count, *numbers = _HEADER.unpack(header)
-        tensors: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
+        tensors: list[tuple[torch.dtype, tuple[int, ...], bool] | None] = []
         cursor = 0
         for _ in range(count):
             code, dims = numbers[cursor], numbers[cursor + 1]
             shape = tuple(numbers[cursor + 2 : cursor + 2 + dims])
-            tensors.append(None if code == _NONE else (_DTYPES[code], shape))
+            has_gradient, kind = divmod(code, _WITH_GRADIENT)
+            tensors.append(None if code == _NONE else (_DTYPES[kind], shape, bool(has_gradient)))
             cursor += 2 + dims
         return cls(bool(is_tuple), tuple(tensors)), bool(packed)
 
@@ -103,7 +105,7 @@ class Layout:
             if item is None:
                 found.append(None)
                 continue
-            size = _num_bytes(*item)
+            size = _num_bytes(*item[:2])
             found.append(message[offset : offset + size].view(item[0]).view(item[1]))
             offset += _aligned(size)
         return found
@@ -113,7 +115,10 @@ class Layout:
         return [None if item is None else torch.empty(item[1], dtype=item[0]) for item in self.tensors]
 
     def value(self, tensors: Sequence[Tensor | None]) -> Any:
-        """The value with these tensors."""
+        """The value with these tensors, which require a gradient where the sender wants it back."""
+        for tensor, item in zip(tensors, self.tensors, strict=True):
+            if tensor is not None and item is not None:
+                tensor.requires_grad_(item[2])
         return tuple(tensors) if self.is_tuple else tensors[0]
 
 

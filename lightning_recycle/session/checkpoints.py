@@ -32,6 +32,7 @@ from lightning_recycle.session.checkpoint_files import (
 )
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.optimizer_states import (
+    Copies,
     group_names,
     merge_optimizer_states,
     parameter_numbers,
@@ -57,7 +58,7 @@ class Checkpoints:
         parts: this worker's part of the module.
         collectives: used to exchange the parts.
         executor: knows the step.
-        copies: maps the name of each tied parameter that another stage owns to the owner's name.
+        copies: for the stage and the name of each tied parameter that another stage owns, the owner's name.
         sharded: whether to write folders, to which each stage writes its own part.
         raises: whether a checkpoint that cannot be written ends the run.
         weights_only: the argument of the Trainer's entry point that is running.
@@ -70,7 +71,7 @@ class Checkpoints:
     parts: ModelParts
     collectives: Collectives
     executor: Executor
-    copies: Mapping[str, str]
+    copies: Copies
     sharded: bool
     raises: bool
     weights_only: bool | None
@@ -252,6 +253,7 @@ class Checkpoints:
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> WriteFailure | None:
         shard = {"model": checkpoint.pop("state_dict")}
         shard |= {kind: checkpoint.pop(kind) for kind in _FURTHER_WEIGHTS if kind in checkpoint}
+        shard = {kind: {n: v for n, v in part.items() if self.parts.writes(n)} for kind, part in shard.items()}
         for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
             shard[f"optimizer_{index}"] = state
         if self._stage > 0:  # the groups are the same for all stages

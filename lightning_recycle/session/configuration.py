@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.partition import Partition
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
@@ -50,6 +52,7 @@ class Options:
     on_checkpoint_error: str
     run_metrics: bool
     run_summary: bool
+    pipeline: Pipeline = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -70,6 +73,10 @@ class Options:
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
         get_planner(self.planner)
+        names = [self.pipeline] if isinstance(self.pipeline, str) else self.pipeline
+        is_list = names is None or (isinstance(names, Sequence) and len(names) > 0)
+        if not is_list or not all(isinstance(name, str) and name for name in names or ()):
+            self._refuse("pipeline", "give the path of a submodule, such as 'model.layers', or a list of paths")
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None, can_be_cut: bool = True) -> Grid:
         """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.

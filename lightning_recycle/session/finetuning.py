@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.session.collectives import Collectives
-from lightning_recycle.session.optimizer_states import group_names
+from lightning_recycle.session.optimizer_states import Copies, group_names, merged_names
 
 __all__ = ["Finetuning", "empty_optimizers", "has_recipes", "load_trained", "trained"]
 
@@ -89,7 +89,7 @@ class Finetuning:
         for callback in self._callbacks:
             callback.freeze_before_training(module)
 
-    def connect(self, collectives: Collectives, copies: Mapping[str, str]) -> None:
+    def connect(self, collectives: Collectives, copies: Copies) -> None:
         """Keeps the groups of all stages alike, and the callbacks' states those of the whole model."""
         for callback in self._callbacks:
             replaced: dict[str, Callable[..., Any]] = {
@@ -135,7 +135,7 @@ def _unfreeze(
 def _save_names(
     callback: BaseFinetuning,
     collectives: Collectives,
-    copies: Mapping[str, str],
+    copies: Copies,
     trainer: pl.Trainer,
     module: pl.LightningModule,
     checkpoint: dict[str, Any],
@@ -144,18 +144,14 @@ def _save_names(
     state[_METADATA] = _of_model(state[_METADATA], collectives, copies)
 
 
-def _of_model(
-    metadata: Mapping[int, Any], collectives: Collectives, copies: Mapping[str, str]
-) -> dict[int, list[dict[str, Any]]]:
-    """The groups of the whole model, in the order of the stages, as in the state of its optimizer."""
+def _of_model(metadata: Mapping[int, Any], collectives: Collectives, copies: Copies) -> dict[int, list[dict[str, Any]]]:
+    """The groups of the whole model, in the order of one device, as in the state of its optimizer."""
     parts = collectives.gather_stages("names of parameters", lambda: metadata)
-    return {
-        optimizer: [
-            {**group, "params": [n for part in parts for n in part[optimizer][index]["params"] if n not in copies]}
-            for index, group in enumerate(groups)
-        ]
-        for optimizer, groups in parts[0].items()
-    }
+    merged: dict[int, list[dict[str, Any]]] = {}
+    for optimizer, groups in parts[0].items():
+        names = merged_names([[group["params"] for group in part[optimizer]] for part in parts], copies)
+        merged[optimizer] = [{**group, "params": params} for group, params in zip(groups, names, strict=True)]
+    return merged
 
 
 def _load_names(

@@ -1,12 +1,13 @@
 """State dicts of stages and of the whole model: joined for checkpoints, split for the stages that read them.
 
-A checkpoint is that of a single device: names ``layers.<index>...``, one optimizer over all parameters. The optimizer's
-state names parameters by number, counted through the groups and, within a group, in the order of the layers.
+A checkpoint is that of a single device: one optimizer over all parameters. The optimizer's state names parameters by
+number, counted through the groups and, within a group, in the order in which one device has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from torch.optim import Optimizer
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = [
+    "Copies",
     "GroupNames",
     "group_names",
     "merge_optimizer_states",
+    "merged_names",
     "parameter_numbers",
     "split_optimizer_state",
     "stage_optimizer_state",
@@ -26,6 +29,9 @@ __all__ = [
 
 GroupNames: TypeAlias = Sequence[Sequence[str]]
 """Names of an optimizer's parameters, by group and position."""
+
+Copies: TypeAlias = Mapping[tuple[int, str], str]
+"""For the stage and the name of each parameter that is a copy of another stage's: the name of that one."""
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -46,15 +52,14 @@ def to_cpu(value: Any) -> Any:
 
 
 def merge_optimizer_states(
-    parts: Sequence[dict[str, Any]], names: Sequence[GroupNames], copies: Mapping[str, str]
+    parts: Sequence[dict[str, Any]], names: Sequence[GroupNames], copies: Copies
 ) -> dict[str, Any]:
     """Joins the state dicts of the stages' optimizers into that of one optimizer over all layers in order.
 
     Args:
         parts: one state dict per stage, with the same number of parameter groups.
         names: the parameters' names, by stage, group and position.
-        copies: maps the name of each parameter that is a copy of another stage's to the name of that one. Copies are
-            left out, as one device has the parameter once.
+        copies: the copies, which are left out, as one device has the parameter once.
 
     Raises:
         ConfigurationError: if the stages have different numbers of groups.
@@ -65,38 +70,71 @@ def merge_optimizer_states(
             f"The stages' optimizers have different numbers of parameter groups {sorted(num_groups)}: create the same"
             " groups on every stage in configure_optimizers(), empty ones included."
         )
-    state: dict[int, Any] = {}
-    groups: list[dict[str, Any]] = []
-    next_index = 0
-    for group in range(num_groups.pop()):
-        indices: list[int] = []
-        for part, part_names in zip(parts, names, strict=True):
-            for old, name in zip(part["param_groups"][group]["params"], part_names[group], strict=True):
-                if name in copies:
-                    continue
-                if old in part["state"]:
-                    state[next_index] = part["state"][old]
-                indices.append(next_index)
-                next_index += 1
-        groups.append({**parts[0]["param_groups"][group], "params": indices})
-    return {"state": state, "param_groups": groups}
+    owned: dict[str, Any] = {}
+    for stage, (part, part_names) in enumerate(zip(parts, names, strict=True)):
+        for group, members in zip(part["param_groups"], part_names, strict=True):
+            for old, name in zip(group["params"], members, strict=True):
+                if (stage, name) not in copies and old in part["state"]:
+                    owned[name] = part["state"][old]
+    numbers = _numbers(names, copies)
+    merged = merged_names(names, copies)
+    return {
+        "state": {number: owned[name] for name, number in numbers.items() if name in owned},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in members]}
+            for group, members in zip(parts[0]["param_groups"], merged, strict=True)
+        ],
+    }
 
 
-def parameter_numbers(names: Sequence[GroupNames], copies: Mapping[str, str], stage: int) -> list[int]:
+def merged_names(names: Sequence[GroupNames], copies: Copies) -> list[list[str]]:
+    """The names of the parameters of one optimizer over all layers, by group, in an order that no stage contradicts;
+    arguments as in :func:`merge_optimizer_states`.
+
+    Stages that have copies under one name show what lies between two of them, as the layers between an embedding and a
+    head that the first and the last stage hold. Otherwise an earlier stage comes first.
+    """
+    merged = []
+    for group in range(len(names[0])):
+        owned = {name for stage, part in enumerate(names) for name in part[group] if (stage, name) not in copies}
+        parts = [
+            [name for name in part[group] if copies.get((stage, name), name) == name and name in owned]
+            for stage, part in enumerate(names)
+        ]
+        merged.append(_interleaved(parts))
+    return merged
+
+
+def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
+    """All items once; each comes when it is the next of all ``parts`` that have it, and the first part's first."""
+    places = [{item: place for place, item in enumerate(part)} for part in parts]
+    nexts = [0] * len(parts)
+    found: dict[str, None] = {}
+    while True:
+        for index, part in enumerate(parts):
+            while nexts[index] < len(part) and part[nexts[index]] in found:
+                nexts[index] += 1
+        heads = [part[next_] for part, next_ in zip(parts, nexts, strict=True) if next_ < len(part)]
+        if not heads:
+            return list(found)
+        agreed = (h for h in heads if all(place.get(h, n) == n for place, n in zip(places, nexts, strict=True)))
+        found[next(agreed, heads[0])] = None
+
+
+def parameter_numbers(names: Sequence[GroupNames], copies: Copies, stage: int) -> list[int]:
     """The numbers of ``stage``'s parameters in the state of one optimizer over all layers; arguments as in
     :func:`merge_optimizer_states`.
     """
     numbers = _numbers(names, copies)
-    return [numbers[copies.get(name, name)] for group in names[stage] for name in group]
+    return [numbers[copies.get((stage, name), name)] for group in names[stage] for name in group]
 
 
-def _numbers(names: Sequence[GroupNames], copies: Mapping[str, str]) -> dict[str, int]:
-    ordered = [n for group in range(len(names[0])) for part in names for n in part[group] if n not in copies]
-    return {name: number for number, name in enumerate(ordered)}
+def _numbers(names: Sequence[GroupNames], copies: Copies) -> dict[str, int]:
+    return dict(zip((name for members in merged_names(names, copies) for name in members), count(), strict=False))
 
 
 def stage_optimizer_state(
-    part: dict[str, Any], names: Sequence[GroupNames], copies: Mapping[str, str], stage: int
+    part: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
     """The state dict of ``stage``'s optimizer, with the numbers of one optimizer over all layers, as text; arguments as
     in :func:`merge_optimizer_states`. The groups are those of the whole model.
@@ -110,17 +148,17 @@ def stage_optimizer_state(
     state = {
         str(numbers[name]): part["state"][index]
         for name, index in zip(mine, old, strict=True)
-        if name not in copies and index in part["state"]
+        if (stage, name) not in copies and index in part["state"]
     }
-    groups = []
-    for index, group in enumerate(part["param_groups"]):
-        whole = [str(numbers[name]) for stage_names in names for name in stage_names[index] if name not in copies]
-        groups.append({**group, "params": whole})
+    groups = [
+        {**group, "params": [str(numbers[name]) for name in members]}
+        for group, members in zip(part["param_groups"], merged_names(names, copies), strict=True)
+    ]
     return {"state": state, "param_groups": groups}
 
 
 def split_optimizer_state(
-    whole: dict[str, Any], names: Sequence[GroupNames], copies: Mapping[str, str], stage: int
+    whole: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
     """The part of ``whole`` that belongs to ``stage``; the inverse of :func:`merge_optimizer_states`, same arguments.
 
@@ -133,8 +171,7 @@ def split_optimizer_state(
             f" {len(names[stage])}: create the same groups as when the checkpoint was written."
         )
     saved: dict[str, int] = {}
-    for index, group in enumerate(whole["param_groups"]):
-        known = [name for part in names for name in part[index] if name not in copies]
+    for index, (group, known) in enumerate(zip(whole["param_groups"], merged_names(names, copies), strict=True)):
         if len(group["params"]) != len(known):
             raise ConfigurationError(
                 f"Parameter group {index} of the checkpoint's optimizer has {len(group['params'])} parameters, that of"
@@ -147,7 +184,7 @@ def split_optimizer_state(
     for group, mine in zip(whole["param_groups"], names[stage], strict=True):
         indices = []
         for name in mine:
-            old = saved[copies.get(name, name)]
+            old = saved[copies.get((stage, name), name)]
             if old in whole["state"]:
                 state[next_index] = whole["state"][old]
             indices.append(next_index)

@@ -35,10 +35,10 @@ from lightning_recycle.data.iterables import BatchIterableLoader
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.module import global_seed
-from lightning_recycle.model.parts import ModelParts, parts_of
+from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
-from lightning_recycle.model.tying import ties_between_stages
 from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.communicator import Communicator
@@ -65,6 +65,7 @@ from lightning_recycle.session.lightning_callbacks import (
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, ends_step, tell_batch_sizes
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
+from lightning_recycle.session.moments import Moment
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
@@ -127,6 +128,7 @@ class Session:
         self.finetuning = Finetuning(trainer)
         self.pruning = Pruning(trainer)
         self._digested = -1  # the newest generation with a digest of the parameters
+        self._moments: dict[int, Moment] = {}  # of the current step and the one before
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
 
@@ -171,14 +173,14 @@ class Session:
         trainer, strategy = self.trainer, self.trainer.strategy
         assert strategy.accelerator is not None
         self.module = module = recorded(trainer.lightning_module)
-        self.parts = parts_of(module)
+        self.parts = parts_of(module, self.grid.stages, self.options.pipeline)
         strategy.accelerator.setup(trainer)
         show_whole_run(trainer, self.parts, self.grid.num_workers)
         tell_batch_sizes(trainer)
         spare_moves()
         self._build_model()
         self._alone = self.grid.global_microbatches == 1
-        self._recorder = OutputRecorder(module, self._alone)
+        self._recorder = OutputRecorder(module, self._alone and self.grid.num_workers == 1)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
@@ -186,10 +188,10 @@ class Session:
         sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
         overridden = any(is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources)
         self._transfers = strategy.root_device.type != "cpu" or overridden
-        tied = ties_between_stages(self.parts.tied_groups(), self.run.parts)
-        ties = TieExchange(tied, self.worker.stage, dict(module.named_parameters()))
+        ties = TieExchange(self.parts.ties(self.run.parts), self.worker.stage, dict(module.named_parameters()))
         if self.grid.stages > 1:
-            names = {id(p): ties.copies.get(name, name) for name, p in module.named_parameters()}
+            stage = self.worker.stage
+            names = {id(p): ties.copies.get((stage, name), name) for name, p in module.named_parameters()}
             complete_norms(self.collectives.gather_stages, names)
         self.executor = self._build_executor(ties)
         self._whole_forward = WholeForward(module, self.collectives, self.executor)
@@ -226,7 +228,7 @@ class Session:
         """Builds the layers of this stage, on the device, and their optimizer."""
         trainer, strategy = self.trainer, self.trainer.strategy
         owned = self.run.parts[self.worker.stage]
-        self.parts.keep(owned)
+        self.parts.keep(self.run.parts, self.worker.stage)
         unbuilt = has_recipes(self.module)
         with strategy.precision_plugin.module_init_context():
             self.parts.build(owned, self._seed)
@@ -262,6 +264,7 @@ class Session:
             loss_name=self.parts.loss_name,
             loss_backward=self.parts.loss_backward,
             loss_is_optional=self.parts.loss_is_optional,
+            takes_target=self.parts.takes_target,
         )
         return Executor(
             self.worker,
@@ -380,6 +383,9 @@ class Session:
             with self.module.logging_allowed(True):
                 apply(result)
 
+        number = self.executor.version
+        self._moments = {n: moment for n, moment in self._moments.items() if n == number - 1}
+        self._moments[number] = Moment.of(self.trainer)
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._after_step = result.after_step
@@ -478,6 +484,9 @@ class Session:
 
     def on_recovery(self, step: int) -> None:
         self.reach("recovery", step)
+
+    def as_in_step(self, step: int) -> AbstractContextManager[None]:
+        return self._moments[step].again(self.trainer)
 
     def describe_step(self, step: int) -> Facts:
         trainer = self.trainer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
-from lightning_recycle import ConfigurationError, ReCycleError, ReCycleStrategy
+from lightning_recycle import ReCycleError, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 BATCH = 24
@@ -424,8 +424,3 @@ def test_what_cannot_work_is_refused_by_name(model: Any, words: list[str]) -> No
     with pytest.raises(ReCycleError) as caught:
         on_grid(2).fit(model().double(), DataLoader(data(), 8, drop_last=True))
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_several_stages_need_layers() -> None:
-    with pytest.raises(ConfigurationError, match=r"Classifier is no PipelineModule.*pipeline_parallel_size=1"):
-        on_grid(4, strategy={"pipeline_parallel_size": 2}).fit(Classifier(), DataLoader(data(), 8))

@@ -141,7 +141,7 @@ def test_the_masks_of_the_comparison_matter() -> None:
 def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode: str) -> None:
     layer = Layer(mode).double()
     stage = Stage([layer], 1, SEED, CPU)
-    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     output = stage.forward(STEP, 0, x, decoupled=True)
     assert (layer.first.runs, layer.second.runs) == (1, 1)
     stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
@@ -157,7 +157,8 @@ def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode: st
 @pytest.mark.parametrize("mode", MODES)
 def test_the_backward_leaves_the_generator_of_the_process_alone(mode: str) -> None:
     stage = Stage([Layer(mode).double()], 1, SEED, CPU)
-    output = stage.forward(STEP, 0, torch.randn(2, WIDTH, dtype=torch.float64), decoupled=True)
+    x = torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True)
+    output = stage.forward(STEP, 0, x, decoupled=True)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -171,7 +172,7 @@ def test_autocast_is_the_same_in_the_recomputation(mode: str) -> None:
         torch.manual_seed(0)
         layer = Layer(mode)
         stage = Stage([layer], 1, SEED, CPU, forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
-        x = torch.randn(2, 3, WIDTH)
+        x = torch.randn(2, 3, WIDTH, requires_grad=True)
         output = stage.forward(STEP, 0, x, decoupled=decoupled)
         grad = torch.ones_like(output)  # type: ignore[arg-type]
         if decoupled:

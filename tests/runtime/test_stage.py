@@ -368,15 +368,27 @@ def test_none_integers_truth_values_scalars_and_lengths_that_vary_pass_between_s
 def test_gradients_go_back_for_what_has_some_and_are_none_for_the_rest() -> None:
     stage = Stage([Relay().double()], 1, SEED, CPU)
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=generator)
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
     tokens, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool)
-    sent = stage.forward(STEP, 0, (x, None, tokens, mask, x.mean(), torch.ones(4, dtype=torch.float64)), decoupled=True)
-    assert [None if item is None else item.requires_grad for item in sent] == [False, False, False, None]
+    mean, ones = x.detach().mean().requires_grad_(), torch.ones(4, dtype=torch.float64, requires_grad=True)
+    sent = stage.forward(STEP, 0, (x, None, tokens, mask, mean, ones), decoupled=True)
+    assert [None if item is None else item.requires_grad for item in sent] == [True, False, True, None]
+    assert all(item is None or item.is_leaf for item in sent)
     grads = stage.backward_input(0, (torch.ones_like(x), None, torch.tensor(2.0, dtype=torch.float64), None))
     assert grads is not None
     assert [grad is None for grad in grads] == [False, True, True, True, False, False]
     assert grads[4].item() == 2.0  # type: ignore[union-attr]
     assert grads[5].shape == (4,)  # type: ignore[union-attr]
+
+
+def test_what_came_without_a_graph_gets_no_gradient() -> None:
+    """A mask of floating-point numbers, or the output of a frozen stage."""
+    stage = Stage([Relay().double()], 1, SEED, CPU)
+    x = torch.ones(2, 4, WIDTH, dtype=torch.float64)
+    tokens, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool)
+    sent = stage.forward(STEP, 0, (x, None, tokens, mask, x.mean(), torch.ones(4, dtype=torch.float64)), decoupled=True)
+    grads = stage.backward_input(0, tuple(None if item is None else torch.ones_like(item) for item in sent))
+    assert grads == (None,) * 6
 
 
 def test_a_gradient_that_the_next_stage_does_not_have_is_none() -> None:

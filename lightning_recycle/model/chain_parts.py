@@ -1,0 +1,348 @@
+"""An ordinary LightningModule in several stages: each part is a layer of its chain, and its own steps run around them.
+
+Concept: the user's step calls the layers, so it runs where it begins and where it ends. On the *first* stage it runs up
+to the chain, and ends there; what it gave to the layers is captured. A *middle* stage calls its layers in the same way.
+On the *last* stage the whole step runs, with what was received in the place of what the earlier layers return; its
+loss, logging and recording count. A :class:`~lightning_recycle.model.walk.Walk` proves on the first and the last stage
+that the step is such a chain.
+
+- **Layers are replaced in place**, so the names in a state dict stay.
+- **What is outside the chain** (embeddings, heads) is on the first and the last stage, because the step uses it before
+  the chain, after it, or both. Those copies are tied weights, whose gradients are added, which is exact in each of
+  these cases. A middle stage has metrics, as every worker, and the parameters of the modules around its layers
+  themselves (``self.scale`` of the user's module), so that ``configure_optimizers`` finds them.
+- **Randomness** before the chain is the same on both stages, as it does not depend on the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.apart import put_together, take_apart
+from lightning_recycle.model.chains import Chain, Pipeline, find_chain
+from lightning_recycle.model.partition import Partition, cut_layers
+from lightning_recycle.model.parts import Recorder, StepParts
+from lightning_recycle.model.tying import Tie
+from lightning_recycle.model.walk import AbsentPart, Call, PassedLayer, Passing, Reached, Shape, Walk, watch
+from lightning_recycle.model.weights import set_weights
+
+__all__ = ["ChainParts"]
+
+
+class ChainParts(StepParts):
+    """One part per layer of the chain.
+
+    Args:
+        module: the whole module.
+        num_stages: more than one.
+        pipeline: the layers that the user names.
+
+    Raises:
+        ConfigurationError: if there is no such chain.
+    """
+
+    def __init__(self, module: pl.LightningModule, num_stages: int, pipeline: Pipeline = None) -> None:
+        super().__init__(module)
+        self._chain = find_chain(module, num_stages, pipeline)
+
+    # ------------------------------------------------------------------ before a run
+
+    @override
+    def check(self) -> None:
+        super().check()
+        kind = type(self.module).__name__
+        if not self.module.automatic_optimization:
+            raise UnsupportedFeatureError(
+                f"{kind} has manual optimization, so only its training_step() knows when stages compute and step: use"
+                " pipeline_parallel_size=1."
+            )
+        for name, parameter in self.module.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise UnsupportedFeatureError(
+                    f"{name} of {kind} gets its shape from the first input, which only one stage sees: give its size,"
+                    " or run a batch through the model before fit()."
+                )
+
+    @override
+    def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
+        stages = cut_layers(self._layers(), num_stages, partition, layer_seconds)
+        held = _Held(self.module, self._chain, stages)
+        for stage, layers in enumerate(stages):
+            if not any(held.on(name, stage) for name, _ in self.module.named_parameters()):
+                names = ", ".join(self._chain.paths[index] for index in layers)
+                raise ConfigurationError(
+                    f"Stage {stage} of {num_stages} of {type(self.module).__name__} has no parameters: {names}. Use a"
+                    " smaller pipeline_parallel_size, or partition='parameters'."
+                )
+        return stages
+
+    def _layers(self) -> list[nn.Module]:
+        return [self.module.get_submodule(path) for path in self._chain.paths]
+
+    # ------------------------------------------------------------------ in a worker
+
+    @override
+    def keep(self, stages: Sequence[range], stage: int) -> None:
+        module, chain, owned = self.module, self._chain, stages[stage]
+        self._owned, self._middle = owned, range(stages[0].stop, stages[-1].start)
+        self._is_first, self._is_last = stage == 0, stage == len(stages) - 1
+        self.takes_target = self._is_last
+        self._stage, self._held = stage, _Held(module, chain, stages)
+        self._names = frozenset(module.state_dict())
+        self._ties = self._held.ties()
+        layers = self._layers()
+        self._dropped: list[tuple[nn.Module, str, nn.Module]] = []
+        for index, layer in enumerate(layers):
+            if index not in owned:
+                stub = PassedLayer(chain.paths[index], layer, index)
+                for parent in list(module.modules()):
+                    for name in [name for name, child in parent._modules.items() if child is layer]:
+                        self._drop(parent, name, stub)
+        if not self._is_first and not self._is_last:
+            for path, outside in self._held.outside:
+                parent_path, _, name = path.rpartition(".")
+                self._drop(module.get_submodule(parent_path), name, AbsentPart(path, outside))
+        kept = set(module.modules())
+        for _, _, original in self._dropped:
+            for part in set(original.modules()) - kept:
+                _release(part)
+        last = len(layers) - 1
+        self._watched = [handle for index in owned for handle in watch(layers[index], index, last=index == last)]
+
+    def _drop(self, parent: nn.Module, name: str, stub: AbsentPart) -> None:
+        self._dropped.append((parent, name, parent.get_submodule(name)))
+        parent._modules[name] = stub
+
+    @override
+    def is_elsewhere(self, name: str) -> bool:
+        return name in self._names and not self._held.on(name, self._stage)
+
+    @override
+    def is_of_layer(self, name: str) -> bool:
+        return self._chain.holds(name) is not None
+
+    @override
+    def writes(self, name: str) -> bool:
+        return self._is_last or not self._held.on(name, len(self._held.stages) - 1)
+
+    @override
+    def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
+        return self._ties
+
+    @override
+    def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        (step,) = super().training_parts(owned, recorder)
+        return [self._part(step, lambda: "training_step")]
+
+    @override
+    def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        (step,) = super().evaluation_parts(owned, recorder)
+        return [self._part(step, lambda: f"{self._evaluation.kind}_step")]
+
+    def _part(self, step: nn.Module, name: Callable[[], str]) -> nn.Module:
+        def full_name() -> str:
+            return f"{type(self.module).__name__}.{name()}()"
+
+        if self._is_first:
+            return _FirstStage(step, full_name, self._chain, self._owned.stop, self._middle)
+        if self._is_last:
+            return _LastStage(step, full_name, self._chain, self._owned.start)
+        return _MiddleStage([self._layers()[index] for index in self._owned], self._chain, self._owned)
+
+    @override
+    def split(self, batch: Any, index: int) -> tuple[Any, Any]:
+        return (batch, index), (batch, index)
+
+    @override
+    def begin_evaluation(
+        self, kind: str, arguments: tuple[Any, ...]
+    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
+        _, record = super().begin_evaluation(kind, arguments)
+        return lambda batch: ((batch,), (batch,)), record
+
+    # ------------------------------------------------------------------ after a run
+
+    @override
+    def rebuild(self, state: Mapping[str, Any]) -> None:
+        for handle in self._watched:
+            handle.remove()
+        for parent, name, original in self._dropped:
+            parent._modules[name] = original
+        found: dict[str, nn.Parameter] = {}
+        places = []
+        for path, module in self.module.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    same = self._held.same_as[f"{path}.{name}" if path else name]
+                    places.append((module, name, same))
+                    if same not in found or found[same].is_meta:
+                        found[same] = parameter
+        for module, name, same in places:
+            if found[same].is_meta:
+                empty = torch.empty_like(found[same], device=self.module.device)
+                found[same] = nn.Parameter(empty, found[same].requires_grad)
+            module._parameters[name] = found[same]
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            if name in state:
+                tensor.data = tensor.data.to(state[name].dtype)
+        set_weights(self.module, state)
+
+
+class _Held:
+    """Which stages hold what.
+
+    Args:
+        module: the whole module.
+        chain: its layers.
+        stages: the layers of each stage.
+
+    Attributes:
+        outside: the modules, with their paths, that a middle stage does without.
+        same_as: for the name of each parameter the first of its names.
+    """
+
+    def __init__(self, module: nn.Module, chain: Chain, stages: Sequence[range]) -> None:
+        self._chain, self.stages = chain, stages
+        self._names: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+        self.same_as = {name: names[0] for names in self._names.values() for name in names}
+        self.outside = tuple(_outside(module, "", chain))
+
+    def on(self, name: str, stage: int) -> bool:
+        """Whether ``stage`` holds ``name``, of a state dict of the whole module."""
+        layer = self._chain.holds(name)
+        if layer is not None:
+            return layer in self.stages[stage]
+        return stage in (0, len(self.stages) - 1) or not any(name.startswith(f"{path}.") for path, _ in self.outside)
+
+    def ties(self) -> tuple[Tie, ...]:
+        """The parameters that several stages hold."""
+        ties = []
+        for names in self._names.values():
+            mine = {stage: [n for n in names if self.on(n, stage)] for stage in range(len(self.stages))}
+            copies = tuple((stage, found[0]) for stage, found in mine.items() if found)
+            if len(copies) > 1:
+                ties.append(Tie(tuple(names), copies))
+        return tuple(ties)
+
+
+def _outside(module: nn.Module, path: str, chain: Chain) -> Iterator[tuple[str, nn.Module]]:
+    """The submodules with parameters or buffers that hold neither layers of the chain nor metrics."""
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(child, Metric) or inner in chain.paths:
+            continue
+        leads_on = any(layer.startswith(f"{inner}.") for layer in chain.paths)
+        if leads_on or any(isinstance(part, Metric) for part in child.modules()):
+            yield from _outside(child, inner, chain)
+        elif any(True for kind in (child.parameters(), child.buffers()) for _ in kind):
+            yield inner, child
+
+
+def _release(module: nn.Module) -> None:
+    """Frees what a state dict can give back, of ``module`` itself."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+
+# ---------------------------------------------------------------------- what a stage runs
+
+
+class _FirstStage(nn.Module):
+    """The step up to the chain, and the first layers.
+
+    Args:
+        step: the user's step, recorded.
+        name: its name.
+        chain: the layers.
+        edge: the first layer of the next stage.
+        middle: the layers of middle stages.
+    """
+
+    def __init__(self, step: nn.Module, name: Callable[[], str], chain: Chain, edge: int, middle: range) -> None:
+        super().__init__()
+        self.step = step
+        self._name, self._chain, self._edge, self._middle = name, chain, edge, middle
+
+    @override
+    def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        walk = Walk(self._chain, self._name(), self._edge)
+        try:
+            with walk.on():
+                self.step(*arguments)
+            walk.finish()  # raises: the end of the chain was not reached
+        except Reached:  # what the step recorded so far was taken back, and is recorded on the last stage
+            pass
+        assert walk.sent is not None
+        calls = {index: walk.calls[index] for index in self._middle}
+        return _message(walk, *walk.sent, calls)
+
+
+class _MiddleStage(nn.Module):
+    """Some layers, called as the step calls them."""
+
+    def __init__(self, layers: Sequence[nn.Module], chain: Chain, owned: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._chain, self._owned = chain, owned
+
+    @override
+    def forward(self, skeleton: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        hidden, shape, calls = _value(skeleton, *tensors)
+        for index, layer in zip(self._owned, self.layers, strict=True):
+            args, kwargs = calls.pop(index).with_hidden(hidden)
+            hidden, shape = Shape.of(layer(*args, **kwargs), self._chain.whole[index])
+        walk = Walk(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
+        return _message(walk, hidden, shape, calls)
+
+
+class _LastStage(nn.Module):
+    """The whole step, with what was received in the place of what earlier layers return; arguments as for
+    :class:`_FirstStage`, and ``edge``, the first layer of the stage.
+    """
+
+    def __init__(self, step: nn.Module, name: Callable[[], str], chain: Chain, edge: int) -> None:
+        super().__init__()
+        self.step = step
+        self._name, self._chain, self._edge = name, chain, edge
+
+    @override
+    def forward(self, message: tuple[Tensor, ...], *arguments: Any) -> Any:
+        hidden, shape, _ = _value(*message)
+        walk = Walk(self._chain, self._name(), self._edge, (hidden, shape))
+        with walk.on():
+            output = self.step(*arguments)
+        walk.finish()
+        return output
+
+
+def _message(walk: Walk, hidden: Any, shape: Shape, calls: Mapping[int, Call]) -> tuple[Tensor, ...]:
+    """What the next stage must know, as tensors: the value that goes on, and how the layers of middle stages are
+    called.
+    """
+    try:
+        skeleton, tensors = take_apart((hidden, shape, dict(calls)))
+    except Exception as error:  # whatever the user's objects raise
+        raise walk.error(
+            f"passes something to a layer on another stage that cannot be sent there ({type(error).__name__}: {error});"
+            " pass tensors, numbers, strings, and lists and dicts of them"
+        ) from error
+    for tensor in tensors:
+        if isinstance(tensor, Passing):
+            raise walk.error(f"gives {tensor.what} to another layer than the next one")
+    return (torch.frombuffer(bytearray(skeleton), dtype=torch.uint8), *tensors)
+
+
+def _value(skeleton: Tensor, *tensors: Tensor) -> Any:
+    return put_together(skeleton.cpu().numpy().tobytes(), tensors)

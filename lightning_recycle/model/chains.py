@@ -1,0 +1,145 @@
+"""Which submodules of an ordinary LightningModule are a chain, so that it can be cut into stages.
+
+Concept: a *chain* is a list of submodules that the module's steps call once each, in order, each with what the one
+before returned. Here it is found by looks alone, or named by the user; that the steps really call it so is checked
+while they run (:mod:`~lightning_recycle.model.walk`).
+
+Must not know: stages beyond their number, processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from torch import nn
+
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = ["Chain", "Pipeline", "find_chain"]
+
+Pipeline: TypeAlias = str | Sequence[str] | None
+"""The paths of the chain's layers; that of an ``nn.Sequential`` or ``nn.ModuleList`` stands for its entries; None for a
+chain that is to be found."""
+
+_CLEARLY = 2  # the container that holds this many times what all others hold is the chain
+_REMEDY = (
+    "Name the layers that training_step() calls one after another, as in ReCycleStrategy(pipeline='model.layers') or"
+    " pipeline=['encoder', 'decoder'] (an nn.Sequential or nn.ModuleList stands for its entries), or use"
+    " pipeline_parallel_size=1"
+)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The layers of a module, in order.
+
+    Args:
+        paths: of each layer, in the module.
+        whole: for each layer but the first, whether it gets exactly what the one before returned, as in an
+            ``nn.Sequential``; otherwise it gets the first item of a tuple.
+    """
+
+    paths: tuple[str, ...]
+    whole: tuple[bool, ...]
+
+    def holds(self, name: str) -> int | None:
+        """The index of the layer to which ``name`` belongs, of a state dict or of a submodule; None if to none."""
+        return next((i for i, path in enumerate(self.paths) if name == path or name.startswith(f"{path}.")), None)
+
+
+def find_chain(module: nn.Module, num_stages: int, pipeline: Pipeline = None) -> Chain:
+    """The chain of ``module``: the one that the user names, or the only one that it can be.
+
+    Raises:
+        ConfigurationError: if there is no such chain, with fewer layers than ``num_stages``, or several may be meant.
+    """
+    kind = type(module).__name__
+    named = _found(module, num_stages) if pipeline is None else [pipeline] if isinstance(pipeline, str) else pipeline
+    paths = [path for name in named for path in _entries(module, name)]
+    if len(paths) < num_stages:
+        raise ConfigurationError(
+            f"pipeline={pipeline!r} names {len(paths)} layer{'s' * (len(paths) != 1)} of {kind}, fewer than"
+            f" pipeline_parallel_size={num_stages} stages: {', '.join(paths) or 'none'}. {_REMEDY}."
+        )
+    layers = [module.get_submodule(path) for path in paths]
+    for index, layer in enumerate(layers):
+        for other in range(index):
+            if layer is layers[other]:
+                raise ConfigurationError(
+                    f"{paths[other]} and {paths[index]} of {kind} are the same module; a chain calls each once, so that"
+                    f" it can be on one stage. {_REMEDY}."
+                )
+            inner, outer = sorted((paths[index], paths[other]), key=len, reverse=True)
+            if inner.startswith(f"{outer}."):
+                raise ConfigurationError(
+                    f"pipeline={pipeline!r} names {outer!r} of {kind}, and {inner!r} within it: name one of them."
+                )
+    return Chain(tuple(paths), tuple(_is_whole(module, one, next_) for one, next_ in pairwise(paths)))
+
+
+def _entries(module: nn.Module, path: str) -> list[str]:
+    """The layers for which ``path`` stands."""
+    kind = type(module).__name__
+    try:
+        named = module.get_submodule(path)
+    except AttributeError as error:
+        known = [name for name, _ in module.named_modules() if name.count(".") <= path.count(".") and name]
+        raise ConfigurationError(
+            f"pipeline={path!r}: {kind} has no submodule of that name ({error}). It has"
+            f" {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}. Modules that are made in setup() or"
+            " configure_model() do not exist yet when the model is cut: make them in __init__()."
+        ) from error
+    if not path or isinstance(named, nn.ModuleDict):
+        raise ConfigurationError(
+            f"pipeline={path!r} is {'the whole module' if not path else 'an nn.ModuleDict'}; name the layers in it, in"
+            " the order in which training_step() calls them."
+        )
+    if not isinstance(named, (nn.Sequential, nn.ModuleList)):
+        return [path]
+    return [f"{path}.{name}" for name, _ in named.named_children()]
+
+
+def _is_whole(module: nn.Module, one: str, other: str) -> bool:
+    parents = {path.rpartition(".")[0] for path in (one, other)}
+    return len(parents) == 1 and isinstance(module.get_submodule(parents.pop()), nn.Sequential)
+
+
+# ---------------------------------------------------------------------- a chain that nobody named
+
+
+def _found(module: nn.Module, num_stages: int) -> list[str]:
+    """The path of the container that holds most of what can be cut.
+
+    Raises:
+        ConfigurationError: if there is none, or it is not clear which one.
+    """
+    kind = type(module).__name__
+    sizes = {path: size for path, size in _containers(module, "", num_stages) if size}
+    if not sizes:
+        raise ConfigurationError(
+            f"{kind} cannot be cut into pipeline_parallel_size={num_stages} stages: it has no nn.Sequential or"
+            f" nn.ModuleList of at least {num_stages} entries with parameters. {_REMEDY}. A PipelineModule can be cut"
+            " anywhere."
+        )
+    largest = max(sizes, key=lambda path: sizes[path])
+    others = [path for path in sizes if path != largest]
+    if sizes[largest] < _CLEARLY * sum(sizes[path] for path in others):
+        described = ", ".join(f"{path!r} ({size:,} parameters)" for path, size in sizes.items())
+        raise ConfigurationError(
+            f"{kind} can be cut into pipeline_parallel_size={num_stages} stages in several places: {described}."
+            f" {_REMEDY}."
+        )
+    return [largest]
+
+
+def _containers(module: nn.Module, path: str, num_stages: int) -> Iterator[tuple[str, int]]:
+    """The outermost containers of enough entries in ``module``, with the number of their parameters."""
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(list(child.children())) >= num_stages:
+            yield inner, sum(parameter.numel() for parameter in child.parameters())
+        else:
+            yield from _containers(child, inner, num_stages)

@@ -1,0 +1,378 @@
+"""One run of a user's step on a worker that has only some layers of the module's chain.
+
+Concept: the step is the user's code, so it calls all layers. Those of other stages are stubs (:class:`PassedLayer`),
+which return a :class:`Passing` in the place of what they do not compute. A :class:`Walk` sees every call, of stubs and
+of layers that are here, and so proves that the module is the chain that it is taken for: each layer is called once, in
+order, with what the one before returned, and nothing else looks at that in between. Whatever else the step does would
+be lost or wrong without a word; here it is an error that names the layers and what happened.
+
+A stub is a layer of a chain only while a walk is on. Otherwise it is an absent layer, and says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.model.chains import Chain
+from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.randomness import draw_for_layer
+
+__all__ = ["AbsentPart", "Call", "PassedLayer", "Passing", "Reached", "Shape", "Walk", "watch"]
+
+_REMEDY = (
+    "A module of several stages calls each layer of its chain once, in order, with what the one before returned, and"
+    " does nothing between them. Put what lies between into one of the layers, name other layers with"
+    " ReCycleStrategy(pipeline=[...]), or use pipeline_parallel_size=1."
+)
+_NOTHING = object()
+_walk: Walk | None = None
+
+
+class Reached(BaseException):
+    """The step has come to the end of the chain on a worker that does not go on."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the step called a layer, with None in the place of what the layer before returned."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def with_hidden(self, hidden: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with ``hidden`` in its place."""
+        if self.args:
+            return (hidden, *self.args[1:]), dict(self.kwargs)
+        return (), {**self.kwargs, next(iter(self.kwargs)): hidden}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a layer returns besides the value that goes on.
+
+    Args:
+        is_tuple: whether the value that goes on is the first item of a tuple.
+        rest: of the other items, whether each is None.
+    """
+
+    is_tuple: bool = False
+    rest: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, output: Any, whole: bool) -> tuple[Any, Shape]:
+        """The value of ``output`` that goes on to a layer that takes the ``whole`` of it or not, and the shape."""
+        if whole or not isinstance(output, tuple) or not output:
+            return output, cls()
+        return output[0], cls(True, tuple(item is None for item in output[1:]))
+
+    def around(self, value: Any, layer: str) -> Any:
+        """What a layer would return; the other items are not there."""
+        if not self.is_tuple:
+            return value
+        what = f"more than the first item of what layer {layer!r} returned"
+        return (value, *(None if is_none else Passing.of(what) for is_none in self.rest))
+
+
+class Passing(Tensor):
+    """Stands for a tensor of another stage: it can be passed on, and nothing else.
+
+    Attributes:
+        what: the tensor, in words.
+        is_parameter: whether it stands for a parameter or buffer, of which the dtype is known.
+    """
+
+    what: str
+    is_parameter: bool
+
+    @staticmethod
+    def of(what: str, parameter: Tensor | None = None) -> Passing:
+        like = torch.empty(0) if parameter is None else parameter
+        made = Tensor._make_subclass(Passing, like, require_grad=like.is_floating_point())
+        made.what, made.is_parameter = what, parameter is not None
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = [item for arg in (*args, *(kwargs or {}).values()) for item in _flat(arg)]
+        used = next((item for item in flat if isinstance(item, Passing)), None)
+        if used is None or _walk is None or func in _HARMLESS or (used.is_parameter and func in _KNOWN):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        name = getattr(func, "__name__", func)
+        raise _walk.error(f"uses {used.what} ({name}), which is on another stage{_walk.before_next}")
+
+
+# What torch.utils.checkpoint asks of its arguments, and what is asked of any parameter.
+_HARMLESS = {Tensor.device.__get__, Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
+_KNOWN = {
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+}
+
+
+def _flat(value: Any) -> list[Any]:
+    return [item for part in value for item in _flat(part)] if isinstance(value, (tuple, list)) else [value]
+
+
+@dataclass
+class Walk:
+    """What has happened to the chain so far.
+
+    Args:
+        chain: the layers.
+        step: the user's function in words, for errors.
+        edge: the first layer of the next stage, or on the last stage the first of its own.
+        received: on the last stage, what enters there, and the shape of what the layer before returned. Elsewhere the
+            step ends where it calls the last layer.
+
+    Attributes:
+        sent: what leaves the stage, and the shape of what its last layer returned.
+        calls: of each layer that is not here, how the step called it.
+    """
+
+    chain: Chain
+    step: str
+    edge: int = 0
+    received: tuple[Any, Shape] | None = None
+    sent: tuple[Any, Shape] | None = None
+    calls: dict[int, Call] = field(default_factory=dict)
+    _caches: dict[int, Any] = field(default_factory=dict)  # by id, as they were when the first layer was called
+    _output: Any = _NOTHING
+    _shape: Shape = field(default_factory=Shape)
+    _next: int = 0
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Within the block, calls of the chain's layers belong to this walk."""
+        global _walk
+        previous, _walk = _walk, self
+        try:
+            yield
+        finally:
+            _walk = previous
+
+    def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The step calls the layer ``index``; returns what the layer before returned.
+
+        Raises:
+            ConfigurationError: if the chain does not go on like that.
+        """
+        paths = self.chain.paths
+        if index < self._next:
+            raise self.error(f"calls layer {paths[index]!r} a second time, after {paths[self._next - 1]!r}")
+        if index > self._next:
+            after = f"after {paths[self._next - 1]!r}" if self._next else "first"
+            raise self.error(f"calls layer {paths[index]!r} {after}, without {paths[self._next]!r} before it")
+        if not args and not kwargs:
+            raise self.error(f"calls layer {paths[index]!r} without an argument")
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        if index:
+            expected, _ = Shape.of(self._output, self.chain.whole[index - 1])
+            if hidden is not expected:
+                raise self.error(
+                    f"does something with what layer {paths[index - 1]!r} returned before layer {paths[index]!r} gets"
+                    " it, or gives that something else, as with a residual connection or a change of shape"
+                )
+        elif self.received is None:
+            self._caches = {id(v): copy.deepcopy(v) for v in (*args, *kwargs.values()) if _is_cache(v)}
+        return hidden
+
+    def leave(self, index: int, output: Any) -> None:
+        """The layer ``index`` returned ``output``."""
+        self._output, self._next = output, index + 1
+        if index + 1 < len(self.chain.paths):
+            _, self._shape = Shape.of(output, self.chain.whole[index])
+
+    def pass_by(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The step calls the layer ``index`` of another stage; returns what it gets for that.
+
+        Raises:
+            Reached: if it ends here.
+        """
+        hidden = self.enter(index, args, kwargs)
+        rest = {name: self._caches.get(id(value), value) for name, value in kwargs.items()}
+        if args:
+            self.calls[index] = Call((None, *(self._caches.get(id(value), value) for value in args[1:])), rest)
+        else:
+            self.calls[index] = Call((), {**rest, next(iter(rest)): None})
+        path = self.chain.paths[index]
+        value, shape = Passing.of(f"what layer {path!r} returned"), self._shape
+        if self.received is not None:
+            entering, shape = self.received
+            value = entering if index == self.edge - 1 else value
+        else:
+            if index == self.edge:
+                self.sent = hidden, self._shape
+            if index == len(self.chain.paths) - 1:
+                raise Reached
+        output = shape.around(value, path)
+        self.leave(index, output)
+        return output
+
+    def finish(self) -> None:
+        """The step is over.
+
+        Raises:
+            ConfigurationError: if it has not called all layers.
+        """
+        if self._next < len(self.chain.paths):
+            raise self.error(f"never calls layer {self.chain.paths[self._next]!r}")
+
+    @property
+    def before_next(self) -> str:
+        """Which layer the step has not called yet, in words."""
+        left = self.chain.paths[self._next :]
+        return f", before it calls layer {left[0]!r}" if left else ""
+
+    def error(self, what: str) -> ConfigurationError:
+        return ConfigurationError(f"{self.step} {what}. {_REMEDY}")
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether ``value`` is a cache of transformers, into which each layer puts its keys and values. The layers of other
+    stages get it as it was before the first one; what is put into it does not leave a worker.
+    """
+    bases = type(value).__mro__
+    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in bases)
+
+
+def watch(layer: nn.Module, index: int, last: bool) -> tuple[RemovableHandle, RemovableHandle]:
+    """Lets walks see the calls of ``layer``, which is here, and its randomness be that of its place in the chain: the
+    part of the step before the chain has the index 0, its layers 1, 2, ..., and what follows the next. The handles end
+    that.
+    """
+
+    # Functions and not methods: they stay what they are when a callback copies the module.
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _walk is not None:
+            _walk.enter(index, args, kwargs)
+        draw_for_layer(index + 1)
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if _walk is not None:
+            _walk.leave(index, output)
+        if last:
+            draw_for_layer(index + 2)
+
+    return (
+        layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        layer.register_forward_hook(after),
+    )
+
+
+# ---------------------------------------------------------------------- what is not here
+
+
+class _Elsewhere(dict[str, Any]):
+    """The parameters or buffers of a module that is not here: none. In a step they show, so that what goes through the
+    parameters of the whole model meets an error instead of computing with a part of them.
+
+    Args:
+        tensors: a tensor without elements for each of them, by their names in words.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    @override
+    def items(self) -> Any:
+        if _walk is None:
+            return super().items()
+        return [(name, Passing.of(name, tensor)) for name, tensor in self.tensors.items()]
+
+
+class AbsentPart(AbsentLayer):
+    """Stands for a submodule of which other stages hold the parameters: it has the attributes of that module which are
+    no parameters, buffers or modules.
+
+    Args:
+        path: where it is in the user's module.
+        original: the module.
+    """
+
+    def __init__(self, path: str, original: nn.Module) -> None:
+        super().__init__()
+        self.path = path
+        self._stands_for = type(original)
+        self.train(original.training)
+        bare = vars(nn.Module())
+        self._plain = {name: value for name, value in vars(original).items() if name not in bare}
+        self._missing = frozenset(
+            {*original._parameters, *original._buffers, *original._modules, *dir(type(original))} - {*dir(nn.Module)}
+        )
+        self.__dict__["_parameters"] = _Elsewhere(_emptied(path, original.named_parameters()))
+        self.__dict__["_buffers"] = _Elsewhere(_emptied(path, original.named_buffers()))
+
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> AbsentPart:
+        for kind in (self._parameters, self._buffers):
+            assert isinstance(kind, _Elsewhere)
+            kind.tensors = {name: fn(tensor) for name, tensor in kind.tensors.items()}
+        return self
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """In a step it is of the class of its module, as far as ``isinstance`` tells."""
+        return type(self) if _walk is None else self.__dict__.get("_stands_for", type(self))
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if name in own.get("_plain", ()):
+            return own["_plain"][name]
+        if name not in own.get("_missing", ()):
+            return super().__getattr__(name)
+        if _walk is not None:  # no AttributeError, which hasattr() would take for an answer
+            raise _walk.error(f"uses {self.path}.{name}, which is on another stage")
+        raise AttributeError(f"{self.path}.{name} is on another stage; this worker has no part of {self.path!r}.")
+
+    @override
+    def forward(self, *_: Any, **__: Any) -> Any:
+        if _walk is not None:
+            raise _walk.error(f"calls {self.path!r} where only the layers of the chain run")
+        raise RuntimeError(self._why_not())
+
+    def _why_not(self) -> str:
+        return (
+            f"{self.path!r} was called outside of a training or evaluation step, in a worker that has one stage of the"
+            " model. Call the model in steps only, or use pipeline_parallel_size=1."
+        )
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{self.path}, on another stage"
+
+
+def _emptied(path: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{path}.{name}": torch.empty(0, dtype=t.dtype, device=t.device) for name, t in tensors}
+
+
+class PassedLayer(AbsentPart):
+    """A layer of the chain on another stage.
+
+    Args:
+        path, original: as for :class:`AbsentPart`.
+        index: its place in the chain.
+    """
+
+    def __init__(self, path: str, original: nn.Module, index: int) -> None:
+        super().__init__(path, original)
+        self.index = index
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if _walk is None:
+            raise RuntimeError(self._why_not())
+        return _walk.pass_by(self.index, args, kwargs)

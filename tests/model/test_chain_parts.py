@@ -1,0 +1,549 @@
+"""The stages of an ordinary module, one after another in this process: gradients are those of the whole."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_recycle import ConfigurationError
+from lightning_recycle.model.chain_parts import ChainParts
+from lightning_recycle.randomness import derive_seed
+from lightning_recycle.runtime.stage import Stage
+
+SEED, STEP, WIDTH = 7, 3, 6
+CPU = torch.device("cpu")
+
+
+class NoRecorder:
+    @contextmanager
+    def recording(self) -> Iterator[Any]:
+        yield SimpleNamespace(result=None)
+
+
+class Model(L.LightningModule):
+    """Steps of tests; ``batch`` is (numbers, targets)."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self(batch[0]), batch)
+
+
+class Plain(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(WIDTH, WIDTH), 0.5
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, gain: float = 1.0) -> Tensor:
+        y = x + gain * torch.tanh(self.linear(x))
+        return y if mask is None else y * mask
+
+
+class Transformer(Model):
+    """Something before and after the layers, which share it; arguments besides; parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.position = nn.Parameter(torch.randn(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) + self.position
+        mask = torch.sigmoid(self.position)  # requires a gradient, too
+        for index, block in enumerate(self.blocks):
+            h = block(h, mask, gain=1.0 + index * block.factor)
+        return self.head(self.norm(h))
+
+
+class AroundTheChain(Transformer):
+    """What enters the chain is used again behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.embed(x)
+        for block in self.blocks:
+            h = block(x=h)
+        return self.head(h + first) + x * self.position
+
+
+class Tuples(Model):
+    """Layers that return more than what goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Layer(Block):
+            def forward(self, x: Tensor) -> Any:
+                return super().forward(x), None, x.detach()
+
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for layer in self.layers:
+            x, nothing, more = layer(x)
+            assert nothing is None
+            seen.append(more)
+        return x
+
+
+class WholeTuples(Model):
+    """A sequence whose layers pass a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Layer(Block):
+            def forward(self, pair: Any) -> Any:
+                return super().forward(pair[0]), pair[1] + pair[0].mean()
+
+        self.net = nn.Sequential(Layer(), Layer(), Layer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.net((x, x.sum()))
+        return one * other
+
+
+class Shared(Transformer):
+    """Each block has the same module in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        for block in self.blocks:
+            block.linear = self.last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(x))
+
+
+class Scaled(Transformer):
+    """Parameters outside the chain that single layers are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            h = block(h, scale)
+        return self.head(h)
+
+
+class Mixed(Transformer):
+    """Draws from the generators of Python and NumPy, before the chain, for what is used behind it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = np.random.beta(0.4, 0.4) + random.random()
+        other = torch.randperm(len(batch[0]))
+        x = weight * batch[0] + (1 - weight) * batch[0][other]
+        output = self(x)
+        return weight * self.loss(output, batch) + (1 - weight) * self.loss(output[other], batch)
+
+
+class Checkpointed(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+        self.blocks = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(0.3)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.embed(x)) + torch.randn(WIDTH)
+        for block in self.blocks:
+            h = self.run(block, h)
+        return self.drop(self.head(h))
+
+    def run(self, block: nn.Module, h: Tensor) -> Tensor:
+        return checkpoint(block, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Drawn(Checkpointed):
+    def run(self, block: nn.Module, h: Tensor) -> Tensor:
+        return block(h)  # type: ignore[no-any-return]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=generator)
+    return x, y
+
+
+def made(model: type[Model]) -> Model:
+    torch.manual_seed(0)
+    return model().double()
+
+
+def stages_of(model: Model, num_stages: int, partition: Any = "count", pipeline: Any = None) -> list[tuple[Any, Stage]]:
+    """(parts, stage) of each stage, with a copy of the model of its own."""
+    found = []
+    for index in range(num_stages):
+        parts = ChainParts(copy.deepcopy(model), num_stages, pipeline)
+        cut = parts.cut(num_stages, partition, None)
+        parts.keep(cut, index)
+        stage = Stage(
+            parts.training_parts(cut[index], NoRecorder()),  # type: ignore[arg-type]
+            cut[index].start,
+            SEED,
+            CPU,
+            loss=parts.loss if index == num_stages - 1 else None,
+            evaluation_layers=parts.evaluation_parts(cut[index], NoRecorder()),  # type: ignore[arg-type]
+            loss_name=parts.loss_name,
+            takes_target=parts.takes_target,
+        )
+        found.append((parts, stage))
+    return found
+
+
+def gradients(model: Model, num_stages: int, decoupled: bool = True, **options: Any) -> dict[str, Tensor]:
+    """The loss, and the gradient of each parameter, added over the stages that hold it."""
+    stages = stages_of(model, num_stages, **options)
+    inputs, target = stages[0][0].split(batch(), 2)
+    value = inputs
+    for _, stage in stages:
+        value = stage.forward(STEP, 0, value, target, decoupled=decoupled)
+    loss = stages[-1][1].loss(STEP, 0, value, target, 1)
+    grads: Any = None
+    for _, stage in reversed(stages):
+        if decoupled:
+            grads = stage.backward_input(0, grads)
+            stage.backward_weight(0)
+        else:
+            grads = stage.backward(0, grads)
+    found = {"loss": loss}
+    first_name = {copy: tie.names[0] for tie in stages[0][0].ties(()) for copy in tie.copies}
+    for index, (parts, _) in enumerate(stages):
+        for own_name, parameter in parts.module.named_parameters():
+            if parameter.grad is not None:
+                name = first_name.get((index, own_name), own_name)
+                found[name] = found.get(name, 0.0) + parameter.grad
+    return found
+
+
+def whole(model: Model) -> dict[str, Tensor]:
+    model = copy.deepcopy(model)
+    loss = model.training_step(batch(), 2)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("model", [Plain, Transformer, AroundTheChain, Tuples, WholeTuples, Scaled, Shared])
+def test_loss_and_gradients_are_those_of_the_whole(model: type[Model], num_stages: int, decoupled: bool) -> None:
+    assert_equal(gradients(made(model), num_stages, decoupled), whole(made(model)))
+
+
+def test_the_ends_of_a_pipeline_need_only_one_layer_each() -> None:
+    for partition in ([1, 2, 1], [2, 1, 1], [1, 1, 2]):
+        assert_equal(gradients(made(Transformer), 3, partition=partition), whole(made(Transformer)))
+
+
+def test_randomness_does_not_depend_on_the_number_of_stages_or_on_checkpoints() -> None:
+    """Also what is drawn before the chain: the first and the last stage draw the same."""
+    expected = gradients(made(Drawn), 2)
+    for model in (Drawn, Checkpointed):
+        for num_stages in (2, 3, 4):
+            for decoupled in (False, True):
+                assert_equal(gradients(made(model), num_stages, decoupled), expected)
+    assert not torch.allclose(expected["loss"], whole(made(Drawn))["loss"])
+
+
+def test_all_generators_draw_the_same_on_both_ends() -> None:
+    """As in mixup: an own draw on the last stage would weigh losses of other inputs."""
+    expected = gradients(made(Mixed), 2)
+    random.seed(5)
+    np.random.seed(5)
+    assert_equal(gradients(made(Mixed), 3), expected)
+    drawn = random.random()
+    random.seed(5)
+    assert drawn == random.random(), "the generator of the process was left alone"
+    model, number = made(Mixed), derive_seed(SEED, STEP, 0, 0)
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    torch.manual_seed(number)
+    assert_equal(whole(model), expected)
+
+
+# ---------------------------------------------------------------------- what is no chain is told, and not computed
+
+
+class Residual(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for block in self.blocks:
+            h = h + block(h)
+        return h
+
+
+class Reshaped(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).flatten(1)
+        return x
+
+
+class Between(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return x
+
+
+class Twice(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        return x
+
+
+class Repeats(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x))
+        return x
+
+
+class Skips(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[::2]:
+            x = block(x)
+        return x
+
+
+class StopsEarly(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return x
+
+
+class NeverCalls(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class Backwards(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+class AlwaysTheInput(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return sum(block(h) for block in self.blocks)
+
+
+class AddsUp(Tuples):
+    def forward(self, x: Tensor) -> Tensor:
+        more: Any = 0.0
+        for layer in self.layers:
+            x, _, one = layer(x)
+            more = more + one.mean()
+        return x + more
+
+
+class Regularised(Transformer):
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        penalty = torch.stack([p.square().sum() for p in self.parameters() if p.requires_grad]).sum()
+        return super().loss(output, batch) + penalty
+
+
+class Odd(nn.Linear):
+    pass
+
+
+class LooksAtKinds(Plain):
+    """Does something else for one kind of layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = Odd(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = layer(x).tanh() if isinstance(layer, Odd) else layer(x)
+        return x
+
+
+class Named(Transformer):
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        first: Any = self.blocks[0]
+        return super().loss(output, batch) + first.linear.weight.sum()
+
+
+class AsksFirst(Transformer):
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output, batch) + sum(b.linear.weight.sum() for b in self.blocks if hasattr(b, "linear"))
+
+
+class FarSkip(Transformer):
+    """As in a U-Net: the second layer's output is added to the input of the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.blocks[0](x)
+        two = self.blocks[1](one)
+        return self.blocks[3](self.blocks[2](two), one)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Residual, ["does something with what layer 'blocks.", "before layer 'blocks.1' gets it"]),
+        (Reshaped, ["uses what layer 'blocks.", "returned (flatten)", "before it calls layer 'blocks."]),
+        (Between, ["does something with what layer 'blocks.0' returned before layer 'blocks.1'"]),
+        (Twice, ["calls layer 'blocks.0' a second time, after 'blocks.3'"]),
+        (Repeats, ["calls layer 'blocks.0' a second time"]),
+        (Skips, ["calls layer 'blocks.2' after 'blocks.0', without 'blocks.1'"]),
+        (StopsEarly, ["uses what layer 'blocks.2' returned (sub)", "before it calls layer 'blocks.3'"]),
+        (NeverCalls, ["never calls layer 'blocks.0'"]),
+        (Backwards, ["calls layer 'blocks.3' first, without 'blocks.0'"]),
+        (AlwaysTheInput, ["does something with what layer 'blocks.0' returned"]),
+        (AddsUp, ["uses more than the first item of what layer 'layers.", "returned"]),
+        (Regularised, ["uses blocks.0.linear.weight (square), which is on another stage"]),
+        (LooksAtKinds, ["uses what layer 'net.2' returned (tanh)"]),
+        (Named, ["uses blocks.0.linear, which is on another stage"]),
+        (AsksFirst, ["uses blocks.0.linear, which is on another stage"]),
+        (FarSkip, ["uses what layer 'blocks.0' returned", "which is on another stage"]),
+    ],
+)
+def test_a_step_that_is_no_chain_is_an_error_that_names_the_layers(
+    model: type[Model], words: list[str], num_stages: int
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        gradients(made(model), num_stages)
+    told = str(caught.value)
+    assert all(word in told for word in [*words, f"{model.__name__}.training_step()", "pipeline_parallel_size=1"]), told
+
+
+class AsksForDevice(Transformer):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parameter = next(self.parameters())
+        first = next(self.blocks.parameters())
+        assert (parameter.device, first.device, first.dtype) == (CPU, CPU, torch.float64)
+        assert all(block.factor == 0.5 for block in self.blocks)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_may_ask_any_parameter_for_its_device() -> None:
+    assert_equal(gradients(made(AsksForDevice), 2), whole(made(AsksForDevice)))
+
+
+def test_outside_of_steps_the_model_says_which_layers_are_elsewhere() -> None:
+    (_, _), (last, _) = stages_of(made(Transformer), 2)
+    with pytest.raises(RuntimeError, match=r"'blocks.0' was called outside of a training or evaluation step"):
+        last.module(batch()[0])
+    with pytest.raises(AttributeError, match=r"blocks.1.linear is on another stage"):
+        _ = last.module.blocks[1].linear
+
+
+def test_the_names_of_each_stage_are_those_of_the_whole() -> None:
+    stages = stages_of(made(Transformer), 3)
+    everything = set(made(Transformer).state_dict())
+    parts = [set(parts.module.state_dict()) for parts, _ in stages]
+    outside = {name for name in everything if not name.startswith("blocks.")}
+    assert set.union(*parts) == everything
+    assert parts[0] & parts[2] == outside
+    assert parts[1] - {"position"} == {name for name in everything if name.startswith("blocks.1.")}
+    for (found, _), mine in zip(stages, parts, strict=True):
+        assert {name for name in everything if found.is_elsewhere(name)} == everything - mine
+        assert not found.is_elsewhere("unknown")
+    assert {name for found, _ in stages for name in found.module.state_dict() if found.writes(name)} == everything
+    ties = stages[0][0].ties(())
+    assert [tie.copies for tie in ties] == [
+        ((0, "position"), (1, "position"), (2, "position")),
+        ((0, "embed.weight"), (2, "embed.weight")),
+        ((0, "norm.weight"), (2, "norm.weight")),
+        ((0, "norm.bias"), (2, "norm.bias")),
+    ]
+    assert all(found.ties(()) == ties for found, _ in stages)
+
+
+def test_a_module_that_held_one_stage_becomes_whole_again() -> None:
+    model = made(Transformer)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    for parts, _ in stages_of(model, 3):
+        parts.rebuild(state)
+        rebuilt = parts.module
+        assert all(torch.equal(value, state[name]) for name, value in rebuilt.state_dict().items())
+        assert rebuilt.head.weight is rebuilt.embed.weight
+        assert [n for n, _ in rebuilt.named_parameters()] == [n for n, _ in model.named_parameters()]
+        assert torch.equal(rebuilt(batch()[0]), rebuilt(batch()[0]))
+
+
+# ---------------------------------------------------------------------- models of transformers, as they are
+
+
+def hugging_face(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 2}
+    if kind == "gpt2":  # a tied head
+        no_dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+        config = transformers.GPT2Config(**sizes, **heads, n_positions=16, bos_token_id=0, eos_token_id=0, **no_dropout)
+        return transformers.GPT2LMHeadModel(config)
+    if kind == "qwen2":  # layers with and without a sliding window get masks of their own
+        window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}
+        return transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(**sizes, **heads, num_key_value_heads=2, **window)
+        )
+    if kind == "bert":
+        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **heads, **no_dropout))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, num_key_value_heads=1))
+    if kind == "llama, checkpointed":
+        model.gradient_checkpointing_enable()
+    return model
+
+
+class HuggingFace(Model):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = hugging_face(kind).train()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = torch.arange(21).reshape(3, 7) % 9
+        mask = torch.ones_like(tokens)
+        mask[0, -2:] = 0
+        return self.model(input_ids=tokens, attention_mask=mask, labels=tokens).loss  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "bert", "llama", "llama, checkpointed"])
+def test_a_model_of_transformers_is_a_chain(kind: str, num_stages: int) -> None:
+    model = HuggingFace(kind).double()
+    assert_equal(gradients(model, num_stages), whole(model))

@@ -1,0 +1,50 @@
+"""The order of parameters in a checkpoint is that of one device, whatever the stages have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_recycle.session.optimizer_states import (
+    merge_optimizer_states,
+    merged_names,
+    parameter_numbers,
+    split_optimizer_state,
+)
+
+ONE_LAYER_EACH = ([["a"], ["b"]], {}, ["a", "b"])
+ENDS = (  # what is outside of a chain is on the first and the last stage
+    [["embed", "b0", "norm", "head"], ["b1"], ["embed", "b2", "norm", "head"]],
+    {(2, "embed"): "embed", (2, "norm"): "norm", (2, "head"): "head"},
+    ["embed", "b0", "b1", "b2", "norm", "head"],
+)
+FIRST = (  # everything outside comes before the layers
+    [["embed", "head", "b0"], ["embed", "head", "b1", "b2"]],
+    {(1, "embed"): "embed", (1, "head"): "head"},
+    ["embed", "head", "b0", "b1", "b2"],
+)
+ALIAS = ([["l0", "l1"], ["l2", "l3"]], {(1, "l3"): "l0"}, ["l0", "l1", "l2"])  # a tie under another name
+
+
+@pytest.mark.parametrize(("names", "copies", "expected"), [ONE_LAYER_EACH, ENDS, FIRST, ALIAS])
+def test_numbers_are_those_of_one_device_and_go_back(names: Any, copies: Any, expected: list[str]) -> None:
+    grouped = [[stage] for stage in names]
+    assert merged_names(grouped, copies) == [expected]
+    parts = []
+    for stage, mine in enumerate(names):
+        state = {
+            i: {"step": torch.tensor(float(expected.index(copies.get((stage, n), n))))} for i, n in enumerate(mine)
+        }
+        parts.append({"state": state, "param_groups": [{"lr": 1.0, "params": list(range(len(mine)))}]})
+    whole = merge_optimizer_states(parts, grouped, copies)
+    assert whole["param_groups"] == [{"lr": 1.0, "params": list(range(len(expected)))}]
+    assert {number: int(state["step"]) for number, state in whole["state"].items()} == dict(
+        enumerate(range(len(expected)))
+    )
+    for stage, part in enumerate(parts):
+        assert split_optimizer_state(whole, grouped, copies, stage) == part
+        assert parameter_numbers(grouped, copies, stage) == [
+            expected.index(copies.get((stage, n), n)) for n in names[stage]
+        ]
