@@ -204,6 +204,7 @@ class Executor:
         self._ties = ties or TieExchange()
         self._leads: dict[int, int] = {}
         self._commits = needs_norm or not staggered or bool(self._ties.ties)
+        self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
@@ -571,7 +572,7 @@ class Executor:
             self._measure_links(self._profiler)
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         for action in actions(
-            self._client.rank, status, resume.decision, resume.donors, self._commits, bool(self._ties.ties)
+            self._client.rank, status, resume.decision, resume.donors, self._commits, self._redoes_whole_steps
         ):
             if isinstance(action, CommitTogether):
                 commits = self._client.commit(action.step, self._payload)

@@ -49,9 +49,9 @@ from lightning_recycle.session.changes import (
 )
 from lightning_recycle.session.followed import Followed, Origin
 
-__all__ = ["Collected"]
+__all__ = ["COPIED_ELEMENTS", "Collected", "is_plain_object"]
 
-_COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom what a hook collects in place
+COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom what a hook collects in place
 _LOOKS_INTO = 64  # items of a list or dict: what a hook changes within longer ones is replaced, not changed inside
 _OWN_ITEMS = 1024  # of containers of an object that the module holds: longer ones are data, such as a vocabulary
 _DEPENDS = "its new value depends on its old one, and not only by a sum"
@@ -302,7 +302,7 @@ def _visit(
         copy = value.copy()
     elif isinstance(value, Metric):
         copy = value.update_count
-    elif _is_plain_object(value) and depth:
+    elif is_plain_object(value) and depth:
         attributes, longest = vars(value), _OWN_ITEMS
         namespaces.append(_Namespace(path, attributes, frozenset(attributes)))
         inner = [((*path, (True, name)), attributes, name) for name in attributes]
@@ -322,7 +322,7 @@ class _TensorCopy:
     @classmethod
     def of(cls, tensor: Tensor) -> _TensorCopy:
         version = _version(tensor)
-        is_copied = version < 0 or tensor.numel() <= _COPIED_ELEMENTS
+        is_copied = version < 0 or tensor.numel() <= COPIED_ELEMENTS
         return cls(version, tensor.detach().clone() if is_copied else None)
 
 
@@ -335,7 +335,7 @@ def _shallow_copy(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Whether ``value`` is an object of the user's own with attributes, such as a meter."""
     package = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not (

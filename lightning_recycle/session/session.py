@@ -44,6 +44,7 @@ from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_batch, check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
@@ -60,11 +61,13 @@ from lightning_recycle.session.lightning_callbacks import (
 )
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, count_in_steps, tell_batch_sizes
+from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
+from lightning_recycle.session.step_state import ManualStepState
 from lightning_recycle.session.stop_requests import StopRequests
 from lightning_recycle.session.weight_averages import WeightAverages
 from lightning_recycle.session.whole_forward import WholeForward
@@ -98,6 +101,7 @@ class Session:
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
+        manual: runs the steps of a module that optimizes by itself; None for others.
     """
 
     module: RecordedModule
@@ -125,6 +129,7 @@ class Session:
         self.pruning = Pruning(trainer)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._dataloader_idx = 0  # of the current evaluation
+        self.manual: ManualSteps | None = None
         self._follow_leader()
 
     def leave(self) -> None:
@@ -241,18 +246,22 @@ class Session:
                 strategy.setup_optimizers(trainer)
         strategy.setup_precision_plugin()
         if self._fitting:
-            check_optimizers(strategy.optimizers)
+            check_optimizers(strategy.optimizers, several=self.parts.optimizes_itself)
         if self._fitting and self.grid.stages > 1:
             trains = any(parameter.requires_grad for parameter in self.module.parameters())
             check_trained(self.module, self.collectives.decide(trains, all_agree=False) or self.client.joining)
-        strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        if not self.parts.optimizes_itself:  # otherwise the plugin sees all there is
+            strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _build_executor(self, ties: TieExchange) -> Executor:
         trainer, module, device = self.trainer, self.module, self.trainer.strategy.root_device
         owned = self.run.parts[self.worker.stage]
-        parameters = list(module.parameters()) if self._fitting else []  # only fit trains them
+        by_itself = self._fitting and self.parts.optimizes_itself
+        # Only fit trains them, and only by the schedule has this strategy something to keep for each.
+        parameters = list(module.parameters()) if self._fitting and not by_itself else []
+        training_parts = self.parts.training_parts(owned, self._recorder)
         stage = Stage(
-            self.parts.training_parts(owned, self._recorder),
+            training_parts,
             owned.start,
             self._seed,
             device,
@@ -263,7 +272,7 @@ class Session:
             loss_backward=self.parts.loss_backward,
             loss_is_optional=self.parts.loss_is_optional,
         )
-        return Executor(
+        common = (
             self.worker,
             self.grid,
             self.client,
@@ -272,6 +281,19 @@ class Session:
             parameters,
             GradientBuffers(parameters, device),
             self,
+        )
+        if by_itself:
+            self.manual = ManualSteps(
+                trainer,
+                training_parts[0],
+                lambda output, samples: self.record_output(output, None, samples),
+                self._forward_context,
+                self._seed,
+                self.grid.global_microbatches,
+            )
+            return WholeStepExecutor(*common, body=self.manual, state=ManualStepState(trainer))
+        return Executor(
+            *common,
             staggered=self.options.staggered,
             shadow_on_host=self.options.shadow == "host",
             profiler=StageProfiler(parameters) if self.run.profiles else None,
@@ -350,6 +372,8 @@ class Session:
         """Before the first epoch: a worker that joins a running training waits until it is let in."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         client, restored = self.client, self.checkpoints.restored_steps or self.trainer.global_step
+        if self.manual is not None:  # Lightning counts steps of all optimizers, not batches
+            restored = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
         if threading.current_thread() is threading.main_thread():
             # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
             signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
