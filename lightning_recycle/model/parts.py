@@ -195,8 +195,8 @@ class LayerParts(ModelParts):
     def check(self) -> None:
         if not self.module.automatic_optimization:
             raise UnsupportedFeatureError(
-                f"strategy='recycle' does not support manual optimization of {type(self.module).__name__}, whose backward"
-                " is the schedule's: leave automatic_optimization = True, or derive it from LightningModule and use"
+                f"strategy='recycle' does not support manual optimization of {type(self.module).__name__}, whose"
+                " backward is the schedule's: leave automatic_optimization = True, or derive it from LightningModule and use"
                 " pipeline_parallel_size=1."
             )
         _check_not_overridden(self.module, PipelineModule, _REPLACED_STEPS)

@@ -1,12 +1,12 @@
-"""Runs steps that are more than a forward and a backward: the user's code reduces gradients and steps optimizers itself.
+"""Runs steps that are more than a forward and a backward: the user's code steps optimizers itself.
 
 Concept: what such a step is only the user's code knows, so it is no schedule's; the schedule says which micro-batches a
 worker has. There is one stage: every worker does the whole step, and all hold the same afterwards. A step is done on
-the parameters in place, with a copy of the whole state that it began with (:class:`StepState`). A failure rewinds it,
-and all do it again.
+the parameters in place, with a copy of the whole state that it began with (:class:`StepState`). A failure rewinds
+it, and all do it again.
 
-Contract: for the protocol a worker is REDUCED when it has done its step, and holds the state before and after it. Before
-its losses are known, and before it votes for the commit, all workers have said that they are done (the last of the
+Contract: for the protocol a worker is REDUCED when it has done its step, and holds the state before and after it.
+Before its losses are known, and before it votes for the commit, all workers have said that they are done (the last of the
 checks below). So when all losses are known, all live workers are REDUCED, and a recovery applies the step on all of
 them; otherwise it redoes it on all. No worker ever needs another's.
 
@@ -32,8 +32,8 @@ from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import Action, Adopt
 from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
-from lightning_recycle.planning.grid import global_index
-from lightning_recycle.planning.ops import Microbatch, OpKind
+from lightning_recycle.planning.grid import Microbatch, global_index
+from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.runtime.coroutines import different_ways
 from lightning_recycle.runtime.executor import CommitPayload, Executor
 
@@ -152,7 +152,7 @@ class WholeStepExecutor(Executor):
         way.add("the end of the step")
         self.check(way)
         if mine:
-            losses, outputs = ({index: pair[part] for index, pair in mine.items()} for part in (0, 1))
+            losses, outputs = {i: loss for i, (loss, _) in mine.items()}, {i: output for i, (_, output) in mine.items()}
             self._client.send(messages.Losses(self._client.rank, step, losses, outputs))
         self._run_hooks(step, OpKind.REDUCE, OpKind.STEP)
         self._commit_and_apply()
@@ -163,7 +163,9 @@ class WholeStepExecutor(Executor):
         """Reads this worker's micro-batches."""
         handle = self._steps[step].handle
         self._place = (step, "reading data")
-        wanted = [op.microbatch for op in (task.op for task in self._of_kind(OpKind.FORWARD)) if op.microbatch is not None]
+        wanted = [
+            op.microbatch for op in (task.op for task in self._of_kind(OpKind.FORWARD)) if op.microbatch is not None
+        ]
         found = []
         with self._client.busy("reading data"):
             for microbatch in wanted or [Microbatch(0, 0)]:
@@ -245,5 +247,3 @@ class WholeStepExecutor(Executor):
         """The step that was done counts."""
         self._has_begun = False
         super()._apply(payloads)
-
-

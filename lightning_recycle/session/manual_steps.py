@@ -184,7 +184,9 @@ class ManualSteps:
                 parameter.grad.add_(new)
 
     @torch.no_grad()
-    def _average(self, trained: Sequence[nn.Parameter], parts: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    def _average(
+        self, trained: Sequence[nn.Parameter], parts: Sequence[Sequence[Tensor | None]]
+    ) -> list[Tensor | None]:
         """The mean gradients over all micro-batches; None for a parameter that had no part in any.
 
         Args:
@@ -291,8 +293,8 @@ def _replaced(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 def _dense(grad: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         raise UnsupportedFeatureError(
-            f"A gradient is a {grad.layout} tensor of shape {tuple(grad.shape)}; the strategy needs dense gradients. Use"
-            " sparse=False in embeddings."
+            f"A gradient is a {grad.layout} tensor of shape {tuple(grad.shape)}; the strategy needs dense gradients."
+            " Use sparse=False in embeddings."
         )
     return grad
 
@@ -300,4 +302,4 @@ def _dense(grad: Tensor) -> Tensor:
 def _loss_in(output: Any) -> float:
     """The loss that a step returned; NaN if it returned none, as it may."""
     loss = output.get("loss") if isinstance(output, dict) else output
-    return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else float("nan")
+    return float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else float("nan")

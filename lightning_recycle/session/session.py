@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -373,7 +374,9 @@ class Session:
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         client, restored = self.client, self.checkpoints.restored_steps or self.trainer.global_step
         if self.manual is not None:  # Lightning counts steps of all optimizers, not batches
-            restored = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+            batches = self.trainer.fit_loop.epoch_loop.batch_progress.total
+            assert isinstance(batches, _ProcessedTracker)
+            restored = batches.processed
         if threading.current_thread() is threading.main_thread():
             # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
             signal.signal(signal.SIGTERM, lambda *_: client.request_leave())

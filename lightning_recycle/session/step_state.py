@@ -11,7 +11,8 @@ The copies are made in the same memory every time: as much as the parameters and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -63,10 +64,8 @@ class ManualStepState:
             for owner in module.modules()
             if owner is not module
         ]
-        self._optimizers = [
-            _OptimizerState(optimizer, old)
-            for optimizer, old in zip(trainer.optimizers, self._optimizers or [None] * len(trainer.optimizers), strict=True)
-        ]
+        old = self._optimizers[: len(trainer.optimizers)]
+        self._optimizers = [_OptimizerState(*pair) for pair in itertools.zip_longest(trainer.optimizers, old)]
         self._schedulers = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         self._others = deepcopy((self._progress.state_dict(), trainer.precision_plugin.state_dict()))
         watching = [c for c in trainer.callbacks if _sees_steps(c)]  # type: ignore[attr-defined]
@@ -95,8 +94,8 @@ class ManualStepState:
         trainer.precision_plugin.load_state_dict(precision)
         if self._callbacks:
             carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
-            for callback, attributes in self._callbacks:
-                carrier.restore(callback, attributes)
+            for callback, pickles in self._callbacks:
+                carrier.restore(callback, pickles)
 
 
 class _OptimizerState:
@@ -104,8 +103,8 @@ class _OptimizerState:
 
     def __init__(self, optimizer: Optimizer, old: _OptimizerState | None) -> None:
         self._optimizer = optimizer
-        before = {} if old is None else old._states
-        self._states = {p: _copied(state, before.get(p)) for p, state in optimizer.state.items()}
+        before: dict[Any, Any] = {} if old is None else old._states
+        self._states: dict[Any, Any] = {p: _copied(state, before.get(p)) for p, state in optimizer.state.items()}
         self._groups = [(group, {**group, "params": list(group["params"])}) for group in optimizer.param_groups]
         self._options = [_copied({k: v for k, v in group.items() if k != "params"}) for group, _ in self._groups]
 
@@ -122,12 +121,16 @@ class _OptimizerState:
 def _copied(value: Any, old: Any = None) -> Any:
     """A copy of ``value`` and its tensors, in the memory of ``old`` where that fits."""
     if isinstance(value, Tensor):
-        fits = isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device)
+        fits = isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (
+            value.shape,
+            value.dtype,
+            value.device,
+        )
         return old.copy_(value) if fits else value.detach().clone()
     if isinstance(value, Mapping):
         known = old if isinstance(old, Mapping) else {}
         return {key: _copied(item, known.get(key)) for key, item in value.items()}
-    if isinstance(value, Sequence) and type(value) in (list, tuple):
+    if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
     return deepcopy(value)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from support.growth import AwaitReplacement, rejoined
 from support.training import QUIET, difference, failures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
