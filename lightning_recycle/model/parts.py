@@ -59,6 +59,8 @@ class ModelParts(ABC):
     """Whether it can have several stages."""
     loss_name: str
     """The user's function that computes the loss."""
+    keeps_between_steps: bool = False
+    """Whether a training step may keep something in attributes for the next one."""
     loss_backward: Callable[[Tensor], None] | None = None
     """The user's backward of the loss, if there is one."""
     loss_is_optional = False
@@ -196,8 +198,8 @@ class LayerParts(ModelParts):
         if not self.module.automatic_optimization:
             raise UnsupportedFeatureError(
                 f"strategy='recycle' does not support manual optimization of {type(self.module).__name__}, whose"
-                " backward is the schedule's: leave automatic_optimization = True, or derive it from LightningModule and use"
-                " pipeline_parallel_size=1."
+                " backward is the schedule's: leave automatic_optimization = True, or derive it from LightningModule"
+                " and use pipeline_parallel_size=1."
             )
         _check_not_overridden(self.module, PipelineModule, _REPLACED_STEPS)
 
@@ -316,6 +318,7 @@ class StepParts(ModelParts):
     can_be_cut = False
     loss_name = "training_step"
     loss_is_optional = True
+    keeps_between_steps = True
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module

@@ -109,6 +109,9 @@ class Host(Protocol):
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
         """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""
 
+    def begin_microbatch(self, index: int) -> None:
+        """The forward of the micro-batch with this index in the global batch is next."""
+
     @property
     def records_outputs(self) -> bool:
         """Whether :meth:`record_output` is wanted in training."""
@@ -317,6 +320,7 @@ class Executor:
                 read = data.handle.loader.fetch(data.handle, task.op.microbatch)
                 self._place = (step, task.label)
                 inputs, target = self._host.split(read, data.handle.index)
+                self._host.begin_microbatch(task.index)
         if task.source is not None:
             inputs = self._receive(step, task)
         with self._profiled(step), self._measured(OpKind.FORWARD):

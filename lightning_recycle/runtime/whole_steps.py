@@ -6,8 +6,8 @@ the parameters in place, with a copy of the whole state that it began with (:cla
 it, and all do it again.
 
 Contract: for the protocol a worker is REDUCED when it has done its step, and holds the state before and after it.
-Before its losses are known, and before it votes for the commit, all workers have said that they are done (the last of the
-checks below). So when all losses are known, all live workers are REDUCED, and a recovery applies the step on all of
+Before its losses are known, and before it votes for the commit, all workers have said that they are done (the last of
+the checks below). So when all losses are known, all live workers are REDUCED, and a recovery applies the step on all of
 them; otherwise it redoes it on all. No worker ever needs another's.
 
 All workers must reduce the same gradients in the same order. Each reduction, and the end of the step, is preceded by a

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,6 +42,7 @@ class ManualSteps:
     Args:
         trainer: the Trainer of the worker.
         step: the user's step on a micro-batch, recorded.
+        begin: called with the index of a micro-batch right before its step.
         record: (output, number of samples) -> what must reach all workers.
         forward_context: context entered around each step (from the precision plugin).
         seed: seed of the run.
@@ -52,12 +53,13 @@ class ManualSteps:
         self,
         trainer: pl.Trainer,
         step: nn.Module,
+        begin: Callable[[int], None],
         record: Callable[[Any, int], bytes],
         forward_context: Callable[[], AbstractContextManager[Any]],
         seed: int,
         microbatches: int,
     ) -> None:
-        self._trainer, self._step, self._record = trainer, step, record
+        self._trainer, self._step, self._begin, self._record = trainer, step, begin, record
         self._forward_context, self._seed, self._divisor = forward_context, seed, microbatches
         self._turns = Turns()
         self._worlds: list[World] = []
@@ -102,6 +104,7 @@ class ManualSteps:
             seed = derive_seed(self._seed, step, microbatch.index, 0)
             reseed(seed)
             generator.manual_seed(seed)
+            self._begin(microbatch.index)
             output = self._step(*microbatch.inputs)
         return _loss_in(output), self._record(output, microbatch.samples)
 
@@ -280,14 +283,15 @@ def _once(result: Any, what: str) -> Callable[[], Any]:
     return again
 
 
-def _replaced(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def _replaced(stack: ExitStack, owner: Any, name: str, value: partial[Any]) -> None:
     """Replaces an attribute of ``owner`` itself until the end of ``stack``."""
     own = vars(owner)
     if name in own:
         stack.callback(setattr, owner, name, own[name])
     else:
         stack.callback(own.pop, name, None)
-    setattr(owner, name, value)
+    # A scheduler leaves a mark on its optimizer's step, and warns if it is gone.
+    setattr(owner, name, update_wrapper(value, getattr(owner, name)))
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -181,8 +181,10 @@ class Session:
         tell_batch_sizes(trainer)
         spare_moves()
         self._build_model()
-        self._alone = self.grid.global_microbatches == 1
-        self._recorder = OutputRecorder(module, self._alone)
+        microbatches = self.grid.global_microbatches
+        self._alone = microbatches == 1
+        slots = microbatches if self.parts.keeps_between_steps else None
+        self._recorder = OutputRecorder(module, self._alone, slots)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
@@ -287,6 +289,7 @@ class Session:
             self.manual = ManualSteps(
                 trainer,
                 training_parts[0],
+                self.begin_microbatch,
                 lambda output, samples: self.record_output(output, None, samples),
                 self._forward_context,
                 self._seed,
@@ -467,7 +470,12 @@ class Session:
     # ------------------------------------------------------------------ what the executor asks
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
+        if self._recorder.collected.slots is not None:
+            self._recorder.collected.slots.check()
         return self.parts.split(data, index)
+
+    def begin_microbatch(self, index: int) -> None:
+        self._recorder.collected.slot = index
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self._record(self.parts.record_training, output, target, samples)
