@@ -142,7 +142,12 @@ class WholeStepExecutor(Executor):
             for hook in self.before_operation:
                 hook(step, task.op)
         started = time.perf_counter()
-        done = self._body.run(step, microbatches, self, way)
+        try:
+            done = self._body.run(step, microbatches, self, way)
+        except Exception:
+            if self._broken is not None:  # whatever the user's code made of it is no error of its own
+                raise self._broken from None
+            raise
         if self._broken is not None:  # the user's code has caught it
             raise self._broken
         mine = {m.index: result for m, result in zip(microbatches, done, strict=True) if m.counts}
