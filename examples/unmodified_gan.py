@@ -29,7 +29,7 @@ PIXELS = 64  # 8 x 8
 class GAN(L.LightningModule):
     """Draws images of 8 x 8 pixels from ``latent`` random numbers."""
 
-    def __init__(self, latent: int = 16, lr: float = 1e-3, kill: bool = False) -> None:
+    def __init__(self, latent: int = 16, lr: float = 2e-3, kill: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="recycle")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="of each worker")
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--kill", action="store_true", help="kill one worker in the third epoch")
     options = parser.parse_args()
     L.seed_everything(0)

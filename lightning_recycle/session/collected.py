@@ -35,6 +35,7 @@ from torchmetrics import Metric
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.session.batch_slots import Slots
 from lightning_recycle.session.changes import (
     MISSING,
     Change,
@@ -48,7 +49,6 @@ from lightning_recycle.session.changes import (
     shown,
 )
 from lightning_recycle.session.followed import Followed, Origin
-from lightning_recycle.session.slots import Slots
 
 __all__ = ["COPIED_ELEMENTS", "Collected", "CollectedState", "is_plain_object"]
 

@@ -12,7 +12,7 @@ def test_its_drawings_come_near_to_digits() -> None:
     model, real = GAN(), digits()
     before = (drawn(model, 200).mean(0) - real.mean(0)).abs().mean()
     model.train()
-    on_one_device(max_epochs=6).fit(model, DataLoader(TensorDataset(real), 128, shuffle=True, drop_last=True))
+    on_one_device(max_epochs=20).fit(model, DataLoader(TensorDataset(real), 128, shuffle=True, drop_last=True))
     after = (drawn(model, 200).mean(0) - real.mean(0)).abs().mean()
     assert drawn(model, 3).shape == (3, 64)
     assert torch.isfinite(after)
