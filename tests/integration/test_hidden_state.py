@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
+from support.sampling import sampled
 from support.training import QUIET, difference, failures, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,10 +102,11 @@ def expected(model: L.LightningModule) -> L.LightningModule:
     return model
 
 
-@pytest.mark.parametrize("kind", [Recurrent, OneTensor])
-@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
-@pytest.mark.parametrize("faults", [[], [Fault("kill", 1, 0, step=3, at="reduce")]], ids=["", "kill"])
-def test_each_place_of_the_batch_has_a_state_of_its_own(kind: Any, automatic: bool, faults: list[Fault]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "automatic", "dies"), sampled(itertools.product([Recurrent, OneTensor], [True, False], [True, False]), 4)
+)
+def test_each_place_of_the_batch_has_a_state_of_its_own(kind: Any, automatic: bool, dies: bool) -> None:
+    faults = [Fault("kill", 1, 0, step=3, at="reduce")] if dies else []
     theirs, ours = expected(kind(automatic).double()), kind(automatic).double()
     run = on_grid(ours, faults)
     assert failures(run) == [(fault.pipeline, 0) for fault in faults]

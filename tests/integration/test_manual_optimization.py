@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from support.growth import AwaitReplacement, rejoined
+from support.sampling import sampled
 from support.training import QUIET, difference, failures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -211,8 +213,9 @@ def test_a_worker_dies_in_a_step(ddp: dict[str, Any], place: str) -> None:
     assert returned.steps == list(range(2, 2 * STEPS * EPOCHS + 1, 2))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("at", ["forward", "reduce", "optimizer"])
+@pytest.mark.parametrize(
+    ("at", "when"), sampled(itertools.product(["forward", "reduce", "optimizer"], ["before", "after"]), 2)
+)
 def test_a_worker_dies_at_an_operation(ddp: dict[str, Any], at: str, when: str) -> None:
     model = GAN().double()
     faults = [Fault("kill", 0, 0, step=2, at=at, when=when), Fault("kill", 2, 0, step=7, at=at, when=when)]
@@ -240,13 +243,20 @@ def test_a_replacement_joins(ddp: dict[str, Any]) -> None:
     assert_equal(seen(trainer, model), ddp)
 
 
-def test_a_checkpoint_resumes_on_another_grid(ddp: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", sampled([False, True], 1))
+def test_a_checkpoint_resumes_on_another_grid(ddp: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=6, filename="{step}")
-    on_grid(GAN().double(), enable_checkpointing=True, callbacks=[saves], max_epochs=1)
+    strategy = {"save_distributed_checkpoint": sharded}
+    on_grid(GAN().double(), strategy=strategy, enable_checkpointing=True, callbacks=[saves], max_epochs=1)
     resumed = GAN().double()
     trainer = on_grid(resumed, pipelines=2, ckpt_path=tmp_path / "step=6.ckpt")
     assert difference(resumed.state_dict(), ddp["weights"]) < 1e-10
     assert trainer.global_step == 2 * STEPS * EPOCHS
+
+
+def test_one_worker_has_nobody_to_meet(ddp: dict[str, Any]) -> None:
+    model = GAN().double()
+    assert_equal(seen(on_grid(model, pipelines=1), model), ddp)
 
 
 # ---------------------------------------------------------------------- what users write
@@ -368,7 +378,11 @@ class Counts(L.Callback):
 
 @pytest.mark.parametrize(
     "kind",
-    [PlainBackward, TorchsOptimizer, Accumulates, Closure, ChangesGradients, GradientPenalty, StepsSchedulers],
+    sampled(
+        [PlainBackward, TorchsOptimizer, Accumulates, Closure, ChangesGradients, GradientPenalty, StepsSchedulers],
+        4,
+        seed=13,
+    ),
 )
 def test_what_users_write_is_what_it_is_on_one_device(kind: Any) -> None:
     theirs, ours, counts, expected = kind().double(), kind().double(), Counts(), Counts()
@@ -429,20 +443,19 @@ class Gathers(Regression):
         self.all_gather(self.error(batch))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (GoesItsOwnWay, ["different things", "a step of optimizer 0 (SGD)", "the end of the step"]),
-        (OwnOptimizer, ["SGD", "configure_optimizers() did not return"]),
-        (Searches, ["LBFGS", "several times"]),
-        (Gathers, ["all_gather", "on_train_batch_end"]),
-    ],
-)
-def test_what_cannot_work_is_refused_by_name(kind: Any, words: list[str], microbatches: int) -> None:
+REFUSED = {
+    GoesItsOwnWay: ["different things", "a step of optimizer 0 (SGD)", "the end of the step"],
+    OwnOptimizer: ["SGD", "configure_optimizers() did not return"],
+    Searches: ["LBFGS", "several times"],
+    Gathers: ["all_gather", "on_train_batch_end"],
+}
+
+
+@pytest.mark.parametrize(("kind", "microbatches"), sampled(itertools.product(REFUSED, [1, 2]), 4, seed=7))
+def test_what_cannot_work_is_refused_by_name(kind: Any, microbatches: int) -> None:
     with pytest.raises(ReCycleError) as caught:
         on_grid(kind().double(), strategy={"num_microbatches": microbatches}, pipelines=2)
-    assert all(word in str(caught.value) for word in words), caught.value
+    assert all(word in str(caught.value) for word in REFUSED[kind]), caught.value
 
 
 def test_several_stages_are_refused() -> None:
