@@ -12,7 +12,6 @@ is a copy of parameters, buffers and gradients for each further micro-batch of a
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.collected import COPIED_ELEMENTS, is_plain_object
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 
@@ -152,13 +152,11 @@ class _Generators:
 
     def get(self) -> Any:
         on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
+        return generator_states(), on_device
 
     def set(self, value: Any) -> None:
-        python, numpy, on_cpu, on_device = value
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(on_cpu)
+        states, on_device = value
+        set_generator_states(states)
         if self._device is not None:
             torch.cuda.set_rng_state(on_device, self._device)
 
