@@ -383,6 +383,19 @@ class ReCycleStrategy(ParallelStrategy):
         return self.session.forward_whole(inputs)
 
     @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """A backward pass of manual optimization, whose hooks are called once for all micro-batches of this worker."""
+        if self._session is None or self._session.manual is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        plugin, manual = self.precision_plugin, self._session.manual
+        with manual.hooks_once():
+            closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
+        plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        with manual.hooks_once():
+            return plugin.post_backward(closure_loss, self.lightning_module)
+
+    @override
     def on_train_start(self) -> None:
         # What exists by now lives as long as the process: a full garbage collection during a step can skip it.
         gc.collect()

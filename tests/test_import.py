@@ -122,6 +122,7 @@ PRIVATE = {
         "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor",
         "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization",
         "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization._on_before_zero_grad",
+        "lightning.pytorch.loops.optimization.manual:_ManualOptimization.advance",
         "lightning.pytorch.trainer:call._call_lightning_module_hook",
         "lightning.pytorch:Trainer._results",
         "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.on_batch_start",

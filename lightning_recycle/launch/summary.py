@@ -5,6 +5,7 @@ A function of the run's record alone. Times are seconds of the run, in which all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lightning_recycle.control.history import Event
@@ -40,9 +41,11 @@ def summary(history: Sequence[Event], grid: Grid) -> list[str]:
 
 def _loss(steps: Sequence[Event]) -> str:
     first, last = (step.details.get("loss") for step in (steps[0], steps[-1]))
-    if last is None:
+    if last is None or math.isnan(last):  # a step that optimizes by itself need not return one
         return ""
-    return f", loss {last:.4g}" if first is None or steps[0].step else f", loss {first:.4g} at first and {last:.4g} now"
+    if first is None or math.isnan(first) or steps[0].step:
+        return f", loss {last:.4g}"
+    return f", loss {first:.4g} at first and {last:.4g} now"
 
 
 def _workers(history: Sequence[Event], grid: Grid) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.optimization.manual import ManualResult
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -60,12 +61,16 @@ class ModelParts(ABC):
     module: pl.LightningModule
     loss_name: str
     """The user's function that computes the loss."""
+    keeps_between_steps: bool = False
+    """Whether a training step may keep something in attributes for the next one."""
     loss_backward: Callable[[Tensor], None] | None = None
     """The user's backward of the loss, if there is one."""
     loss_is_optional = False
     """Whether a micro-batch may have no loss, and then adds nothing to the gradient."""
     takes_target = False
     """Whether the parts of this stage take the message of the one before as one argument, and the target behind it."""
+    optimizes_itself: bool = False
+    """Whether the step runs backward passes and steps optimizers: then its parts are one, and no schedule's."""
 
     # ------------------------------------------------------------------ before a run
 
@@ -196,7 +201,12 @@ class LayerParts(ModelParts):
 
     @override
     def check(self) -> None:
-        _check_automatic(self.module)
+        if not self.module.automatic_optimization:
+            raise UnsupportedFeatureError(
+                f"strategy='recycle' does not support manual optimization of {type(self.module).__name__}, whose"
+                " backward is the schedule's: leave automatic_optimization = True, or derive it from LightningModule"
+                " and use pipeline_parallel_size=1."
+            )
         _check_not_overridden(self.module, PipelineModule, _REPLACED_STEPS)
 
     @override
@@ -317,17 +327,18 @@ class StepParts(ModelParts):
 
     loss_name = "training_step"
     loss_is_optional = True
+    keeps_between_steps = True
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
         self._taken: Any = None  # what the newest step recorded
+        self.optimizes_itself = not module.automatic_optimization
         if is_overridden("backward", module, pl.LightningModule):
             self.loss_backward = module.backward
 
     @override
     def check(self) -> None:
         module = self.module
-        _check_automatic(module)
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             step = getattr(module, name, None)
             if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
@@ -445,7 +456,9 @@ class _TrainingStep(_Step):
     def forward(self, batch: Any, index: int) -> Any:
         with self._recorder.recording() as recording, step_randomness():
             output = self.module.training_step(batch, *([index] if self._takes_index else []))
-            if isinstance(output, Mapping):
+            if not self.module.automatic_optimization:
+                recording.result = ManualResult.from_training_step_output(output).asdict()
+            elif isinstance(output, Mapping):
                 recording.result = {key: value for key, value in output.items() if key != "loss"}
         self._take(recording)
         return output
@@ -462,13 +475,6 @@ class _EvaluationStep(_Step):
             recording.result = step(batch, *self.arguments)
         self._take(recording)
         return recording.result
-
-
-def _check_automatic(module: pl.LightningModule) -> None:
-    if not module.automatic_optimization:
-        raise UnsupportedFeatureError(
-            "strategy='recycle' does not support manual optimization: leave automatic_optimization = True."
-        )
 
 
 def _check_not_overridden(

@@ -111,6 +111,9 @@ class Host(Protocol):
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
         """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""
 
+    def begin_microbatch(self, index: int) -> None:
+        """The forward of the micro-batch with this index in the global batch is next."""
+
     @property
     def records_outputs(self) -> bool:
         """Whether :meth:`record_output` is wanted in training."""
@@ -212,6 +215,7 @@ class Executor:
         self._ties = ties or TieExchange()
         self._leads: dict[int, int] = {}
         self._commits = needs_norm or not staggered or bool(self._ties.ties)
+        self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
@@ -327,6 +331,7 @@ class Executor:
                 read = data.handle.loader.fetch(data.handle, task.op.microbatch)
                 self._place = (step, task.label)
                 inputs, target = self._host.split(read, data.handle.index)
+                self._host.begin_microbatch(task.index)
         if task.source is not None:
             inputs = self._receive(step, task)
         with self._profiled(step), self._measured(OpKind.FORWARD):
@@ -582,7 +587,7 @@ class Executor:
             self._measure_links(self._profiler)
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         for action in actions(
-            self._client.rank, status, resume.decision, resume.donors, self._commits, bool(self._ties.ties)
+            self._client.rank, status, resume.decision, resume.donors, self._commits, self._redoes_whole_steps
         ):
             if isinstance(action, CommitTogether):
                 commits = self._client.commit(action.step, self._payload)

@@ -101,10 +101,13 @@ def warn_of_lost_compilation(module: pl.LightningModule) -> None:
         )
 
 
-def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Raises ConfigurationError unless there is one optimizer (Lightning itself refuses several)."""
-    if len(optimizers) != 1 or not optimizers[0].param_groups:
+def check_optimizers(optimizers: list[Optimizer], several: bool = False) -> None:
+    """Raises ConfigurationError unless there is one optimizer (Lightning itself refuses several), or, where ``several``
+    may be, at least one.
+    """
+    if not optimizers or (len(optimizers) > 1 and not several) or not optimizers[0].param_groups:
         raise ConfigurationError(
-            "configure_optimizers() returned no optimizer; the strategy needs exactly one (with any number of parameter"
-            " groups): return for example torch.optim.AdamW(self.parameters())."
+            "configure_optimizers() returned no optimizer; the strategy needs"
+            f" {'at least' if several else 'exactly'} one (with any number of parameter groups): return for example"
+            " torch.optim.AdamW(self.parameters())."
         )

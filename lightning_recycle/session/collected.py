@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 from types import CodeType
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import numpy as np
@@ -35,6 +35,7 @@ from torchmetrics import Metric
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.session.batch_slots import Slots
 from lightning_recycle.session.changes import (
     MISSING,
     Change,
@@ -49,9 +50,13 @@ from lightning_recycle.session.changes import (
 )
 from lightning_recycle.session.followed import Followed, Origin
 
-__all__ = ["Collected"]
+__all__ = ["COPIED_ELEMENTS", "Collected", "CollectedState", "is_plain_object"]
 
-_COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom what a hook collects in place
+CollectedState: TypeAlias = tuple[dict[str, Any], dict[str, dict[int, Any]]]
+"""Attributes by name, and their values by slot."""
+
+
+COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom what a hook collects in place
 _LOOKS_INTO = 64  # items of a list or dict: what a hook changes within longer ones is replaced, not changed inside
 _OWN_ITEMS = 1024  # of containers of an object that the module holds: longer ones are data, such as a vocabulary
 _DEPENDS = "its new value depends on its old one, and not only by a sum"
@@ -89,14 +94,20 @@ class Collected:
     Args:
         module: the user's module.
         alone: whether a step has one micro-batch in all; then there is nothing to put together, and nothing is noticed.
+        microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
 
     Attributes:
         names: the attributes that hooks have changed so far.
+        slots: what training steps keep, by micro-batch; None if they may not.
+        slot: the micro-batch whose training step is about to run; None for other code.
     """
 
-    def __init__(self, module: pl.LightningModule, alone: bool = False) -> None:
+    def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int | None = None) -> None:
         self._module = module
         self._alone = alone
+        self._microbatches = microbatches or 0
+        self.slots = Slots(module) if microbatches else None
+        self.slot: int | None = None
         self._internal = {*vars(pl.LightningModule()), *dir(RecordedModule), "_param_requires_grad_state"}
         self._rebound = set(_rebound_names(type(module)))
         self._told: set[str] = set()
@@ -111,10 +122,20 @@ class Collected:
         Raises:
             UnsupportedFeatureError: if it cannot be repeated elsewhere.
         """
-        changes: list[Change] = []
+        slot, self.slot = self.slot, None
         if self._alone:
-            yield changes
-            return
+            yield []
+        elif slot is None or self.slots is None:
+            with self._noticed(False) as changes:
+                yield changes
+        else:
+            with self.slots.in_place(slot), self._noticed(True) as changes:
+                yield changes
+
+    @contextmanager
+    def _noticed(self, keeps: bool) -> Iterator[list[Change]]:
+        """As :meth:`noticed`; ``keeps``: whether new values of tensors may depend on old ones."""
+        changes: list[Change] = []
         places: list[_Place] = []
         namespaces: list[_Namespace] = []
         self._survey(places, namespaces)
@@ -134,7 +155,10 @@ class Collected:
             else:
                 yield changes
         except BaseException:
-            self._compare(places, followed, lambda *_: None, lambda *_: None)
+            self._compare(places, followed, lambda *_: None, lambda *_: None, keeps)
+            for namespace in namespaces:
+                for name in set(namespace.attributes) - namespace.names:
+                    del namespace.attributes[name]
             raise
         refused: list[str] = []
         self._compare(
@@ -142,6 +166,7 @@ class Collected:
             followed,
             lambda path, kind, value: changes.append(Change(path, kind, value)),
             lambda path, why: refused.append(f"{shown(path)}: {why}"),
+            keeps,
         )
         for namespace in namespaces:
             for name in set(namespace.attributes) - namespace.names:
@@ -177,6 +202,7 @@ class Collected:
         followed: Followed,
         found: Callable[[Path, Kind, Any], None],
         refuse: Callable[[Path, str], None],
+        keeps: bool,
     ) -> None:
         """Reports what differs, and restores it: inner places first, so that outer ones find their items again."""
         for number, place in reversed(list(enumerate(places))):
@@ -190,7 +216,7 @@ class Collected:
             elif isinstance(place.value, set):
                 _compare_sets(place, now, found, refuse)
             elif isinstance(place.value, Tensor):
-                _compare_tensors(place, now, followed, number, found, refuse)
+                _compare_tensors(place, now, followed, number, found, refuse, keeps and len(place.path) == 1)
             elif isinstance(place.value, np.ndarray):
                 if now is not place.value or not np.array_equal(
                     now, place.copy, equal_nan=place.copy.dtype.kind == "f"
@@ -213,8 +239,17 @@ class Collected:
 
     # ------------------------------------------------------------------ on every worker
 
-    def repeat(self, records: Sequence[Sequence[Change]]) -> None:
-        """Does what hooks did with the outputs of a step, in the order of the micro-batches."""
+    def repeat(self, records: Sequence[Sequence[Change]], slots: Sequence[int] | None = None) -> None:
+        """Does what was done with the micro-batches of a step, in their order; ``slots``: their indices, if it was in
+        training steps.
+        """
+        if slots is not None and self.slots is not None and not self._alone:
+            with self.slots.taking(dict(zip(slots, records, strict=True))):
+                self._repeat(records)
+        else:
+            self._repeat(records)
+
+    def _repeat(self, records: Sequence[Sequence[Change]]) -> None:
         assigned: set[Path] = set()
         for changes in records:
             for change in changes:
@@ -229,6 +264,8 @@ class Collected:
         """Warns once of an attribute for which a micro-batch assigns another value than an earlier one of its step."""
         name = shown(change.path)
         counts = change.kind is Kind.CREATE and isinstance(change.value, (int, float))  # or so it may be meant
+        if not counts and self.slots is not None and change.path[0][1] in self.slots.names:
+            return  # the next step finds its own
         if replaced is MISSING or name in self._told or (same(replaced, change.value) and not counts):
             return
         self._told.add(name)
@@ -238,14 +275,18 @@ class Collected:
             " None or nothing) and add to that."
         )
 
-    def state(self) -> dict[str, Any]:
-        """The attributes that hooks have changed, for a worker that joins."""
-        return {name: space[name] for name in sorted(self.names) for space in self._attributes() if name in space}
+    def state(self) -> CollectedState:
+        """What hooks and steps have changed, for a worker that joins."""
+        attributes = {n: space[n] for n in sorted(self.names) for space in self._attributes() if n in space}
+        return attributes, {} if self.slots is None else self.slots.state()
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
+    def load_state(self, state: CollectedState) -> None:
+        attributes, slots = state
+        for name, value in attributes.items():
             setattr(self._module, name, received(value, self._module.device))
-        self.names.update(state)
+        self.names.update(attributes)
+        if self.slots is not None:
+            self.slots.load_state(slots, self._microbatches)
 
 
 # ---------------------------------------------------------------------- comparing
@@ -302,7 +343,7 @@ def _visit(
         copy = value.copy()
     elif isinstance(value, Metric):
         copy = value.update_count
-    elif _is_plain_object(value) and depth:
+    elif is_plain_object(value) and depth:
         attributes, longest = vars(value), _OWN_ITEMS
         namespaces.append(_Namespace(path, attributes, frozenset(attributes)))
         inner = [((*path, (True, name)), attributes, name) for name in attributes]
@@ -322,7 +363,7 @@ class _TensorCopy:
     @classmethod
     def of(cls, tensor: Tensor) -> _TensorCopy:
         version = _version(tensor)
-        is_copied = version < 0 or tensor.numel() <= _COPIED_ELEMENTS
+        is_copied = version < 0 or tensor.numel() <= COPIED_ELEMENTS
         return cls(version, tensor.detach().clone() if is_copied else None)
 
 
@@ -335,7 +376,7 @@ def _shallow_copy(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Whether ``value`` is an object of the user's own with attributes, such as a meter."""
     package = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not (
@@ -411,14 +452,18 @@ def _compare_sets(place: _Place, now: Any, found: Any, refuse: Any) -> None:
         place.value.update(place.copy)
 
 
-def _compare_tensors(place: _Place, now: Any, followed: Followed, number: int, found: Any, refuse: Any) -> None:
+def _compare_tensors(
+    place: _Place, now: Any, followed: Followed, number: int, found: Any, refuse: Any, keeps: bool
+) -> None:
     old, before = place.value, place.copy.values
     origin = followed.origin(now)
     written = place.copy.version < 0 or place.copy.version != _version(old)
     changed = written and (before is None or not same(old, before))
     if now is old and not changed:
         return
-    if number in followed.read:
+    if number in followed.read and keeps and not (changed and before is None):
+        found(place.path, Kind.ASSIGN, now.detach().clone() if now is old else now)
+    elif number in followed.read:
         refuse(place.path, _DEPENDS)
     elif changed and before is None:
         refuse(place.path, f"a tensor of {old.numel():,} elements is too large to be followed")

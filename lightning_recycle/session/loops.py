@@ -20,6 +20,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -105,20 +106,36 @@ class PipelineOptimization(_AutomaticOptimization):
         profiler = trainer.profiler  # type: ignore[attr-defined]
         with profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):
             result = self.runner.run_step(handle, apply, share)
-        loss = self.runner.as_loss(result.loss)
-        returned = self._log(handle, loss, result)
-        return {"loss": loss / share.batches, **(returned or {})}
+        returned = _log(trainer, self.runner, handle, result)
+        return {"loss": self.runner.as_loss(result.loss) / share.batches, **(returned or {})}
 
-    def _log(self, handle: StepHandle, loss: torch.Tensor, result: StepResult) -> Any:
-        """Logs in place of ``training_step``, where Lightning allows it; returns what that returned."""
-        results, module = self.trainer._results, self.trainer.lightning_module
-        if results is not None:
-            results.batch_size = handle.num_samples
-        previous, module._current_fx_name = module._current_fx_name, "training_step"
-        try:
-            return self.runner.log_step(handle.index, loss, result.outputs)
-        finally:
-            module._current_fx_name = previous
+
+class PipelineManualOptimization(_ManualOptimization):
+    """Runs one step of a module that optimizes by itself."""
+
+    def __init__(self, trainer: pl.Trainer, runner: StepRunner) -> None:
+        super().__init__(trainer)
+        self.runner = runner
+
+    @override
+    def advance(self, kwargs: OrderedDict[str, Any]) -> None:
+        trainer, handle = self.trainer, kwargs["batch"]
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        with profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.training_step"):
+            result = self.runner.run_step(handle, lambda _: None, Share())  # its optimizers have stepped
+        self._output = _log(trainer, self.runner, handle, result) or {}
+
+
+def _log(trainer: pl.Trainer, runner: StepRunner, handle: StepHandle, result: StepResult) -> Any:
+    """Logs in place of ``training_step``, where Lightning allows it; returns what that returned."""
+    results, module = trainer._results, trainer.lightning_module
+    if results is not None:
+        results.batch_size = handle.num_samples
+    previous, module._current_fx_name = module._current_fx_name, "training_step"
+    try:
+        return runner.log_step(handle.index, runner.as_loss(result.loss), result.outputs)
+    finally:
+        module._current_fx_name = previous
 
 
 class PipelineEpochLoop(_TrainingEpochLoop):
@@ -127,6 +144,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int, runner: StepRunner) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = PipelineOptimization(trainer, runner)
+        self.manual_optimization = PipelineManualOptimization(trainer, runner)
         self.enters_mid_epoch = False
         """Whether this worker joins at the current batch: its counters are already right."""
         self._has_advanced = False
@@ -210,12 +228,16 @@ class PipelineFitLoop(_FitLoop):
         old = trainer.fit_loop
         if isinstance(old, cls):  # of an earlier run in this process
             old.runner = old.epoch_loop.automatic_optimization.runner = runner  # type: ignore[attr-defined]
+            old.epoch_loop.manual_optimization.runner = runner  # type: ignore[attr-defined]
             return
         old_epoch = old.epoch_loop
         epoch = PipelineEpochLoop(trainer, old_epoch.min_steps, old_epoch.max_steps, runner)
         optimization = epoch.automatic_optimization
         optimization.optim_progress = old_epoch.automatic_optimization.optim_progress
-        epoch.__dict__.update({**vars(old_epoch), "automatic_optimization": optimization})
+        manual = epoch.manual_optimization
+        manual.optim_step_progress = old_epoch.manual_optimization.optim_step_progress
+        loops = {"automatic_optimization": optimization, "manual_optimization": manual}
+        epoch.__dict__.update({**vars(old_epoch), **loops})
         new = cls(trainer)
         new.__dict__.update({**vars(old), "epoch_loop": epoch, "runner": runner})
         trainer.fit_loop = new

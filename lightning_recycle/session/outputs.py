@@ -89,14 +89,15 @@ class OutputRecorder:
     Args:
         module: the user's module.
         alone: whether a step has one micro-batch in all, so that nothing has to be put together.
+        microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
 
     Attributes:
         collected: what the hooks collect in attributes of the module that are no metrics.
     """
 
-    def __init__(self, module: RecordedModule, alone: bool = False) -> None:
+    def __init__(self, module: RecordedModule, alone: bool = False, microbatches: int | None = None) -> None:
         self._module = module
-        self.collected = Collected(module, alone)
+        self.collected = Collected(module, alone, microbatches)
         self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
         for collection in module.modules():
             if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own
@@ -184,7 +185,7 @@ class OutputRecorder:
             gained = [record.metrics[path] for record in ordered if path in record.metrics]
             if gained:
                 _add(metric, path, [_to(states, device) for states in gained], keep_step_value=path in wanted)
-        self.collected.repeat([record.changes for record in ordered])
+        self.collected.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
         for record in ordered:

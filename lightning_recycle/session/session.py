@@ -48,6 +48,7 @@ from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
@@ -64,12 +65,14 @@ from lightning_recycle.session.lightning_callbacks import (
 )
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, ends_step, tell_batch_sizes
+from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.moments import Moment
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
+from lightning_recycle.session.step_state import ManualStepState
 from lightning_recycle.session.stop_requests import StopRequests
 from lightning_recycle.session.weight_averages import WeightAverages
 from lightning_recycle.session.whole_forward import WholeForward
@@ -103,6 +106,7 @@ class Session:
         executor: runs the steps.
         records_outputs: whether the module has a hook that sees outputs in training.
         checkpoints: this worker's part in checkpoints.
+        manual: runs the steps of a module that optimizes by itself; None for others.
     """
 
     module: RecordedModule
@@ -130,6 +134,7 @@ class Session:
         self._digested = -1  # the newest generation with a digest of the parameters
         self._moments: dict[int, Moment] = {}  # of the current step and the one before
         self._dataloader_idx = 0  # of the current evaluation
+        self.manual: ManualSteps | None = None
         self._follow_leader()
 
     def leave(self) -> None:
@@ -179,8 +184,10 @@ class Session:
         tell_batch_sizes(trainer)
         spare_moves()
         self._build_model()
-        self._alone = self.grid.global_microbatches == 1
-        self._recorder = OutputRecorder(module, self._alone and self.grid.num_workers == 1)
+        microbatches = self.grid.global_microbatches
+        self._alone = microbatches == 1
+        slots = microbatches if self.parts.keeps_between_steps else None
+        self._recorder = OutputRecorder(module, self._alone and self.grid.num_workers == 1, slots)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
@@ -243,18 +250,22 @@ class Session:
                 strategy.setup_optimizers(trainer)
         strategy.setup_precision_plugin()
         if self._fitting:
-            check_optimizers(strategy.optimizers)
+            check_optimizers(strategy.optimizers, several=self.parts.optimizes_itself)
         if self._fitting and self.grid.stages > 1:
             trains = any(parameter.requires_grad for parameter in self.module.parameters())
             check_trained(self.module, self.collectives.decide(trains, all_agree=False) or self.client.joining)
-        strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        if not self.parts.optimizes_itself:  # otherwise the plugin sees all there is
+            strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _build_executor(self, ties: TieExchange) -> Executor:
         trainer, module, device = self.trainer, self.module, self.trainer.strategy.root_device
         owned = self.run.parts[self.worker.stage]
-        parameters = list(module.parameters()) if self._fitting else []  # only fit trains them
+        by_itself = self._fitting and self.parts.optimizes_itself
+        # Only fit trains them, and only by the schedule has this strategy something to keep for each.
+        parameters = list(module.parameters()) if self._fitting and not by_itself else []
+        training_parts = self.parts.training_parts(owned, self._recorder)
         stage = Stage(
-            self.parts.training_parts(owned, self._recorder),
+            training_parts,
             owned.start,
             self._seed,
             device,
@@ -266,7 +277,7 @@ class Session:
             loss_is_optional=self.parts.loss_is_optional,
             takes_target=self.parts.takes_target,
         )
-        return Executor(
+        common = (
             self.worker,
             self.grid,
             self.client,
@@ -275,6 +286,20 @@ class Session:
             parameters,
             GradientBuffers(parameters, device),
             self,
+        )
+        if by_itself:
+            self.manual = ManualSteps(
+                trainer,
+                training_parts[0],
+                self.begin_microbatch,
+                lambda output, samples: self.record_output(output, None, samples),
+                self._forward_context,
+                self._seed,
+                self.grid.global_microbatches,
+            )
+            return WholeStepExecutor(*common, body=self.manual, state=ManualStepState(trainer))
+        return Executor(
+            *common,
             staggered=self.options.staggered,
             shadow_on_host=self.options.shadow == "host",
             profiler=StageProfiler(parameters) if self.run.profiles else None,
@@ -461,7 +486,12 @@ class Session:
     # ------------------------------------------------------------------ what the executor asks
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
+        if self._recorder.collected.slots is not None:
+            self._recorder.collected.slots.check()
         return self.parts.split(data, index)
+
+    def begin_microbatch(self, index: int) -> None:
+        self._recorder.collected.slot = index
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self._record(self.parts.record_training, output, target, samples)

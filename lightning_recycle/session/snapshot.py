@@ -28,10 +28,12 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
+from lightning_recycle.session.collected import CollectedState
 from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, share_of_batch
 from lightning_recycle.session.outputs import metric_states, set_metric_states
@@ -96,7 +98,8 @@ class WorkerSnapshot:
         should_stop: whether it is set on the donor.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
-        collected: the attributes of the module in which hooks collect.
+        collected: the attributes of the module in which hooks and steps collect.
+        gradients: those that a module that optimizes by itself has left, by parameter.
         generators: the states of the generators from which hooks draw.
         accumulated: the gradients of the batches since the newest step of the optimizer.
     """
@@ -118,7 +121,8 @@ class WorkerSnapshot:
     should_stop: bool
     stop_agreed: bool
     next_collective: int
-    collected: dict[str, Any]
+    collected: CollectedState
+    gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
     accumulated: dict[int, Any]
 
@@ -127,7 +131,7 @@ def take_snapshot(
     trainer: pl.Trainer,
     averages: WeightAverages,
     next_collective: int,
-    collected: dict[str, Any],
+    collected: CollectedState,
     accumulated: dict[int, Any],
     stop_agreed: bool = False,
 ) -> WorkerSnapshot:
@@ -153,6 +157,7 @@ def take_snapshot(
         stop_agreed=stop_agreed,
         next_collective=next_collective,
         collected=collected,
+        gradients={} if module.automatic_optimization else _gradients(module),
         generators=generator_states(),
         accumulated=accumulated,
     )
@@ -194,6 +199,10 @@ def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: Wo
     module = trainer.lightning_module
     take_pruned_form(module, snapshot.module)
     set_weights(module, snapshot.module)
+    if not module.automatic_optimization:
+        for name, parameter in module.named_parameters():
+            grad = snapshot.gradients.get(name)
+            parameter.grad = None if grad is None else grad.clone().to(parameter.device)
     for name, metric in module.named_modules():
         if name in snapshot.metrics:
             assert isinstance(metric, Metric)
@@ -245,6 +254,10 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 def _at(trainer: pl.Trainer, path: str) -> Any:
     return attrgetter(path)(trainer) if path else trainer
+
+
+def _gradients(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
 def _attributes(owner: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -92,7 +92,9 @@ class Run:
         self.trace = trace
         self.grid = self.chance.choice(GRIDS)
         self.commits = self.random() < 0.3
-        self.tied = self.commits and random.Random(f"ties {seed}").random() < 0.5
+        self.whole = self.grid.stages == 1 and random.Random(f"whole {seed}").random() < 0.5
+        self.commits = self.commits or self.whole
+        self.tied = self.commits and not self.whole and random.Random(f"ties {seed}").random() < 0.5
         self.steps = self.chance.choice((2, 3, 3, 4))
         self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
         self.duplicates = self.random() < 0.5

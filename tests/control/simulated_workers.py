@@ -72,6 +72,7 @@ class Network(Protocol):
     grid: Grid
     commits: bool
     tied: bool
+    whole: bool
     between: tuple[str, ...]
     facts: dict[Fact, Any]
 
@@ -472,7 +473,7 @@ class SimulatedWorker:
         network = self.network
         self.payloads = resume.commits
         for action in recovery.actions(
-            self.rank, status, resume.decision, resume.donors, network.commits, network.tied
+            self.rank, status, resume.decision, resume.donors, network.commits, network.tied or network.whole
         ):
             yield from self.carry_out(action, resume)
         assert self.has_state, "it is to go on without a state"
@@ -509,6 +510,8 @@ class SimulatedWorker:
                 self.send(messages.Entered(self.rank, self.generation))
             case recovery.Apply():
                 yield from self.apply()
+            case recovery.Adopt() if self.network.whole:  # WholeStepExecutor._carry_out
+                assert not action.lacks or action.step == version, "it has not done a step that is to be applied"
             case recovery.Adopt():
                 step = action.step
                 if self.rank == action.donor:
@@ -533,6 +536,9 @@ class SimulatedWorker:
     def program(self, step: int) -> Waits:
         """Executor._run_program: forwards from the stage before, input gradients from the stage after."""
         plan = plan_for(self.grid, self.schedule, self.rank)
+        if self.network.whole:
+            yield from self.whole_step(step, plan)
+            return
         part = recovery.part_of(step, self.version, self.reduced, plan.idle_peer)
         self.buffers[part.buffers % 2] = (-1, 0)
         has = self.version if step == self.version else self.shadow
@@ -565,6 +571,27 @@ class SimulatedWorker:
             if self.network.commits:
                 yield from self.commit(step)
             yield from self.apply()
+
+    def whole_step(self, step: int, plan: Plan) -> Waits:
+        """WholeStepExecutor._run_program: reductions in the middle of the step, and a last one when it is done."""
+        self.reduced, self.payload = False, None
+        assert self.version == step, f"it does step {step} on the parameters of version {self.version}"
+        assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
+        self.place = (step, "program")
+        self.network.begins(self, step)
+        if self.network.has_bug(self, step):
+            raise Mishap
+        for what in ("W", "W2"):
+            self.tell(what, step, sum(16**m for m in plan.microbatches))
+            yield from self.exchange(what, step, plan.peers)
+            self.buffers[step % 2] = (step, sum(self.received(what, step, plan.peers)))
+        self.reduced, self.payload = True, (self.stage, step)
+        self.tell("done", step)
+        yield from self.exchange("done", step, plan.peers)
+        if plan.microbatches:
+            self.send(messages.Losses(self.rank, step, {m: loss_of(step, m) for m in plan.microbatches}))
+        yield from self.commit(step)
+        yield from self.apply()
 
     def commit(self, step: int) -> Waits:
         self.send(self.member.commit(step, self.payload))

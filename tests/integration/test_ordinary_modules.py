@@ -387,12 +387,6 @@ class VectorLoss(Classifier):
         return self(batch[0])
 
 
-class ByHand(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class Gathers(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.all_gather(self(batch[0])).mean()
@@ -414,7 +408,6 @@ class ValidatesByItself(Classifier):
         (LogsText, ["`self.log(told, by mistake)` was called", "`str` values"]),
         (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
         (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
-        (ByHand, ["manual optimization", "automatic_optimization"]),
         (Gathers, ["all_gather", "on_train_batch_end"]),
         (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
         (ValidatesByItself, ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),

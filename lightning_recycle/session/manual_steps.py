@@ -1,0 +1,309 @@
+"""The training steps of a module that optimizes by itself: several micro-batches, one step.
+
+Concept: with ``automatic_optimization = False`` the user's ``training_step`` runs backward passes and steps optimizers.
+Under DDP each process runs it on its own batch, and every backward pass averages the gradients over the processes.
+Here a worker runs it for each of its micro-batches, in turns (:mod:`~lightning_recycle.runtime.coroutines`), each in a
+world of its own (:mod:`~lightning_recycle.session.worlds`). They meet
+
+- at each backward pass: the gradients of all micro-batches of all workers are summed, divided by their fixed number,
+  and added to those that were there. So ``.grad`` is what DDP leaves, for clipping and norms too;
+- at each step of an optimizer or scheduler, which is done once.
+
+Contract: ``loss.backward()`` is the same as ``self.manual_backward(loss)``; ``torch.autograd.grad`` is local. What is
+done together is done by the worker's main thread. A closure of an optimizer is called once, by each micro-batch.
+Optimizers that ``configure_optimizers`` did not return are refused, as no other worker would know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, update_wrapper
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
+from lightning_recycle.runtime.coroutines import Turns
+from lightning_recycle.runtime.whole_steps import Exchange, Way, WholeStepMicrobatch
+from lightning_recycle.session.worlds import World
+
+__all__ = ["ManualSteps"]
+
+
+class ManualSteps:
+    """Runs the steps of one worker.
+
+    Args:
+        trainer: the Trainer of the worker.
+        step: the user's step on a micro-batch, recorded.
+        begin: called with the index of a micro-batch right before its step.
+        record: (output, number of samples) -> what must reach all workers.
+        forward_context: context entered around each step (from the precision plugin).
+        seed: seed of the run.
+        microbatches: number of micro-batches of a step, over all workers.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        step: nn.Module,
+        begin: Callable[[int], None],
+        record: Callable[[Any, int], bytes],
+        forward_context: Callable[[], AbstractContextManager[Any]],
+        seed: int,
+        microbatches: int,
+    ) -> None:
+        self._trainer, self._step, self._begin, self._record = trainer, step, begin, record
+        self._forward_context, self._seed, self._divisor = forward_context, seed, microbatches
+        self._turns = Turns()
+        self._worlds: list[World] = []
+        self._exchange: Exchange
+        self._way: Way
+        self._counted: list[bool] = []
+        self._is_together = False  # in something that is done together: what it calls is not met again
+        self._in_backward = False
+
+    @property
+    def _device(self) -> torch.device:
+        return self._trainer.strategy.root_device
+
+    # ------------------------------------------------------------------ a step
+
+    def run(
+        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: Exchange, way: Way
+    ) -> list[tuple[float, bytes]]:
+        """As :meth:`~lightning_recycle.runtime.whole_steps.StepBody.run`."""
+        self._exchange, self._way = exchange, way
+        self._counted = [microbatch.counts for microbatch in microbatches]
+        self._is_together = self._in_backward = False
+        trainer = self._trainer
+        self._worlds = [
+            World(trainer.lightning_module, trainer.optimizers, self._device, first=number == 0)
+            for number in range(len(microbatches) if len(microbatches) > 1 else 0)
+        ]
+        self._turns = Turns(self._worlds)
+        with self._shared_operations(), self._forward_context():
+            done = self._turns.run([partial(self._one, step, microbatch) for microbatch in microbatches])
+        if self._worlds:
+            self._worlds[0].remain()
+            self._worlds = []
+        return done
+
+    def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:
+        """The step on one micro-batch; what is of a thread is entered here."""
+        device = self._device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with self._forward_context(), seeded_everything() as reseed, layer_randomness(device) as generator:
+            seed = derive_seed(self._seed, step, microbatch.index, 0)
+            reseed(seed)
+            generator.manual_seed(seed)
+            self._begin(microbatch.index)
+            output = self._step(*microbatch.inputs)
+        return _loss_in(output), self._record(output, microbatch.samples)
+
+    # ------------------------------------------------------------------ what is done together
+
+    @contextmanager
+    def _shared_operations(self) -> Iterator[None]:
+        """Within the block, backward passes and steps of optimizers and schedulers are points where all meet."""
+        strategy = self._trainer.strategy
+        with ExitStack() as stack:
+            replace = partial(_replaced, stack)
+            replace(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
+            for number, (wrapper, optimizer) in enumerate(
+                zip(strategy._lightning_optimizers, strategy.optimizers, strict=True)
+            ):
+                what = f"a step of optimizer {number} ({type(optimizer).__name__})"
+                replace(wrapper, "step", partial(self._step_optimizer, what, optimizer, wrapper.step))
+                replace(optimizer, "step", partial(self._step_optimizer, what, optimizer, optimizer.step))
+            for number, config in enumerate(self._trainer.lr_scheduler_configs):
+                scheduler = config.scheduler
+                what = f"a step of scheduler {number} ({type(scheduler).__name__})"
+                replace(scheduler, "step", partial(self._step_scheduler, what, scheduler.step))
+            stack.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)
+            yield
+
+    def _meet(self, what: str, part: Any, together: Callable[[list[Any]], Any]) -> Any:
+        def once(parts: list[Any]) -> Any:
+            self._way.add(what)
+            self._is_together = True
+            try:
+                return together(parts)
+            finally:
+                self._is_together = False
+
+        return self._turns.meet(what, part, once)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the micro-batch whose turn it is speaks for this worker where hooks concern its whole step."""
+        return self._turns.number == 0
+
+    @contextmanager
+    def hooks_once(self) -> Iterator[None]:
+        """Within the block, callbacks are called for the first micro-batch of this worker only."""
+        callbacks, trainer = self._trainer.callbacks, self._trainer  # type: ignore[attr-defined]
+        if not self.speaks:
+            trainer.callbacks = []  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------ backward passes
+
+    def _backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """``torch.autograd.backward``, whose gradients are averaged over all micro-batches of the step."""
+        if self._in_backward:  # of a part that is computed once more (torch.utils.checkpoint with use_reentrant=True)
+            original(*args, **kwargs)
+            return
+        trained = [p for p in self._trainer.lightning_module.parameters() if p.requires_grad]
+        before = [parameter.grad for parameter in trained]
+        for parameter in trained:
+            parameter.grad = None
+        self._in_backward = True
+        try:
+            original(*args, **kwargs)
+            mine = [parameter.grad for parameter in trained]
+        finally:
+            self._in_backward = False
+            for parameter, grad in zip(trained, before, strict=True):
+                parameter.grad = grad
+        what = f"a backward pass of {len(trained)} parameters with {sum(p.numel() for p in trained):,} numbers"
+        total = self._meet(what, mine, partial(self._average, trained))
+        for parameter, new in zip(trained, total, strict=True):
+            if new is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = new if self._turns.number == 0 else new.clone()
+            else:
+                parameter.grad.add_(new)
+
+    @torch.no_grad()
+    def _average(
+        self, trained: Sequence[nn.Parameter], parts: Sequence[Sequence[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """The mean gradients over all micro-batches; None for a parameter that had no part in any.
+
+        Args:
+            trained: the parameters.
+            parts: the gradients of each micro-batch of this worker.
+        """
+        self._exchange.check(self._way)
+        found: dict[int, Tensor | None] = {}
+        for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
+            numbers = [number for number, parameter in enumerate(trained) if parameter.dtype == dtype]
+            sizes = [trained[number].numel() for number in numbers]
+            size = sum(sizes)
+            flat = torch.zeros(size + len(numbers), dtype=dtype, device=self._device)  # then, who has a gradient
+            views = flat[:size].split(sizes)
+            for part in (part for part, counts in zip(parts, self._counted, strict=True) if counts):
+                for place, (number, view) in enumerate(zip(numbers, views, strict=True)):
+                    grad = part[number]
+                    if grad is not None:
+                        view.add_(_dense(grad).reshape(-1))
+                        flat[size + place] = 1
+            self._exchange.all_reduce(flat)
+            has = (flat[size:].abs() > 0).tolist()
+            flat[:size].div_(self._divisor)
+            for number, view, is_there in zip(numbers, views, has, strict=True):
+                found[number] = view.view(trained[number].shape) if is_there else None
+        return [found[number] for number in range(len(trained))]
+
+    # ------------------------------------------------------------------ optimizers and schedulers
+
+    def _step_optimizer(
+        self, what: str, optimizer: Optimizer, original: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        if self._is_together:  # Lightning's optimizer steps torch's
+            return original(closure, **kwargs) if closure is not None else original(**kwargs)
+        result = None
+        if callable(closure):
+            with torch.enable_grad():
+                result = closure()
+            closure = _once(result, what)
+
+        def together(_: list[Any]) -> Any:
+            returned = original(closure, **kwargs) if closure is not None else original(**kwargs)
+            self._follow(p for group in optimizer.param_groups for p in group["params"])
+            return returned
+
+        returned = self._meet(what, None, together)
+        return result if callable(closure) else returned
+
+    def _step_scheduler(self, what: str, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._is_together:  # a scheduler of schedulers
+            original(*args, **kwargs)
+            return
+
+        def together(_: list[Any]) -> None:
+            original(*args, **kwargs)
+            self._follow(())
+
+        self._meet(what, None, together)
+
+    def _follow(self, parameters: Any) -> None:
+        wanted = list(parameters)
+        for world in self._worlds[1:]:
+            world.follow(wanted)
+
+    def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_together:
+            name = type(optimizer).__name__
+            why = (
+                "in a backward pass, whose gradients are those of one micro-batch"
+                if self._in_backward
+                else "that configure_optimizers() did not return, so it would step once for each micro-batch"
+            )
+            raise UnsupportedFeatureError(
+                f"training_step() stepped an optimizer ({name}) {why}. Return all optimizers from"
+                " configure_optimizers(), and step what self.optimizers() gives."
+            )
+
+
+def _once(result: Any, what: str) -> Callable[[], Any]:
+    """Stands for a closure that has been called and returned ``result``."""
+    results = [result]
+
+    def again() -> Any:
+        if not results:
+            raise UnsupportedFeatureError(
+                f"In {what}, the optimizer calls its closure several times: the gradients of all workers would have to"
+                " be reduced in each. Use an optimizer that calls it once."
+            )
+        return results.pop()
+
+    return again
+
+
+def _replaced(stack: ExitStack, owner: Any, name: str, value: partial[Any]) -> None:
+    """Replaces an attribute of ``owner`` itself until the end of ``stack``."""
+    own = vars(owner)
+    if name in own:
+        stack.callback(setattr, owner, name, own[name])
+    else:
+        stack.callback(own.pop, name, None)
+    # A scheduler leaves a mark on its optimizer's step, and warns if it is gone.
+    setattr(owner, name, update_wrapper(value, getattr(owner, name)))
+
+
+def _dense(grad: Tensor) -> Tensor:
+    if grad.layout is not torch.strided:
+        raise UnsupportedFeatureError(
+            f"A gradient is a {grad.layout} tensor of shape {tuple(grad.shape)}; the strategy needs dense gradients."
+            " Use sparse=False in embeddings."
+        )
+    return grad
+
+
+def _loss_in(output: Any) -> float:
+    """The loss that a step returned; NaN if it returned none, as it may."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else float("nan")

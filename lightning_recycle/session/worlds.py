@@ -1,0 +1,268 @@
+"""What one micro-batch of a manual step sees and changes for itself, while others take their turns.
+
+Concept: under DDP the training steps of two micro-batches run in two processes. When one worker has both, they run in
+turns (:mod:`~lightning_recycle.runtime.coroutines`), each in a world of its own: gradients, values of parameters and
+buffers, attributes of the module, metrics, options of the optimizers, and the generators of random numbers are those
+that this micro-batch has left. Worlds begin alike, and what is done together (an optimizer's step) is done in the first
+and copied to the others.
+
+So each may clip its gradients, toggle an optimizer, or average weights in its step, without doing it twice. The price
+is a copy of parameters, buffers and gradients for each further micro-batch of a worker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_recycle.randomness import generator_states, set_generator_states
+from lightning_recycle.session.collected import COPIED_ELEMENTS, is_plain_object
+from lightning_recycle.session.outputs import metric_states, set_metric_states
+
+__all__ = ["World"]
+
+_DEPTH = 4  # of containers and objects in one another that are copied
+
+
+class _Part(Protocol):
+    """A part of the state of the process."""
+
+    stays: bool
+    """Whether what the first world leaves is there after the step."""
+
+    def get(self) -> Any: ...
+
+    def set(self, value: Any) -> None: ...
+
+    def copy(self, value: Any) -> Any:
+        """What another world begins with."""
+
+
+class _Tensors:
+    """The values of parameters and buffers."""
+
+    stays = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.tensors = [*module.parameters(), *module.buffers()]
+
+    def get(self) -> list[Tensor]:
+        return [tensor.data for tensor in self.tensors]
+
+    def set(self, value: list[Tensor]) -> None:
+        for tensor, data in zip(self.tensors, value, strict=True):
+            tensor.data = data  # neither a copy nor a write, which autograd would count
+
+    def copy(self, value: list[Tensor]) -> list[Tensor]:
+        return [data.clone() for data in value]
+
+
+class _Gradients:
+    """The gradients of parameters, and which require one."""
+
+    stays = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
+
+    def get(self) -> list[tuple[bool, Tensor | None]]:
+        return [(parameter.requires_grad, parameter.grad) for parameter in self._parameters]
+
+    def set(self, value: list[tuple[bool, Tensor | None]]) -> None:
+        for parameter, (requires_grad, grad) in zip(self._parameters, value, strict=True):
+            parameter.requires_grad = requires_grad
+            parameter.grad = grad
+
+    def copy(self, value: list[tuple[bool, Tensor | None]]) -> list[tuple[bool, Tensor | None]]:
+        return [(requires_grad, None if grad is None else grad.clone()) for requires_grad, grad in value]
+
+
+class _Options:
+    """The options of the optimizers' groups."""
+
+    stays = True
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def get(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+
+    def set(self, value: list[dict[str, Any]]) -> None:
+        for group, options in zip(self._groups, value, strict=True):
+            group.update(options)
+
+    def copy(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_own(options, _DEPTH, {}) for options in value]
+
+
+class _Modes:
+    """Which submodules are in training mode."""
+
+    stays = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+
+    def get(self) -> list[bool]:
+        return [module.training for module in self._modules]
+
+    def set(self, value: list[bool]) -> None:
+        for module, training in zip(self._modules, value, strict=True):
+            module.training = training
+
+    def copy(self, value: list[bool]) -> list[bool]:
+        return value
+
+
+class _Metrics:
+    """What the module's metrics have accumulated."""
+
+    stays = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+
+    def get(self) -> list[dict[str, Any]]:
+        return [metric_states(metric) for metric in self._metrics]
+
+    def set(self, value: list[dict[str, Any]]) -> None:
+        for metric, states in zip(self._metrics, value, strict=True):
+            set_metric_states(metric, states)
+
+    def copy(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_own(states, _DEPTH, {}) for states in value]
+
+
+class _Generators:
+    """The states of Python's, NumPy's and torch's generators."""
+
+    stays = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def get(self) -> Any:
+        on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        return generator_states(), on_device
+
+    def set(self, value: Any) -> None:
+        states, on_device = value
+        set_generator_states(states)
+        if self._device is not None:
+            torch.cuda.set_rng_state(on_device, self._device)
+
+    def copy(self, value: Any) -> Any:
+        return value
+
+
+class _Attributes:
+    """The attributes of the module. What the recording of a step takes back stays there; the rest does not show."""
+
+    stays = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def get(self) -> dict[str, Any]:
+        return vars(self._module)
+
+    def set(self, value: dict[str, Any]) -> None:
+        object.__setattr__(self._module, "__dict__", value)
+
+    def copy(self, value: dict[str, Any]) -> dict[str, Any]:
+        seen: dict[int, Any] = {}
+        own = {name: item if name in _REGISTRIES else _own(item, _DEPTH, seen) for name, item in value.items()}
+        own["_buffers"] = dict(value["_buffers"])
+        return own
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_trainer")
+
+
+class World:
+    """A context in which the process is as one micro-batch has left it.
+
+    Args:
+        module: the module in training.
+        optimizers: its optimizers.
+        device: the device that it computes on.
+        first: whether it takes the state over as it is.
+    """
+
+    def __init__(self, module: pl.LightningModule, optimizers: Iterable[Optimizer], device: torch.device, first: bool):
+        self._tensors, self._options = _Tensors(module), _Options(optimizers)
+        self._parts: list[_Part] = [
+            self._tensors,
+            _Gradients(module),
+            self._options,
+            _Modes(module),
+            _Metrics(module),
+            _Generators(device),
+            _Attributes(module),
+        ]
+        self._values = {id(part): part.get() if first and part.stays else part.copy(part.get()) for part in self._parts}
+        self._outside: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._outside = [part.get() for part in self._parts]
+        for part in self._parts:
+            part.set(self._values[id(part)])
+
+    def __exit__(self, *_: object) -> None:
+        for part, outside in zip(self._parts, self._outside, strict=True):
+            self._values[id(part)] = part.get()
+            part.set(outside)
+        self._outside = []
+
+    @torch.no_grad()
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Takes over ``parameters`` and the options of the optimizers from the world that is entered."""
+        wanted = set(map(id, parameters))
+        mine: list[Tensor] = self._values[id(self._tensors)]
+        for tensor, data in zip(self._tensors.tensors, mine, strict=True):
+            if id(tensor) in wanted:
+                data.copy_(tensor)
+        self._values[id(self._options)] = self._options.copy(self._options.get())
+
+    def remain(self) -> None:
+        """Makes the process as this micro-batch has left it, in what is not recorded."""
+        for part in self._parts:
+            if part.stays:
+                part.set(self._values[id(part)])
+
+
+def _own(value: Any, depth: int, seen: dict[int, Any]) -> Any:
+    """A copy of ``value`` with its containers and plain objects, as far as hooks change them in place."""
+    if id(value) in seen:
+        return seen[id(value)]
+    copy = value
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        if value.numel() <= COPIED_ELEMENTS and value.grad_fn is None:
+            copy = value.detach().clone().requires_grad_(value.requires_grad)
+    elif isinstance(value, np.ndarray):
+        copy = value.copy()
+    elif depth and type(value) in (list, tuple, set, dict):
+        items = value.items() if isinstance(value, dict) else value
+        copied = [_own(item, depth - (type(value) is not dict), seen) for item in items]
+        copy = dict(copied) if isinstance(value, dict) else type(value)(copied)
+    elif isinstance(value, deque):
+        copy = deque((_own(item, depth - 1, seen) for item in value), value.maxlen) if depth else value
+    elif isinstance(value, dict) and depth:  # a Counter, a defaultdict
+        copy = value.copy()
+        for key, item in value.items():
+            copy[key] = _own(item, depth - 1, seen)
+    elif depth and is_plain_object(value):
+        copy = object.__new__(type(value))
+        seen[id(value)] = copy
+        vars(copy).update({name: _own(item, depth - 1, seen) for name, item in vars(value).items()})
+    seen[id(value)] = copy
+    return copy
