@@ -180,7 +180,6 @@ PRIVATE = {
     ],
     "lightning_recycle.launch.shown_loaders": [
         "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
-        "lightning.pytorch.trainer.connectors.data_connector:_request_dataloader",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
     ],
     "lightning_recycle.session.gradient_norms": [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from typing_extensions import override
 
@@ -25,21 +25,25 @@ class ShownLoaders(CombinedLoader):
 
 
 class _Requested:
-    """The loaders of a hook, which is called when they are used: what it needs may exist in the workers only."""
+    """The loaders of a hook, which is called when they are used: what it needs may exist in the workers only.
+
+    It is called without Lightning's ``_request_dataloader``, which patches DataLoader meanwhile, and for good if the
+    hook raises.
+    """
 
     def __init__(self, source: _DataLoaderSource) -> None:
         self._source = source
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(_request_dataloader(self._source))
+        return iter(self._source.dataloader())
 
     def __len__(self) -> int:
-        return len(_request_dataloader(self._source))
+        return len(self._source.dataloader())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_source", "state_dict", "load_state_dict"):
             raise AttributeError(name)  # the states are those of the workers
-        return getattr(_request_dataloader(self._source), name)
+        return getattr(self._source.dataloader(), name)
 
 
 def show_loaders(source: _DataLoaderSource, states: Sequence[dict[str, Any]], mode: str) -> CombinedLoader:

@@ -459,5 +459,5 @@ def test_what_cannot_work_is_refused_by_name(kind: Any, microbatches: int) -> No
 
 
 def test_several_stages_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Regression optimizes by itself.*pipeline_parallel_size=1"):
+    with pytest.raises(ConfigurationError, match=r"Regression has manual optimization.*pipeline_parallel_size=1"):
         on_grid(Regression(), strategy={"pipeline_parallel_size": 2}, pipelines=4)

@@ -4,7 +4,7 @@ What may differ is written down in :data:`DIFFERS`, with the reason.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,18 @@ DIFFERS = {
 
 Besides, there are callbacks of this package, and ``recycle/`` metrics.
 """
+
+
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    """Lightning patches DataLoader while it asks for one, and for good if there is none (2.6)."""
+    before = dict(vars(DataLoader))
+    yield
+    for name, value in before.items():
+        if vars(DataLoader)[name] is not value:
+            setattr(DataLoader, name, value)
+    for name in vars(DataLoader).keys() - before.keys():
+        delattr(DataLoader, name)
 
 
 class Keeps(L.Callback):
