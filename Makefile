@@ -5,7 +5,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 ROUNDS ?= 20
 # Processes that run tests; much of a test's time is waiting. 0: one, without pytest-xdist.
-JOBS ?= 2
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a failure, compare what it costs
 	$(BIN)/python examples/train_gpt.py experiment=demo $(ARGS)
 
-test: $(STAMP) ## run all tests, JOBS=2 files at a time (ARGS are passed on to pytest)
+test: $(STAMP) ## run all tests, JOBS files at a time, 3 by default (ARGS are passed on to pytest)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 test-oldest: ## run a smoke set with the oldest versions that are allowed (PYTHON=python3.10 for the oldest Python)

@@ -74,6 +74,7 @@ def check_results(folders: list[Path], planners: int) -> None:
         assert all(len(workers) <= 1 for workers in lost[first + 4 : first + 6])  # at a random time, or too late
 
 
+@pytest.mark.exhaustive
 def test_sweep_over_faults_and_grids_runs_to_the_end_with_the_same_results(tmp_path: Path) -> None:
     folders = sweep(tmp_path, "faults=none,kill_one,mtbf", "strategy.pipeline_parallel_size=1,2")
     assert len(folders) == 6
@@ -179,6 +180,7 @@ def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(
 # ---------------------------------------------------------------------- vision
 
 
+@pytest.mark.exhaustive
 def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path: Path) -> None:
     arguments = ["trainer.max_steps=20", "trainer.val_check_interval=10", "+trainer.limit_val_batches=6", QUIET]
     run(tmp_path, "train_vision.py", "-m", "faults=kill_leader,node", *arguments, "hydra.sweep.dir=sweep")

@@ -74,6 +74,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
         yield Cluster(near, far, workers[:2], workers[2:], served, output)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cluster", ["0"], indirect=True)
 def test_workers_that_are_cut_off_for_good_end(cluster: Cluster) -> None:
     cluster.cut()

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from support.models import Noisy, Regression, Scheduled, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop
 
 from lightning_recycle.callbacks import Fault
@@ -26,8 +27,13 @@ def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -
     assert exact_fit(Regression().double(), pipelines, stages).global_step == 10
 
 
-@pytest.mark.parametrize("technique", [{"staggered": True}, {"staggered": False}, {"decoupled": False}])
-@pytest.mark.parametrize(("grid", "worker", "step", "at"), SAMPLE)
+@pytest.mark.parametrize(
+    ("grid", "worker", "step", "at", "technique"),
+    sampled(
+        [(*kill, how) for kill in SAMPLE for how in ({"staggered": True}, {"staggered": False}, {"decoupled": False})],
+        15,
+    ),
+)
 def test_weights_equal_after_a_kill(
     grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, bool]
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from support.growth import Meanwhile, causes
 from support.models import Regression, dataset
 from support.process_tree import worker_processes
+from support.sampling import sampled
 from support.training import difference, exact_fit, failures, fit, on_one_device, plain_loop, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -66,7 +67,7 @@ def kill_at_random(seed: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", sampled(range(6), 3))
 def test_a_worker_killed_from_outside_at_any_moment_changes_nothing(seed: int) -> None:
     thread = kill_at_random(seed)
     run = exact_fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60)

@@ -1,6 +1,7 @@
 """Training on streams: the weights are those of one device, whoever dies, joins or resumes."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import AwaitReplacement, happened
 from support.huggingface_streams import AnotherOrder, collate, shuffled
 from support.models import GLOBAL_BATCH, Regression
+from support.sampling import sampled
 from support.streams import Stream, WithoutState
 from support.training import TOLERANCE, difference, failures, on_one_device, trainer
 from torch import Tensor
@@ -97,8 +99,7 @@ def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream: Any
     assert difference(weights, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("enters_at", [EPOCH, EPOCH + 2], ids=["first step of an epoch", "mid-epoch"])
+@pytest.mark.parametrize(("enters_at", "num_workers"), sampled(itertools.product([EPOCH, EPOCH + 2], [0, 2]), 2))
 def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_workers: int) -> None:
     stream = Stream(GLOBAL_BATCH * 8 + 5, endless=True)
     expected = one_device(loader(stream, 1, num_workers), limit_train_batches=EPOCH)
@@ -115,7 +116,7 @@ def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_w
     assert difference(weights, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("enters_at", [EPOCH, EPOCH + 2], ids=["first step of an epoch", "mid-epoch"])
+@pytest.mark.parametrize("enters_at", sampled([EPOCH, EPOCH + 2], 1))
 def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at: int) -> None:
     expected = one_device(loader(shuffled(SAMPLES), 1), 3, callbacks=[AnotherOrder()])
     weights, run = train(
@@ -145,8 +146,9 @@ def test_a_run_resumes_behind_a_shuffle_buffer(step: int, callbacks: list[L.Call
     assert difference(weights, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("step", [EPOCH - 2, EPOCH, EPOCH + 1], ids=["mid-epoch", "end of an epoch", "next epoch"])
-@pytest.mark.parametrize("limit", [None, EPOCH], ids=["to the end", "limited"])
+@pytest.mark.parametrize(
+    ("step", "limit"), sampled(itertools.product([EPOCH - 2, EPOCH, EPOCH + 1], [None, EPOCH]), 3, seed=1)
+)
 def test_another_grid_resumes_at_the_exact_sample(step: int, limit: int | None, tmp_path: Path) -> None:
     def stream() -> Stream:
         return Stream(GLOBAL_BATCH * 3 + 5, endless=True) if limit else Stream(SAMPLES)

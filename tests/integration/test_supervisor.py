@@ -18,6 +18,7 @@ from supervised import BALLAST
 from support.growth import Meanwhile
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.process_tree import descendants, is_alive, worker_processes
+from support.sampling import sampled
 from support.scripts import output_of
 from support.training import exact_fit, trainer
 from support.waiting import wait_for
@@ -88,7 +89,7 @@ def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_p
     assert not list(tmp_path.glob("lightning_recycle_*"))  # what the workers were started with
 
 
-@pytest.mark.parametrize("at", ["start", "training"])
+@pytest.mark.parametrize("at", sampled(["start", "training"], 1))
 def test_ctrl_c_in_a_terminal_tells_no_failures(at: str, tmp_path: Path) -> None:
     """It reaches every process of the job: the fork server and what it forks, too."""
     directory = tmp_path / "checkpoints"
@@ -145,7 +146,7 @@ def test_a_stopped_launching_process_goes_on_where_it_was() -> None:
     assert max(event.seconds or 0 for event in run.strategy.history) > 2.5  # it really was stopped
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("signum", sampled([signal.SIGTERM, signal.SIGINT], 1), ids=["SIGTERM", "SIGINT"])
 def test_after_an_interrupted_fit_another_one_works(signum: signal.Signals) -> None:
     def interrupt(_: Any) -> None:
         time.sleep(0.5)

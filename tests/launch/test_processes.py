@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from support.process_tree import is_alive
+from support.sampling import sampled
 from support.waiting import wait_for
 
 from lightning_recycle.launch.processes import Crew, LocalWorker
@@ -71,7 +72,7 @@ def test_an_exit_status_of_255_is_one() -> None:
         assert crew.start(255, "ends").describe_exit(SECONDS) == "it exited with code 255"
 
 
-@pytest.mark.parametrize("server_dies", [False, True])
+@pytest.mark.parametrize("server_dies", sampled([False, True], 1))
 def test_workers_end_with_a_killed_launching_process_even_stopped_ones(server_dies: bool) -> None:
     script = Path(__file__).with_name("crew_script.py")
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as launcher:

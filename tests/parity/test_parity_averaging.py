@@ -332,7 +332,14 @@ def resumed_on_one_device(name: str, step: int) -> Run:
 
 @pytest.mark.parametrize(
     ("name", "writer"),
-    [("EMAWeightAveraging", "one file"), ("EMAWeightAveraging", "sharded"), ("StochasticWeightAveraging", "sharded")],
+    sampled(
+        [
+            ("EMAWeightAveraging", "one file"),
+            ("EMAWeightAveraging", "sharded"),
+            ("StochasticWeightAveraging", "sharded"),
+        ],
+        1,
+    ),
 )
 def test_a_checkpoint_resumes_on_one_device(name: str, writer: str, tmp_path: Path) -> None:
     """As from its own; at the end of an epoch, since one device does not find its place in the data of a grid."""
