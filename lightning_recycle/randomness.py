@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 __all__ = [
     "derive_seed",
@@ -30,7 +29,6 @@ __all__ = [
     "step_randomness",
 ]
 
-_numpy_generator = np.random.MT19937()
 _seed_of: Callable[[int], int] | None = None
 _draw_for: Callable[[int], None] | None = None
 
@@ -98,19 +96,10 @@ def step_randomness() -> Iterator[None]:
         yield
         return
     seed = _seed_of(0)
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_generator = get_bit_generator()  # lent and given back whole: its state would take 20 times as long
-    random.seed(seed)
-    set_bit_generator(_numpy_generator)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-    draw_for_layer(0)
-    try:
+    with seeded_everything() as reseed:
+        reseed(seed)
+        draw_for_layer(0)
         yield
-    finally:
-        random.setstate(python_state)
-        set_bit_generator(numpy_generator)
-        torch.set_rng_state(torch_state)
 
 
 @contextmanager

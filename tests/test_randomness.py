@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
+from lightning_recycle.randomness import (
+    derive_seed,
+    layer_randomness,
+    microbatch_randomness,
+    seeded_everything,
+    step_randomness,
+)
 
 CPU = torch.device("cpu")
 
@@ -83,3 +89,21 @@ def test_generators_are_restored_after_an_exception(block) -> None:  # type: ign
     with pytest.raises(RuntimeError, match="inside"):
         fail()
     assert torch.equal(torch.rand(()), expected)
+
+
+def test_a_users_step_leaves_the_generators_of_hooks_as_they_were() -> None:
+    """NumPy draws normal numbers in pairs and keeps the second one, which is part of its state."""
+
+    def hooks_draw() -> tuple[float, ...]:
+        return (*draws(), random.gauss(0, 1), float(np.random.randn()), torch.randn(()).item())
+
+    def begin() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        random.gauss(0, 1), np.random.randn()
+
+    begin()
+    expected = hooks_draw()
+    begin()
+    with microbatch_randomness(CPU, 0, 0, 0), step_randomness():
+        hooks_draw()
+    assert hooks_draw() == expected

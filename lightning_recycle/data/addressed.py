@@ -123,8 +123,13 @@ class MicrobatchLoader(SampleLoader):
         return drops_last(self.dataloader)
 
     @property
-    def unused_samples(self) -> int:
-        return max(0, self._num_samples - self._num_steps * self.global_batch_size)
+    def left_out(self) -> str:
+        """What a training leaves out of each epoch although the user did not ask for that; "" for nothing."""
+        rest = self._num_samples - self._num_steps * self.global_batch_size
+        if self.evaluation or rest <= 0 or self._drops_last:
+            return ""
+        last = f"the last {rest} of {self._num_samples} {self._unit}"
+        return f"{last}, fewer than a global batch of {self.global_batch_size}"
 
     # ------------------------------------------------------------------ what Lightning sees
 

@@ -225,11 +225,6 @@ class SampleLoader(StepLoader):
         self.global_batch_size = self.batch_size * pipelines
         self._collate = Collate(dataloader.collate_fn, seed)
 
-    @property
-    def unused_samples(self) -> int:
-        """Number of samples of an epoch that belong to no step, as far as that is known in advance."""
-        return 0
-
     @override
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
         return len(self._share(microbatch, self.samples_in(handle)))

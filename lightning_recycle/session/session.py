@@ -347,6 +347,11 @@ class Session:
             kind = MicrobatchLoader if batching_of(dataloader)[0] is not None else GivenBatchLoader
             reads = worker.stage in (0, grid.stages - 1)
             loader = kind(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
+            if loader.left_out:
+                rank_zero_warn(
+                    f"Each epoch of the training leaves out {loader.left_out}. Give it drop_last=True if that is"
+                    " what you want."
+                )
         loader.prepare = self._on_device
         self._loaders.append(loader)
         return loader

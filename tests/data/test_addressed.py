@@ -411,6 +411,22 @@ def test_the_last_batch_of_an_evaluation_counts_the_samples_that_it_has() -> Non
     assert [handle.num_samples for handle in dropping] == [8]
 
 
+@pytest.mark.parametrize(
+    ("size", "drop_last", "evaluation", "left_out"),
+    [
+        (21, False, False, "the last 5 of 21 samples, fewer than a global batch of 8"),
+        (21, True, False, ""),
+        (21, False, True, ""),
+        (24, False, False, ""),
+    ],
+)
+def test_a_training_says_which_samples_it_leaves_out(
+    size: int, drop_last: bool, evaluation: bool, left_out: str
+) -> None:
+    data = DataLoader(Numbers(size), batch_size=4, drop_last=drop_last)
+    assert MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=evaluation).left_out == left_out
+
+
 def test_prepare_gets_a_seed_that_belongs_to_the_microbatch() -> None:
     seeds: dict[int, list[int]] = {}
     for attempt in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import same_script as same
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
@@ -146,17 +146,6 @@ def test_what_earlier_batches_have_added_survives_a_kill_and_reaches_the_replace
 # ---------------------------------------------------------------------- resuming
 
 
-class SavesAt(Callback):
-    """Writes a checkpoint at the end of a batch, between two steps of the optimizer or after one."""
-
-    def __init__(self, batch: int, path: Path) -> None:
-        self.batch, self.path = batch, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.batch:
-            trainer.save_checkpoint(self.path)
-
-
 def resumes(path: Path) -> Callable[[same.Session], None]:
     def script(session: same.Session) -> None:
         data = Data(session.data.batch_size)
@@ -173,7 +162,7 @@ def resumes(path: Path) -> Callable[[same.Session], None]:
 def test_a_run_resumes_after_a_step_of_several_batches_with_the_factor_of_its_epoch(tmp_path: Path, batch: int) -> None:
     (tmp_path / "whole").mkdir()
     path = tmp_path / "saved.ckpt"
-    whole = same.on_a_grid(trains({0: 2, 1: 3}, callbacks=[SavesAt(batch, path)]), tmp_path / "whole")
+    whole = same.on_a_grid(trains({0: 2, 1: 3}, callbacks=[same.SavesAt(batch, path)]), tmp_path / "whole")
     resumed = same.on_a_grid(resumes(path), tmp_path)
     same.assert_same(whole.weights, resumed.weights)
     assert whole.progress == resumed.progress

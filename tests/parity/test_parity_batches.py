@@ -145,15 +145,6 @@ def test_a_kill_changes_nothing_and_a_replacement_finds_its_place(tmp_path: Path
     same.assert_same(one.results["fit"], grid.metrics)
 
 
-class SavesAt(Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("name", sampled(["an iterable", "a dataset of batches", "a batch sampler"], 1, seed=1))
 def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, name: str) -> None:
     def fit(session: same.Session, callbacks: list[Callback], **options: Any) -> None:
@@ -162,7 +153,7 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, name: str) -> N
         trainer.fit(session.run.module, DATA[name](session), **options)
 
     path = tmp_path / "saved.ckpt"
-    whole = same.on_a_grid(lambda session: fit(session, [SavesAt(3, path)]), tmp_path)
+    whole = same.on_a_grid(lambda session: fit(session, [same.SavesAt(3, path)]), tmp_path)
     resumed = same.on_a_grid(lambda session: fit(session, [], ckpt_path=path), tmp_path)
     same.assert_same(whole.weights, resumed.weights)
     assert whole.progress == resumed.progress

@@ -137,15 +137,6 @@ def test_a_kill_in_a_later_round_changes_nothing_and_a_replacement_joins_there(t
     same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)
 
 
-class SavesAt(Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def shuffled(session: same.Session) -> Any:
     return CombinedLoader(
         {"a": small(session, 2, shuffle=True), "b": large(session, 5, shuffle=True)}, "max_size_cycle"
@@ -156,7 +147,7 @@ def shuffled(session: same.Session) -> Any:
 def test_a_run_resumes_in_the_round_where_it_was(tmp_path: Path, step: int) -> None:
     (tmp_path / "whole").mkdir()
     path = tmp_path / "saved.ckpt"
-    whole = same.on_a_grid(combining(shuffled, SavesAt(step, path)), tmp_path / "whole")
+    whole = same.on_a_grid(combining(shuffled, same.SavesAt(step, path)), tmp_path / "whole")
 
     def resume(session: same.Session) -> None:
         session.run.module = Several()
