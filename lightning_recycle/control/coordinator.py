@@ -561,8 +561,7 @@ class Coordinator:
             case messages.Applied():
                 self._watch.applied(rank)
                 worker = self.grid.worker(rank)
-                leads = rank == protocol.stage_leads(self.grid, self._state.roster).get(worker.stage)
-                self._plans.applied(worker, message, leads)
+                self._plans.applied(worker, message, rank == self._state.lead_of(worker.stage))
             case messages.Broken():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
             case messages.Raised():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from lightning_recycle.control.protocol import messages
@@ -126,13 +127,16 @@ def _unless(condition: bool, why: str) -> str | None:
 
 def _numbers(message: Any) -> Iterator[tuple[str, float]]:
     """The numbers in ``message``, with the names of the fields that hold them."""
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
-        if field.name in _MAY_BE_ANY_NUMBER:
-            continue
+    for name in _names(message.__class__):
+        value = getattr(message, name)
         if isinstance(value, (int, float)):
-            yield field.name, value
+            yield name, value
         elif isinstance(value, Mapping):
-            yield from ((field.name, number) for number in value.values() if isinstance(number, (int, float)))
+            yield from ((name, number) for number in value.values() if isinstance(number, (int, float)))
         elif dataclasses.is_dataclass(value):
             yield from _numbers(value)
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in _MAY_BE_ANY_NUMBER)

@@ -10,7 +10,7 @@ another thing instead, or has begun a later step than those that wait, has left 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_recycle.control.protocol.state import (
     RESULT,
     Command,
     Ended,
+    Fact,
     Failed,
     Finished,
     MembershipState,
@@ -79,12 +80,11 @@ def add_losses(state: MembershipState, event: messages.Losses) -> tuple[Membersh
         return state, ()  # a redone step, computed again
     known = {**event.losses, **state.losses.get(event.step, {})}
     outputs = {**event.outputs, **state.outputs.get(event.step, {})}
-    state = replace(state, losses={**state.losses, event.step: known}, outputs={**state.outputs, event.step: outputs})
+    state = state.updated(losses={**state.losses, event.step: known}, outputs={**state.outputs, event.step: outputs})
     if len(known) < state.grid.global_microbatches:
         return state, ()
     loss = sum(known[index] for index in sorted(known)) / len(known)
-    state = replace(
-        state,
+    state = state.updated(
         losses={step: value for step, value in state.losses.items() if step > event.step},
         outputs={step: value for step, value in state.outputs.items() if step > event.step},
         summed=event.step + 1,
@@ -98,8 +98,8 @@ def add_applied(state: MembershipState, event: messages.Applied) -> tuple[Member
     """A worker has applied a step. Ends the run if it now differs from the others."""
     if event.step <= state.applied.get(event.rank, -1):
         return state, ()
-    known = {rank: facts for rank, facts in state.facts.get(event.step, {}).items() if rank in state.live}
-    difference = _difference(state, event.rank, event.facts, known)
+    told = {fact: first for fact, first in state.facts.get(event.step, {}).items() if first[0] in state.live}
+    difference = _difference(state, event, told)
     if difference:
         return end(
             state,
@@ -110,25 +110,32 @@ def add_applied(state: MembershipState, event: messages.Applied) -> tuple[Member
                 " that a replacement has it."
             ),
         )
-    facts = {**state.facts, event.step: {**known, event.rank: event.facts}}
-    return count_steps(replace(state, facts=facts, applied={**state.applied, event.rank: event.step}))
+    for fact, value in _facts(state, event):
+        told.setdefault(fact, (event.rank, value))
+    facts = {**state.facts, event.step: told}
+    return count_steps(state.updated(facts=facts, applied={**state.applied, event.rank: event.step}))
 
 
-def _difference(state: MembershipState, rank: int, mine: messages.Facts, known: Mapping[int, messages.Facts]) -> str:
-    """Names and values that differ between worker ``rank`` and one of the others; empty if there are none."""
-    for other, theirs in sorted(known.items()):
-        pairs = [(mine.everywhere, theirs.everywhere)]
-        if state.stage_of(other) == state.stage_of(rank):
-            pairs.append((mine.stage, theirs.stage))
-        differ = [
-            f"{name} is {b[name]!r} on worker {state.grid.worker(other)} and {a[name]!r} on {state.grid.worker(rank)}"
-            for a, b in pairs
-            for name in sorted(a.keys() & b.keys())
-            if not _same(a[name], b[name])
-        ]
-        if differ:
-            return "; ".join(differ)
-    return ""
+def _facts(state: MembershipState, event: messages.Applied) -> Iterator[tuple[Fact, float]]:
+    """What ``event`` tells, with the stage of which it must be the same, or None for all."""
+    for name, value in event.facts.everywhere.items():
+        yield (None, name), value
+    stage = state.stage_of(event.rank)
+    for name, value in event.facts.stage.items():
+        yield (stage, name), value
+
+
+def _difference(state: MembershipState, event: messages.Applied, told: Mapping[Fact, tuple[int, float]]) -> str:
+    """Names and values in which a worker differs from who told them first; empty if there are none. To compare with one
+    is enough, however many there are: the others were equal to it.
+    """
+    differ = []
+    for fact, mine in _facts(state, event):
+        first, theirs = told.get(fact, (event.rank, mine))
+        if not _same(mine, theirs):
+            other, worker = state.grid.worker(first), state.grid.worker(event.rank)
+            differ.append(f"{fact[1]} is {theirs!r} on worker {other} and {mine!r} on {worker}")
+    return "; ".join(sorted(differ))
 
 
 def _same(a: float, b: float) -> bool:
@@ -138,19 +145,19 @@ def _same(a: float, b: float) -> bool:
 
 def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
     """Counts the steps that every live worker has applied."""
-    version = min(state.applied.get(rank, -1) for rank in state.live) + 1
-    if version <= state.version:
-        return state, ()
+    if any(state.applied.get(rank, -1) < state.version for rank in state.live):
+        return state, ()  # the usual case, found without looking at all workers
+    version = min(state.applied[rank] for rank in state.live) + 1
     records = tuple(Record("step", step) for step in range(state.version, version))
     facts = {step: told for step, told in state.facts.items() if step >= version}
-    return replace(state, version=version, disturbances=0, facts=facts), records
+    return state.updated(version=version, disturbances=0, facts=facts), records
 
 
 def add_commit(state: MembershipState, event: messages.Commit) -> tuple[MembershipState, tuple[Command, ...]]:
     """A worker is REDUCED and asks whether all others are."""
     if event.generation != state.generation or state.regrouping or event.step <= state.committed:
         return state, ()
-    state = replace(state, commits={**state.commits, event.rank: event})
+    state = state.updated(commits={**state.commits, event.rank: event})
     if state.commits.keys() != state.live:
         return state, ()
     steps = {commit.step for commit in state.commits.values()}

@@ -191,6 +191,9 @@ Command: TypeAlias = Send | StartGrace | Evict | Record | Outcome
 
 # ---------------------------------------------------------------------- state
 
+Fact: TypeAlias = tuple[int | None, str]
+"""What must be the same in workers after a step: its name, and the stage whose workers these are, None for all."""
+
 
 @dataclass(frozen=True, slots=True)
 class PauseState:
@@ -248,7 +251,7 @@ class MembershipState:
         committed: the newest step whose commit was answered in the current generation; -1 if there is none.
         answered: step and payloads, by stage, of the newest commit that was answered.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
-        facts: for steps that not every live worker has applied: step -> rank -> what it reported of the step.
+        facts: for steps that not every live worker has applied: step -> fact -> who told it first, and the value.
         losses: for steps that are not complete: step -> global micro-batch -> loss.
         outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
         summed: the number of steps whose loss is known.
@@ -285,7 +288,7 @@ class MembershipState:
     committed: int = -1
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
     applied: Mapping[int, int] = field(default_factory=dict)
-    facts: Mapping[int, Mapping[int, messages.Facts]] = field(default_factory=dict)
+    facts: Mapping[int, Mapping[Fact, tuple[int, float]]] = field(default_factory=dict)
     losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
     summed: int = 0
@@ -302,6 +305,13 @@ class MembershipState:
     after_step: AfterStep = AfterStep.GO_ON
     outcome: Outcome | None = None
 
+    def updated(self, **changes: Any) -> MembershipState:
+        """``dataclasses.replace``, ten times faster, for what every message of every worker changes."""
+        assert changes.keys() <= self.__dict__.keys()
+        state = object.__new__(MembershipState)
+        state.__dict__.update(self.__dict__, **changes)
+        return state
+
     @property
     def roster(self) -> tuple[int, ...]:
         return tuple(sorted(self.live))
@@ -313,6 +323,11 @@ class MembershipState:
 
     def stage_of(self, rank: int) -> int:
         return self.grid.worker(rank).stage
+
+    def lead_of(self, stage: int) -> int | None:
+        """The live rank that speaks for ``stage``, see :func:`stage_leads`; None if there is none."""
+        ranks = range(stage, self.grid.num_workers, self.grid.stages)
+        return next((rank for rank in ranks if rank in self.live), None)
 
     def holders(self, stage: int) -> frozenset[int]:
         """The live ranks that have the state of ``stage``."""
