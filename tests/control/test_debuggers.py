@@ -96,3 +96,28 @@ def test_looking_for_a_debugger_leaves_a_process_running_that_collects_garbage_a
             _is_debugged(threading.main_thread().ident)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+
+
+def test_looking_for_a_debugger_leaves_a_process_running_that_clears_what_functions_held() -> None:
+    """``faulthandler`` in its place kills Python 3.13.0 at once."""
+    script = """
+        import bdb, threading, time
+        from lightning_recycle.control.client import _is_debugged
+
+        class Unhurried:
+            def __del__(self):
+                time.sleep(0)  # lets go of the GIL
+
+        def called_by_c(_):
+            held = Unhurried()
+
+        def look():
+            while time.monotonic() < end:
+                assert not _is_debugged(threading.main_thread().ident)
+
+        end = time.monotonic() + 2
+        threading.Thread(target=look).start()
+        while time.monotonic() < end:
+            list(map(called_by_c, range(100)))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
