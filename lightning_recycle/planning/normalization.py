@@ -11,9 +11,9 @@ on the most loaded worker; among those, the least load on memory altogether; the
 workers as possible to another stage; :func:`moves` lists those, with the peer from which each copies its state.
 
 Contract: pure functions; every worker computes the same answer. Without ``period``, a distribution is judged by the
-lower bound of its period, a maximum over stages, which the heuristic's plans nearly always meet. Where they do not, with
-little memory or unequal costs, ``period`` decides: distributions are asked for in the order of their bounds until none is
-left that could be better, which is exact wherever they are few enough to be listed.
+lower bound of its period, a maximum over stages, which the heuristic's plans nearly always meet. Where they do not,
+with little memory or unequal costs, ``period`` decides: distributions are asked for in the order of their bounds
+until none is left that could be better, which is exact wherever they are few enough to be listed.
 
 Must not know: schedules, how state is copied, torch.
 
@@ -73,8 +73,8 @@ def normalize(
         technique: techniques of the problem to be planned; by default all.
         in_flight_limit: in-flight limit of the problem to be planned.
         period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`. It is
-            called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default the
-            bounds alone decide.
+            called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default
+            the bounds alone decide.
 
     Raises:
         ConfigurationError: when ``failures`` is not an integer of at least 0.

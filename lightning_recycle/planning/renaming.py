@@ -1,14 +1,15 @@
 """Renaming: one plan serves every set of failed workers with the same distribution over the stages.
 
-Concept: the workers of a stage hold the same parameters, so a schedule does not depend on which of them have failed, only
+Concept: the workers of a stage hold the same parameters, so a schedule does not depend on which of them have failed,
+    only
 on how many. A schedule for one set of failed workers becomes that for another by giving its parts to other workers: in
-each stage by any permutation of the live peers. It keeps its order, times and memory; every rule that the validator checks
-is about stages, never about pipelines. What a micro-batch is called is free too, if all stages agree on it.
+each stage by any permutation of the live peers. It keeps its order, times and memory; every rule that the validator
+checks is about stages, never about pipelines. What a micro-batch is called is free too, if all stages agree on it.
 
-What the choice of names is good for is locality: a worker of the first or last stage has the data of its own micro-batches
-at hand, and neighbours in a pipeline are often neighbours in the network. So there is one permutation of the pipelines, of
-workers and micro-batches alike, that puts as many failures as possible in their places; only workers that it would put in
-the place of a failed one take another. After a single failure none has to.
+What the choice of names is good for is locality: a worker of the first or last stage has the data of its own micro-
+batches at hand, and neighbours in a pipeline are often neighbours in the network. So there is one permutation of the
+pipelines, of workers and micro-batches alike, that puts as many failures as possible in their places; only workers
+that it would put in the place of a failed one take another. After a single failure none has to.
 
 Contract: pure, deterministic functions; linear in the number of operations that change their name. Slow workers
 (``Problem.worker_factors``) are told apart from others: a worker's part goes to one of the same factor.
@@ -69,8 +70,8 @@ def renamed(schedule: Schedule, problem: Problem) -> Schedule:
         return schedule
     if not alike(schedule.problem, problem):
         raise PlanningError(
-            f"the plan for failures {_counts(schedule.problem)} by stage is none for {_counts(problem)}, or other things "
-            "of the two problems differ: plan again."
+            f"the plan for failures {_counts(schedule.problem)} by stage is none for {_counts(problem)}, or other "
+            "things of the two problems differ: plan again."
         )
     pipelines = _pipelines(schedule.problem, problem)
     places = _places(schedule.problem, problem, pipelines)
@@ -107,7 +108,9 @@ def _columns(problem: Problem) -> list[list[float]]:
 
 
 def _pipelines(old: Problem, new: Problem) -> list[int]:
-    """For each pipeline of ``old``, one of ``new``: where their marked workers agree in the most stages, else its own."""
+    """For each pipeline of ``old``, one of ``new``: where their marked workers agree in the most stages, else its
+    own.
+    """
     marks_of_old, marks_of_new = _marks(old), _marks(new)
     free = dict.fromkeys(range(old.grid.pipelines))
     chosen: dict[int, int] = {}
