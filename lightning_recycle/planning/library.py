@@ -142,8 +142,8 @@ class PlanLibrary:
         difference = min(cost_difference(problem.costs, entry.problem.costs) for entry in entries)
         if difference > self.tolerance:
             return f"costs differ by {100 * difference:.0f} %"
-        limits = " or ".join(sorted({str(_limits(entry.problem)) for entry in entries}))
-        return f"other memory limit: its plan is for {limits}, {_limits(problem)} is asked for"
+        limits = " or ".join(sorted({_shown(_limits(entry.problem)) for entry in entries}))
+        return f"other memory limit: its plan is for {limits}, {_shown(_limits(problem))} is asked for"
 
     def put(self, result: PlanResult | Schedule) -> Path:
         """Store a plan of this library's planner; returns its file.
@@ -383,6 +383,10 @@ _NO_LIMITS = {"grid", "costs", "failed", "technique", "worker_factors"}
 def _limits(problem: Problem) -> dict[str, Any]:
     """What ``problem`` says about memory: whatever else it has."""
     return {item.name: getattr(problem, item.name) for item in fields(problem) if item.name not in _NO_LIMITS}
+
+
+def _shown(limits: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in limits.items())
 
 
 def _describe(value: Any) -> Any:

@@ -27,8 +27,7 @@ __all__ = ["load_plan", "plan_to_json", "read_plan", "save_plan"]
 
 
 def plan_to_json(result: PlanResult | Schedule, *, columns: bool = False) -> dict[str, Any]:
-    """The content of the plan file. A bare schedule counts as the heuristic's; ``columns``: see ``Schedule.to_plan``.
-    """
+    """The content of the plan file. A bare schedule counts as the heuristic's. ``columns``: as ``Schedule.to_plan``."""
     if isinstance(result, Schedule):
         result = proven(result, "heuristic")
     return result.schedule.to_plan(

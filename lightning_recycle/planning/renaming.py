@@ -20,7 +20,7 @@ Must not know: how schedules are made, who stores them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_recycle.errors import PlanningError
@@ -75,12 +75,10 @@ def renamed(schedule: Schedule, problem: Problem) -> Schedule:
         )
     pipelines = _pipelines(schedule.problem, problem)
     places = _places(schedule.problem, problem, pipelines)
-    names = {
-        Microbatch(old, index): Microbatch(new, index)
+    names = [
+        None if old == new else [Microbatch(new, index) for index in range(problem.grid.microbatches)]
         for old, new in enumerate(pipelines)
-        if old != new
-        for index in range(problem.grid.microbatches)
-    }
+    ]
     with collector_paused():
         workers = {
             places[worker]: tuple(_renamed_op(scheduled, names) for scheduled in operations)
@@ -89,11 +87,12 @@ def renamed(schedule: Schedule, problem: Problem) -> Schedule:
     return Schedule(problem, dict(sorted(workers.items())), schedule.period)
 
 
-def _renamed_op(scheduled: ScheduledOp, names: Mapping[Microbatch, Microbatch]) -> ScheduledOp:
+def _renamed_op(scheduled: ScheduledOp, names: Sequence[Sequence[Microbatch] | None]) -> ScheduledOp:
     op = scheduled.op
-    if op.microbatch is None or op.microbatch not in names:
+    others = None if op.microbatch is None else names[op.microbatch.pipeline]
+    if op.microbatch is None or others is None:
         return scheduled
-    return ScheduledOp(Op(op.kind, op.stage, names[op.microbatch]), scheduled.start, scheduled.end)
+    return ScheduledOp(Op(op.kind, op.stage, others[op.microbatch.index]), scheduled.start, scheduled.end)
 
 
 def _columns(problem: Problem) -> list[list[float]]:

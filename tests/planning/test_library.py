@@ -62,7 +62,7 @@ def test_a_stored_plan_is_there_in_milliseconds(tmp_path: Path) -> None:
         replace(PROBLEM, failed=frozenset({p.Worker(1, 1)})),
         replace(PROBLEM, failed=frozenset({p.Worker(0, 2), p.Worker(1, 2)})),
         replace(PROBLEM, technique=p.Technique(staggered=False)),
-        replace(PROBLEM, in_flight_limit=(3, 3, 3, 3)),
+        replace(PROBLEM, in_flight_limit=(5, 5, 5, 5)),
         replace(PROBLEM, worker_factors=((p.Worker(0, 0), 2.0),)),
     ],
 )
@@ -233,7 +233,7 @@ def test_a_plan_for_another_memory_limit_serves_if_it_keeps_to_this_one_and_is_g
         (replace(PROBLEM, costs=p.Costs.uniform(4, 1.0, 1.0, 2.0)), "costs differ by 50 %"),
         (
             replace(PROBLEM, in_flight_limit=(2, 2, 2, 2)),
-            "other memory limit: its plan is for {'in_flight_limit': None}, {'in_flight_limit': (2, 2, 2, 2)} is asked for",
+            "other memory limit: its plan is for in_flight_limit=None, in_flight_limit=(2, 2, 2, 2) is asked for",
         ),
     ],
 )
