@@ -18,7 +18,7 @@ from lightning_recycle.planning import Costs, Grid, Problem, Technique, heuristi
 from lightning_recycle.planning.normalization import distributions
 
 CASES = 296
-EFFORT = 100_000  # of the heuristic, for each plan
+EFFORT = 20_000  # of the heuristic, for each plan
 
 
 @dataclass(frozen=True, slots=True)
