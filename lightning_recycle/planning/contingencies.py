@@ -14,16 +14,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import combinations, islice
 from math import comb, prod
 
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic import heuristic
 from lightning_recycle.planning.normalization import distributions, normalize, normalized_failures
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.renaming import representative
 
 __all__ = ["contingencies", "next_failures", "normalized_problem", "usual_limit"]
 
+_MOST_COMPARED = 100_000  # distributions
 _JUDGED_OPERATIONS = 20_000  # up to that, a plan takes about a second, and normalization may ask for some
 
 
@@ -40,14 +41,19 @@ def contingencies(problem: Problem, failures: int, most: int) -> list[Problem]:
     Args:
         problem: the fault-free problem.
         failures: the number of failed workers.
-        most: the most problems wanted; the likeliest are kept.
+        most: the most problems wanted; the likeliest are kept. Where there are too many distributions to compare, those
+            with one failure in each of some stages, than which none is likelier.
     """
     grid = problem.grid
 
     def sets(distribution: tuple[int, ...]) -> int:
         return prod(comb(grid.pipelines, count) for count in distribution)
 
-    likeliest = heapq.nlargest(most, distributions(grid, failures), key=sets)
+    if comb(failures + grid.stages - 1, failures) <= _MOST_COMPARED:
+        likeliest = heapq.nlargest(most, distributions(grid, failures), key=sets)
+    else:
+        spread = islice(combinations(range(grid.stages), failures), most) if grid.pipelines > 1 else ()
+        likeliest = [tuple(int(stage in chosen) for stage in range(grid.stages)) for chosen in spread]
     return [replace(problem, failed=normalized_failures(grid, distribution)) for distribution in likeliest]
 
 
@@ -79,10 +85,13 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
 
 def next_failures(problem: Problem) -> list[frozenset[Worker]]:
     """Who has failed after one more failure: for each different plan that is then needed, one set of workers."""
-    found: dict[Problem, frozenset[Worker]] = {}
-    for worker in problem.live_workers():
-        if len(problem.live_workers(worker.stage)) > 1:
-            failed = problem.failed | {worker}
-            factors = tuple((slow, factor) for slow, factor in problem.worker_factors if slow != worker)
-            found.setdefault(representative(replace(problem, failed=failed, worker_factors=factors)), failed)
-    return list(found.values())
+    factors = dict(problem.worker_factors)
+    found = []
+    for stage in range(problem.grid.stages):
+        live = problem.live_workers(stage)
+        if len(live) > 1:
+            alike: dict[float, Worker] = {}
+            for worker in live:
+                alike.setdefault(factors.get(worker, 1.0), worker)
+            found += [problem.failed | {worker} for worker in alike.values()]
+    return found

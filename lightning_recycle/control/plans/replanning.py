@@ -300,11 +300,11 @@ class RunPlanner:
             yield
         two_more: dict[Problem, Problem] = {}
         for problem in one_more:
+            if len(one_more) + len(two_more) > kept:  # more than can be kept
+                break
             for more in next_failures(problem):
                 then = self._problem(more, seconds)
                 two_more.setdefault(representative(then), then)
-            if len(one_more) + len(two_more) > kept:  # more than can be kept
-                break
         deadline = time.monotonic() + _SECONDS_FOR_TWO
         for number, problem in enumerate(two_more.values()):
             if len(one_more) + number >= kept or time.monotonic() > deadline:
