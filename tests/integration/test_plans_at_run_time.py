@@ -127,9 +127,9 @@ class AwaitBetter(L.Callback):
 
 @pytest.mark.parametrize("fault", [Fault("kill", 1, 0, step=2), Fault("kill", 0, 1, step=2)], ids=str)
 def test_after_a_failure_the_chosen_planner_improves_the_plan_that_was_ready(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, offline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are exact across the change, and nobody regroups for it."""
+    """The weights are exact across the change, and nobody regroups for it. With a profile the gain is always the same."""
     monkeypatch.setattr(replanning, "HeuristicPlanner", OneAtATime)
     run = exact_fit(
         Regression().double(),
@@ -139,12 +139,12 @@ def test_after_a_failure_the_chosen_planner_improves_the_plan_that_was_ready(
         dataset(GLOBAL_BATCH * 12),
         max_steps=12,
         callbacks=[AwaitBetter()],
-        strategy={"planner": Patient()},
+        strategy={"planner": Patient(), "profile": offline["profile"]},
     )
     assert committed_steps(run) == list(range(12))
     (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
     assert change.details["found_by"] == "Patient"
-    assert change.details["gain"] > 0.05
+    assert change.details["gain"] > 0.04
     assert change.generation == 1
     first, second, third = run.strategy.schedules
     assert second.failed == third.failed == {Worker(fault.pipeline, fault.stage)}
