@@ -129,7 +129,7 @@ class AwaitBetter(L.Callback):
 def test_after_a_failure_the_chosen_planner_improves_the_plan_that_was_ready(
     fault: Fault, offline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are exact across the change, and nobody regroups for it. With a profile the gain is always the same."""
+    """The weights are exact across the change, and nobody regroups for it. A profile makes the gain always the same."""
     monkeypatch.setattr(replanning, "HeuristicPlanner", OneAtATime)
     run = exact_fit(
         Regression().double(),
