@@ -60,7 +60,8 @@ class ReCycleStrategy(ParallelStrategy):
         num_microbatches: M. By default 2 * S, or the largest divisor of the batch size up to that, if it is known.
         planner: the name of a planner, or an object with ``plan(problem)``.
         plan_library: a directory (or :class:`~lightning_recycle.planning.library.PlanLibrary`) in which plans are
-            looked up before they are made, and stored. Use it with a ``profile``: plans are found by their costs.
+            looked up before they are made, and stored; ``recycle-plan library=...`` fills one before the run. Use it
+            with a ``profile``: plans are found by their costs.
         partition: which layers a stage gets: equal numbers of layers ("count"), of parameters ("parameters"), of
             seconds ("profile", with ``layer_seconds``), or the number of layers of each stage, such as ``[3, 5, 4]``.
         layer_seconds: the seconds of each layer, see :func:`~lightning_recycle.model.partition.measure_layer_seconds`.

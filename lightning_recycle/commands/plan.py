@@ -49,7 +49,7 @@ def plan_and_show(config: DictConfig) -> float:
         library = PlanLibrary(_path(settings, "library") or ".", planner)
         results = library.compute(problems_ahead(settings), progress=errors.is_terminal)
         result = results[-1]
-        console.print(comparison([row(each) for each in results], "Plan library"))
+        console.print(comparison([row(each) for each in results], "Plan library", by_stage=True))
     if result.log:
         console.print(result.log, markup=False, highlight=False, soft_wrap=True)
     _sweep.append(row(result))

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from rich.table import Table
 
-from lightning_recycle.planning import PlanResult, Problem, Technique, heuristic, one_f_one_b
+from lightning_recycle.planning import PlanResult, Problem, Technique, distribution_of, heuristic, one_f_one_b
 
 __all__ = ["Row", "baselines", "comparison", "row", "single"]
 
@@ -26,7 +26,8 @@ class Row:
 
     planner: str
     grid: str
-    failures: int
+    failures: tuple[int, ...]
+    """Failed workers of each stage."""
     status: str
     period: float
     makespan: float
@@ -50,7 +51,7 @@ def row(result: PlanResult) -> Row:
     return Row(
         planner=result.backend,
         grid=str(schedule.grid),
-        failures=len(schedule.failed),
+        failures=distribution_of(schedule.grid, schedule.failed),
         status=result.status,
         period=schedule.period,
         makespan=schedule.makespan,
@@ -102,8 +103,8 @@ def single(result: PlanResult, numbers: Row) -> Table:
     return table
 
 
-def comparison(rows: Sequence[Row], title: str) -> Table:
-    """Several plans, one per line."""
+def comparison(rows: Sequence[Row], title: str, *, by_stage: bool = False) -> Table:
+    """Several plans, one per line; ``by_stage``: how many workers of each stage have failed, not how many in all."""
     grids = {each.grid for each in rows}
     if len(grids) == 1:
         title += f", {grids.pop()}"
@@ -116,7 +117,7 @@ def comparison(rows: Sequence[Row], title: str) -> Table:
         table.add_row(
             *([each.grid] if grids else []),
             each.planner,
-            str(each.failures),
+            _failures(each.failures) if by_stage else str(sum(each.failures)),
             f"{each.period:.5g}",
             f"{each.makespan:.5g}",
             f"{each.lower_bound:.5g}",
@@ -127,6 +128,13 @@ def comparison(rows: Sequence[Row], title: str) -> Table:
             f"{each.seconds:.2f}",
         )
     return table
+
+
+def _failures(counts: Sequence[int]) -> str:
+    """Failed workers by stage; only the stages that have any if there are many stages."""
+    if len(counts) <= 8:
+        return "/".join(map(str, counts))
+    return ", ".join(f"{count} in {stage}" for stage, count in enumerate(counts) if count) or "0"
 
 
 def _percent(fraction: float) -> str:

@@ -8,6 +8,7 @@ Must not know: what is done with the problem.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_recycle.arguments import at_least, is_integer, is_number
@@ -22,6 +23,7 @@ from lightning_recycle.planning import (
     load_profile,
     normalized_problem,
 )
+from lightning_recycle.planning.contingencies import contingencies, usual_limit
 
 __all__ = ["problem_from", "problems_ahead"]
 
@@ -43,12 +45,28 @@ def problem_from(config: Mapping[str, Any]) -> Problem:
 
 
 def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
-    """The problems for a plan library: 0, 1, ... failures up to a number, or none and those given."""
+    """The problems for a plan library: none failed, and those given; or each distribution of 0, 1, ... failures over
+    the stages up to a number, as far as ``library_plans`` allows, the likeliest first and those after normalization
+    always.
+
+    Without a limit on memory, they have that of a run without one, so that their plans are those that run.
+    """
     base = _without_failures(config)
-    failures = config["failures"]
+    failures, most = config["failures"], config["library_plans"]
+    if not is_integer(most, 1):
+        raise ConfigurationError(f"library_plans={most!r}: give an integer of at least 1.")
     if is_integer(failures):
-        return [normalized_problem(base, count) for count in (*range(failures), failures)]
-    return [base, _with(base, _workers(failures))]
+        normalized = [normalized_problem(base, count) for count in (*range(failures), failures)]
+        found = dict.fromkeys(normalized)
+        for count in range(1, failures + 1):
+            found |= dict.fromkeys(contingencies(base, count, most))
+        # The plan after normalization is the last one.
+        problems = sorted(list(found)[: max(most, len(normalized))], key=lambda p: (len(p.failed), p == normalized[-1]))
+    else:
+        problems = [base, _with(base, _workers(failures))]
+    if base.in_flight_limit is not None:
+        return problems
+    return [replace(problem, in_flight_limit=usual_limit(problem.grid, problem.failed)) for problem in problems]
 
 
 def _with(base: Problem, failed: frozenset[Worker]) -> Problem:

@@ -85,7 +85,7 @@ class Coordinator:
         self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
         self._history = History(grid)
         self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._wake)
-        if self._plans.watches_drift:
+        if self._plans.may_change:
             self._history.counters["replans"] = 0.0
         self._setup = setup
         self._wake_reader, self._wake_writer = os.pipe()
@@ -655,6 +655,8 @@ class Coordinator:
             self._dismiss(record.rank)
         if record.kind == "resumed" and not self._history.has_steps:
             self._plans.plan_ahead()
+        if record.kind == "resumed":
+            record = replace(record, details={**record.details, "plan": self._plans.source})
         self._history.record(record, self._state)
         if record.kind == "step":
             self._plans.stepped(self._history.step_seconds)

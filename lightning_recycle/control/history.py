@@ -33,24 +33,25 @@ class Event:
     """One entry of ``strategy.history``.
 
     Args:
-        kind: what happened. "resumed": all workers agreed on where to go on (also in the first generation).
-            "regrouped": all are connected. "step": a step was committed; ``seconds`` since the previous one,
-            ``details["loss"]`` is its mean loss.
-            "suspected": a worker is silent, makes no progress, or cannot be reached by another one; ``details`` have
-            the ``cause``, and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason.
-            "cleared": it was waited for and is well again; ``seconds``: how long that took. "failure": a worker is out;
-            ``seconds`` from its death, as far as known, to the declaration. "redone": a step runs again. "recovered":
-            the first commit after a failure. "disturbance": connections broke though nobody died.
-            "paused": all wait at a step boundary. "rejoined": a replacement has its
-            state; ``seconds``: how long the others waited for it. "left": a worker was told to end and left at a step
-            boundary. "retried": the last worker that holds its stage raised an exception that may be its machine's, and
-            does the same again. "moved": a worker left its stage for another one. "restarting": a replacement is being
-            started.
-            "replanned": from ``step`` on all run another plan, because the operations no longer take the times
-            that the old one assumed. "saved": a checkpoint is complete.
-            "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all: all stop after one of the
-            next steps. "stage_lost": nobody holds a stage any more.
-            Where a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
+        kind: what happened. "resumed": all workers agreed on where to go on (also in the first generation);
+            ``details["plan"]`` is where their plan is from: "library", "ahead" (made before it was needed), "made"
+            (then and there), or "better" (found while another one ran). "regrouped": all are connected. "step": a
+            step was committed; ``seconds`` since the previous one, ``details["loss"]`` is its mean loss. "suspected":
+            a worker is silent, makes no progress, or cannot be reached by another one; ``details`` have the
+            ``cause``, and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason.
+            "cleared": it was waited for and is well again; ``seconds``: how long that took. "failure": a worker is
+            out; ``seconds`` from its death, as far as known, to the declaration. "redone": a step runs again.
+            "recovered": the first commit after a failure. "disturbance": connections broke though nobody died.
+            "paused": all wait at a step boundary. "rejoined": a replacement has its state; ``seconds``: how long the
+            others waited for it. "left": a worker was told to end and left at a step boundary. "retried": the last
+            worker that holds its stage raised an exception that may be its machine's, and does the same again.
+            "moved": a worker left its stage for another one. "restarting": a replacement is being started.
+            "replanned": from ``step`` on all run another plan, because the operations no longer take the times that
+            the old one assumed (``details["found_by"]`` is "drift"), or because the planner that the user chose found
+            a better one than the heuristic (then it is that planner). "saved": a checkpoint is complete.
+            "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all: all stop after one of
+            the next steps. "stage_lost": nobody holds a stage any more. Where a failure is being recovered,
+            ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
         step: the optimizer step concerned.

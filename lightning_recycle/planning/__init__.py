@@ -7,11 +7,12 @@
 """
 
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
+from lightning_recycle.planning.contingencies import normalized_problem
 from lightning_recycle.planning.costs import Costs, communication_seconds
 from lightning_recycle.planning.exact import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.heuristic import HeuristicPlanner, heuristic
-from lightning_recycle.planning.library import PlanLibrary, normalized_problem
+from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import (
     Move,

@@ -12,6 +12,7 @@ Units: seconds, or any unit used consistently ("slots").
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import OpKind
 
-__all__ = ["Costs", "communication_seconds"]
+__all__ = ["Costs", "communication_seconds", "cost_difference"]
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
@@ -117,3 +118,20 @@ def communication_seconds(
     if bandwidth == 0.0:
         raise ConfigurationError("bandwidth_bytes_per_second=0: no message would ever arrive; give a positive number.")
     return at_least("", "latency_seconds", latency_seconds) + largest / bandwidth
+
+
+def cost_difference(one: Costs, other: Costs) -> float:
+    """How much two costs differ: the largest difference of a duration, as a fraction of the mean F, B or W.
+
+    The two are first scaled to the same mean, because a common factor changes no plan. Infinite if the numbers of
+    stages differ.
+    """
+    if one.stages != other.stages:
+        return math.inf
+
+    def scaled(costs: Costs) -> list[float]:
+        work = [*costs.forward, *costs.backward_input, *costs.backward_weight]
+        mean = sum(work) / len(work) or 1.0
+        return [duration / mean for duration in (*work, *costs.reduce, *costs.optimizer, costs.communication)]
+
+    return max(abs(a - b) for a, b in zip(scaled(one), scaled(other), strict=True))

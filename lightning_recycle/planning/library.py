@@ -1,69 +1,91 @@
 """The plan library: plans computed ahead and kept on disk, ready in milliseconds when workers fail.
 
-Concept: a directory with one file for each problem. The file's name is a digest of everything that determines the
-plan: the whole problem (grid, costs, failed workers, technique, limits), the planner with its settings, and the
-versions of the package and of the plan file. Change any of these, and the library has no plan yet.
+Concept: a directory with one file for each question, compressed: a line that says what the plan is for, and a line with
+the operations. A question is a problem and the planner with its settings. A stored plan answers it if it was made
 
-Contract: nothing in the directory is trusted. A file counts if it says that it answers this question, its checksum
-is right, and its schedule passes the validator; otherwise it is reported once and treated as absent, so that the
-next :meth:`PlanLibrary.compute` or :meth:`~PlanLibrary.put` replaces it. Files appear whole or not at all; several
-processes may share a directory.
+- by the same planner, for the same grid and techniques;
+- for as many failed (and slow) workers in each stage: which ones does not matter, as the plan is renamed
+  (:mod:`~lightning_recycle.planning.renaming`);
+- for costs that differ by at most ``tolerance``; the nearest is taken, and timed again with those asked for. A common
+  factor is no difference: it changes no plan;
+- for the same memory limit; or for another one, if the plan keeps to the one asked for and is proven to be good under
+  it.
+
+Contract: nothing in the directory is trusted. A file counts if it was written by this version of the package, its
+checksum is right and its schedule passes the validator; otherwise it is reported once and treated as absent, so that
+the next :meth:`PlanLibrary.compute` or :meth:`~PlanLibrary.put` replaces it. :meth:`PlanLibrary.miss` says why there
+is no plan. Files appear whole or not at all; several processes may share a directory. Files of older versions, one
+object for each operation, are still read.
 
 Must not know: who needs a plan, and when.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
-from lightning_recycle.files import write_json
+from lightning_recycle.files import write_atomically
+from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.child_process import Report, run_in_child
-from lightning_recycle.planning.normalization import normalize, normalized_failures
+from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.planfile import plan_to_json, read_plan
 from lightning_recycle.planning.planner import Planner, get_planner, solve
 from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.renaming import renamed, representative
 from lightning_recycle.planning.result import PlanResult, proven
 from lightning_recycle.planning.schedule import PLAN_SCHEMA, Schedule
-from lightning_recycle.planning.validation import validate
+from lightning_recycle.planning.timing import retime
+from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
-__all__ = ["LIBRARY_SCHEMA", "PlanLibrary", "normalized_problem"]
+__all__ = ["LIBRARY_SCHEMA", "PlanLibrary"]
 
 log = logging.getLogger(__name__)
 
-LIBRARY_SCHEMA = 1
-"""Version of the entries' format; part of their names."""
+LIBRARY_SCHEMA = 2
+"""Version of the entries' format. Version 1 (``*.json``) is read, not written."""
+
+_SUFFIX = ".plan.gz"
+_TOLERANCE = 0.25  # of the mean operation
+_GOOD = 1.05  # of the lower bound: a plan for another memory limit that takes longer is not used
+_TRIED = 4  # of the plans that may serve, the nearest ones
+_KEPT_OPERATIONS = 1_000_000  # in the plans that stay in memory; about 180 bytes each
+_COMPRESSION = 3  # of 9: the rest costs ten times the time for a few percent
+_DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError, ReCycleError)
+"""What reading a damaged file may raise."""
 
 
-def normalized_problem(problem: Problem, failures: int) -> Problem:
-    """``problem`` with that *number* of failed workers, in the stages where they cost least (failure normalization).
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a file is for.
 
-    A library then needs one plan for each number instead of one for each set of failed workers.
-
-    Raises:
-        ConfigurationError: when ``failures`` is not an integer of at least 0.
-        PlanningError: when a stage would have no live worker.
+    Args:
+        path: the file.
+        package: version of the package that wrote it.
+        planner: the planner's description.
+        problem: the representative of the problem.
     """
-    distribution = normalize(
-        problem.grid,
-        problem.costs,
-        failures,
-        technique=problem.technique,
-        in_flight_limit=problem.in_flight_limit,
-    )
-    return replace(problem, failed=normalized_failures(problem.grid, distribution))
+
+    path: Path
+    package: Any
+    planner: Any
+    problem: Problem
 
 
 class PlanLibrary:
@@ -72,42 +94,56 @@ class PlanLibrary:
     Args:
         path: the directory.
         planner: a planner or its name; plans of other planners are ignored.
+        tolerance: how far costs may differ, as :func:`~lightning_recycle.planning.costs.cost_difference` measures it.
+
+    Raises:
+        ConfigurationError: when the planner is unknown or the tolerance negative.
     """
 
-    def __init__(self, path: str | PathLike[str], planner: str | Planner = "heuristic") -> None:
+    def __init__(
+        self, path: str | PathLike[str], planner: str | Planner = "heuristic", tolerance: float = _TOLERANCE
+    ) -> None:
         self.path = Path(path)
         self.planner = get_planner(planner)
+        self.tolerance = at_least("PlanLibrary", "tolerance", tolerance)
         self._planner_description = _describe(self.planner)
-        self._known: dict[str, PlanResult] = {}
-        self._reported: set[str] = set()
+        # Dynamically: planning imports nothing above itself.
+        self._package = importlib.import_module("lightning_recycle").__version__
+        self._known: OrderedDict[Problem, PlanResult] = OrderedDict()  # the newest last
+        self._index: dict[Path, tuple[tuple[int, int], _Entry | None]] = {}  # with the file's time and size
+        self._reported: set[Path] = set()
         self._lock = threading.Lock()
 
     def get(self, problem: Problem) -> Schedule | None:
-        """The stored schedule for ``problem``, or None."""
+        """The stored schedule for ``problem``, with its workers and times, or None."""
         result = self.lookup(problem)
         return None if result is None else result.schedule
 
     def lookup(self, problem: Problem) -> PlanResult | None:
         """Like :meth:`get`, with status and bound."""
-        question = self._question(problem)
-        name = _digest(question)
         with self._lock:
-            known = self._known.get(name)
-        if known is not None:
-            return known
-        path = self.path / f"{name}.json"
-        try:
-            with open(path, encoding="utf-8") as file:
-                entry = json.load(file)
-            result = _read(entry, question, problem)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError, ReCycleError) as error:
-            self._report(name, f"The plan in {path} is not used and will be computed again: {_one_line(error)}")
-            return None
-        with self._lock:
-            self._known[name] = result
-        return result
+            known = self._known.get(problem)
+        if known is None:
+            known = self._find(problem, self.tolerance)
+            if known is not None:
+                self._keep(known)
+        return known
+
+    def miss(self, problem: Problem) -> str:
+        """Why :meth:`lookup` finds nothing for ``problem``, in a few words."""
+        entries = self._entries()
+        if not entries:
+            return f"{self.path} holds no plans"
+        for fits, reason in self._conditions(problem):
+            left = [entry for entry in entries if fits(entry)]
+            if not left:
+                return reason
+            entries = left
+        difference = min(cost_difference(problem.costs, entry.problem.costs) for entry in entries)
+        if difference > self.tolerance:
+            return f"costs differ by {100 * difference:.0f} %"
+        limits = " or ".join(sorted({_shown(_limits(entry.problem)) for entry in entries}))
+        return f"other memory limit: its plan is for {limits}, {_shown(_limits(problem))} is asked for"
 
     def put(self, result: PlanResult | Schedule) -> Path:
         """Store a plan of this library's planner; returns its file.
@@ -118,23 +154,29 @@ class PlanLibrary:
         if isinstance(result, Schedule):
             result = proven(result, type(self.planner).__name__)
         validate(result.schedule)
-        question = self._question(result.schedule.problem)
-        name = _digest(question)
-        plan = plan_to_json(result)
-        path = self.path / f"{name}.json"
+        question = {
+            "library": LIBRARY_SCHEMA,
+            "plan": PLAN_SCHEMA,
+            "package": self._package,
+            "planner": self._planner_description,
+            "problem": _describe(representative(result.schedule.problem)),
+        }
+        path = self.path / f"{_digest(question)}{_SUFFIX}"
         try:
-            write_json(path, {"question": question, "checksum": _digest(plan), "plan": plan})
+            write_atomically(path, _to_bytes(result, self._package, self._planner_description))
         except OSError as error:
             raise PlanningError(f"cannot store a plan in {path}: {error.strerror or error}.") from error
         with self._lock:
-            self._known[name] = result
-            self._reported.discard(name)
+            self._known.clear()  # what was the nearest plan may not be it any more
+            self._reported.discard(path)
+        self._keep(result)
         return path
 
     def compute(
         self, problems: Iterable[Problem], processes: int | None = None, progress: bool = False
     ) -> list[PlanResult]:
-        """The plans of all ``problems``, in order; those not stored yet are computed and stored.
+        """The plans of all ``problems``, in order; those not stored yet, for exactly these costs and limits, are
+        computed and stored. One plan is made for all problems that are alike.
 
         Args:
             problems: the problems to plan.
@@ -145,13 +187,14 @@ class PlanLibrary:
             PlanningError: when there is no plan for one of them; the others are stored all the same.
         """
         wanted = list(problems)
-        results = {problem: self.lookup(problem) for problem in wanted}
-        missing = [problem for problem, result in results.items() if result is None]
+        first = {representative(problem): problem for problem in reversed(wanted)}
+        results = {common: self._find(problem, None) for common, problem in first.items()}
+        missing = [common for common, result in results.items() if result is None]
         errors: list[ReCycleError] = []
         at_once = max(1, min(processes or os.cpu_count() or 1, len(missing)))
         bar = _ProgressBar(progress, len(results), len(results) - len(missing))
         with bar, ThreadPoolExecutor(at_once) as pool:
-            waiting = {pool.submit(_plan_in_child, problem, self.planner): problem for problem in missing}
+            waiting = {pool.submit(_plan_in_child, first[common], self.planner): common for common in missing}
             for done in as_completed(waiting):
                 try:
                     fresh = done.result()
@@ -162,43 +205,188 @@ class PlanLibrary:
                 bar.advance()
         if errors:
             raise errors[0]
-        return [result for problem in wanted if (result := results[problem]) is not None]
+        found = [(problem, results[representative(problem)]) for problem in wanted]
+        return [
+            replace(result, schedule=renamed(result.schedule, problem))
+            for problem, result in found
+            if result is not None
+        ]
 
-    def _question(self, problem: Problem) -> dict[str, Any]:
-        return {
-            "library": LIBRARY_SCHEMA,
-            "plan": PLAN_SCHEMA,
-            # Dynamically: planning imports nothing above itself.
-            "package": importlib.import_module("lightning_recycle").__version__,
-            "planner": self._planner_description,
-            "problem": _describe(problem),
-        }
+    # ------------------------------------------------------------------ finding
 
-    def _report(self, name: str, message: str) -> None:
+    def _find(self, problem: Problem, tolerance: float | None) -> PlanResult | None:
+        """The nearest plan within ``tolerance``; None for one that was made for exactly these costs and limits."""
+        candidates = []
+        for entry in self._entries():
+            if all(fits(entry) for fits, _ in self._conditions(problem)):
+                difference = cost_difference(problem.costs, entry.problem.costs)
+                same_limits = _limits(entry.problem) == _limits(problem)
+                exact = same_limits and entry.problem.costs == problem.costs
+                if exact if tolerance is None else difference <= tolerance:
+                    candidates.append(((not exact, not same_limits, difference, entry.path.name), entry))
+        for _, entry in sorted(candidates, key=lambda candidate: candidate[0])[:_TRIED]:
+            try:
+                found = _adapted(_read(entry.path), problem)
+            except _DAMAGE as error:
+                self._report(entry.path, error)
+                continue
+            if found is not None:
+                return found
+        return None
+
+    def _conditions(self, problem: Problem) -> list[tuple[Callable[[_Entry], bool], str]]:
+        """What a stored plan must have in common with ``problem``, and what to say of a library without such plans."""
+        asked = representative(problem)
+        counts = [len(problem.failed) - sum(w.stage != s for w in problem.failed) for s in range(problem.grid.stages)]
+        failures = " and ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts) if count)
+        failed = (asked.failed, asked.worker_factors)
+        slow = f", {len(asked.worker_factors)} slow workers" if asked.worker_factors else ""
+        return [
+            (lambda e: bool(e.package == self._package), "its plans were made by another version of the package"),
+            (
+                lambda e: bool(e.planner == self._planner_description),
+                f"its plans are not of the planner {self.planner!r}",
+            ),
+            (lambda e: e.problem.grid == asked.grid, f"no plan for the grid {asked.grid}"),
+            (lambda e: e.problem.technique == asked.technique, f"no plan for {asked.technique}"),
+            (
+                lambda e: (e.problem.failed, e.problem.worker_factors) == failed,
+                f"no plan for failures {failures}{slow}" if failures else f"no plan without failures{slow}",
+            ),
+        ]
+
+    def _entries(self) -> list[_Entry]:
+        """What the files of the directory are for, without those that are damaged."""
+        found: dict[Path, tuple[tuple[int, int], _Entry | None]] = {}
+        try:
+            with os.scandir(self.path) as files:
+                listed = [(Path(file.path), file.stat()) for file in files if file.name.endswith((_SUFFIX, ".json"))]
+        except OSError:  # there is no directory before the first plan is stored
+            listed = []
         with self._lock:
-            if name in self._reported:
+            known = dict(self._index)
+        for path, stat in sorted(listed):
+            stamp = (stat.st_mtime_ns, stat.st_size)
+            if path in known and known[path][0] == stamp:
+                found[path] = known[path]
+                continue
+            entry = None
+            try:
+                entry = _entry(path)
+            except FileNotFoundError:  # another process replaces it
+                continue
+            except _DAMAGE as error:
+                self._report(path, error)
+            found[path] = (stamp, entry)
+        with self._lock:
+            self._index = found
+        return [entry for _, entry in found.values() if entry is not None]
+
+    def _keep(self, result: PlanResult) -> None:
+        """Keeps a plan in memory, and forgets those that were not used for longest."""
+        grid = result.schedule.grid
+        with self._lock:
+            self._known[result.schedule.problem] = result
+            while len(self._known) > max(1, _KEPT_OPERATIONS // (3 * grid.global_microbatches * grid.stages)):
+                self._known.popitem(last=False)
+
+    def _report(self, path: Path, error: BaseException) -> None:
+        with self._lock:
+            if path in self._reported:
                 return
-            self._reported.add(name)
-        log.warning("%s", message)
+            self._reported.add(path)
+        log.warning("The plan in %s is not used and will be computed again: %s", path, _one_line(error))
 
 
-def _read(entry: Any, question: Mapping[str, Any], problem: Problem) -> PlanResult:
-    """The plan in a file's content.
+# ------------------------------------------------------------------ files
 
-    Raises:
-        PlanningError: when it is not the plan for ``question``.
-    """
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("plan"), Mapping):
+
+def _to_bytes(result: PlanResult, package: str, planner: Any) -> bytes:
+    plan = plan_to_json(result, columns=True)
+    workers = _json(plan.pop("workers"))
+    header = {"library": LIBRARY_SCHEMA, "package": package, "planner": planner, "plan": plan}
+    header["checksum"] = _checksum(header, workers)
+    return gzip.compress(f"{_json(header)}\n{workers}\n".encode(), _COMPRESSION, mtime=0)
+
+
+def _entry(path: Path) -> _Entry:
+    """What the plan in a file is for; reads no more of it than that."""
+    header = _header(path)
+    question = header.get("question", header)
+    # The operations are not needed to know the problem.
+    problem = Schedule.from_plan({**header["plan"], "workers": []}).problem
+    return _Entry(path, question["package"], question["planner"], representative(problem))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    if path.suffix == ".json":  # version 1: everything in one object
+        header = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            header = json.loads(file.readline())
+    if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
         raise PlanningError("it is not an entry of a plan library.")
-    if entry.get("question") != question:
-        raise PlanningError("it is the plan of another problem, planner or version.")
-    if entry.get("checksum") != _digest(entry["plan"]):
+    return header
+
+
+def _read(path: Path) -> PlanResult:
+    """The validated plan in a file."""
+    header = _header(path)
+    if path.suffix == ".json":
+        if header.get("checksum") != _digest(header["plan"]):
+            raise PlanningError("its checksum is wrong.")
+        return read_plan(header["plan"])
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        file.readline()
+        workers = file.read().rstrip("\n")
+    checksum = header.pop("checksum", None)
+    if checksum != _checksum(header, workers):
         raise PlanningError("its checksum is wrong.")
-    result = read_plan(entry["plan"])
-    # What was asked, in full: the plan file holds only what an executor needs to know of it.
-    schedule = replace(result.schedule, problem=problem)
-    validate(schedule)
-    return replace(result, schedule=schedule)
+    return read_plan({**header["plan"], "workers": json.loads(workers)})
+
+
+def _checksum(header: Mapping[str, Any], workers: str) -> str:
+    return hashlib.sha256(f"{json.dumps(header, sort_keys=True)}\n{workers}".encode()).hexdigest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+# ------------------------------------------------------------------ questions
+
+
+def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
+    """A stored plan as one for ``problem``; None if it is not good enough for it."""
+    schedule, stored = result.schedule, result.schedule.problem
+    # First the names, for which all else must be equal; then costs and limits.
+    mapped = renamed(schedule, replace(stored, failed=problem.failed, worker_factors=problem.worker_factors))
+    same_limits = _limits(stored) == _limits(problem)
+    if same_limits and stored.costs == problem.costs:
+        return replace(result, schedule=replace(mapped, problem=problem))
+    if stored.costs != problem.costs:
+        mapped = retime(mapped, problem.costs)
+    mapped = replace(mapped, problem=problem)
+    if not same_limits:
+        try:
+            validate(mapped)
+        except InvalidScheduleError:  # it holds more than it may
+            return None
+        if mapped.period > _GOOD * lower_bound(problem):
+            return None
+    return proven(mapped, result.backend)
+
+
+_NO_LIMITS = {"grid", "costs", "failed", "technique", "worker_factors"}
+
+
+def _limits(problem: Problem) -> dict[str, Any]:
+    """What ``problem`` says about memory: whatever else it has."""
+    return {item.name: getattr(problem, item.name) for item in fields(problem) if item.name not in _NO_LIMITS}
+
+
+def _shown(limits: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in limits.items())
 
 
 def _describe(value: Any) -> Any:

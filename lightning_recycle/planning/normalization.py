@@ -10,9 +10,10 @@ on the most loaded worker; among those, the least load on memory altogether; the
 :func:`roles` maps the live workers to the positions of the plan that was made for that distribution, moving as few
 workers as possible to another stage; :func:`moves` lists those, with the peer from which each copies its state.
 
-Contract: pure functions; every worker computes the same answer. The period of a distribution is judged by its lower
-bound, a maximum over stages, which the heuristic's plans nearly always meet; where a tight memory limit prevents
-that, ``period`` can decide between neighbours.
+Contract: pure functions; every worker computes the same answer. Without ``period``, a distribution is judged by the
+lower bound of its period, a maximum over stages, which the heuristic's plans nearly always meet. Where they do not,
+with little memory or unequal costs, ``period`` decides: distributions are asked for in the order of their bounds
+until none is left that could be better, which is exact wherever they are few enough to be listed.
 
 Must not know: schedules, how state is copied, torch.
 
@@ -21,9 +22,10 @@ Source: ReCycle (arXiv 2405.14009), section 4, failure normalization.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+from math import comb
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
@@ -32,9 +34,10 @@ from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.problem import Problem, Technique
 
-__all__ = ["Move", "distribution_of", "moves", "normalize", "normalized_failures", "roles"]
+__all__ = ["Move", "distribution_of", "distributions", "moves", "normalize", "normalized_failures", "roles"]
 
-_MOST_PERIODS = 12  # distributions whose true period `normalize` asks for
+_MOST_LISTED = 2_000  # distributions; where there are more, those near the chosen one are compared with it
+_MOST_PERIODS = 64  # distributions whose true period `normalize` asks for
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -69,8 +72,9 @@ def normalize(
         failures: number of failed workers.
         technique: techniques of the problem to be planned; by default all.
         in_flight_limit: in-flight limit of the problem to be planned.
-        period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`; called
-            for the chosen distribution and a few of equal bound that differ from it in one failure.
+        period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`. It is
+            called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default
+            the bounds alone decide.
 
     Raises:
         ConfigurationError: when ``failures`` is not an integer of at least 0.
@@ -101,16 +105,51 @@ def normalize(
     chosen = _least_sum(pressure, allowed, failures)
     if period is None:
         return chosen
-    least = max(bounds[stage][count] for stage, count in enumerate(chosen))
-    near = [chosen]
+
+    def rank(distribution: tuple[int, ...]) -> tuple[float, float, float, tuple[int, ...]]:
+        """The criteria, in order; the first is the bound."""
+        held = [pressure[stage][count] for stage, count in enumerate(distribution)]
+        bound = max(bounds[stage][count] for stage, count in enumerate(distribution))
+        return bound, max(held), round(sum(held), 9), distribution
+
+    best, shortest = chosen, float("inf")
+    for distribution in sorted(_rivals(grid, chosen), key=rank)[:_MOST_PERIODS]:
+        if rank(distribution)[0] >= shortest:
+            break
+        found = round(period(distribution), 9)  # rounding must not decide between equally good ones
+        if found < shortest:
+            best, shortest = distribution, found
+    return best
+
+
+def _rivals(grid: Grid, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """``chosen`` and the distributions to compare it with: all, or those that differ in the place of one failure."""
+    failures, most = sum(chosen), grid.pipelines - 1
+    if comb(failures + grid.stages - 1, failures) <= _MOST_LISTED:
+        yield from distributions(grid, failures)
+        return
+    yield chosen
     for give, take in permutations(range(grid.stages), 2):
-        if chosen[give] and chosen[take] + 1 < grid.pipelines and bounds[take][chosen[take] + 1] <= least:
+        if chosen[give] and chosen[take] < most:
             changed = list(chosen)
             changed[give] -= 1
             changed[take] += 1
-            near.append(tuple(changed))
-    near[1:] = sorted(near[1:], key=lambda d: sum(pressure[stage][count] for stage, count in enumerate(d)))
-    return min(near[:_MOST_PERIODS], key=period)  # the first of equal ones
+            yield tuple(changed)
+
+
+def distributions(grid: Grid, failures: int) -> Iterator[tuple[int, ...]]:
+    """All ways to distribute ``failures`` over the stages that leave a live worker in each; early stages first."""
+
+    def fill(stages: int, left: int) -> Iterator[tuple[int, ...]]:
+        if stages == 0:
+            if left == 0:
+                yield ()
+            return
+        most = grid.pipelines - 1
+        for count in range(min(most, left), max(0, left - most * (stages - 1)) - 1, -1):
+            yield from ((count, *rest) for rest in fill(stages - 1, left - count))
+
+    return fill(grid.stages, failures)
 
 
 def normalized_failures(grid: Grid, distribution: Sequence[int]) -> frozenset[Worker]:

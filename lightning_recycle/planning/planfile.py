@@ -26,11 +26,13 @@ from lightning_recycle.planning.validation import InvalidScheduleError, validate
 __all__ = ["load_plan", "plan_to_json", "read_plan", "save_plan"]
 
 
-def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
-    """The content of the plan file. A bare schedule counts as the heuristic's."""
+def plan_to_json(result: PlanResult | Schedule, *, columns: bool = False) -> dict[str, Any]:
+    """The content of the plan file. A bare schedule counts as the heuristic's. ``columns``: as ``Schedule.to_plan``."""
     if isinstance(result, Schedule):
         result = proven(result, "heuristic")
-    return result.schedule.to_plan(backend=result.backend, status=result.status, lower_bound=result.lower_bound)
+    return result.schedule.to_plan(
+        backend=result.backend, status=result.status, lower_bound=result.lower_bound, columns=columns
+    )
 
 
 def save_plan(path: str | PathLike[str], result: PlanResult | Schedule) -> None:

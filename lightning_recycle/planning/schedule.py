@@ -14,13 +14,14 @@ Must not know: how it was made, how it is run, torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.planning.bounds import lower_bound as analytic_lower_bound
+from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
@@ -29,6 +30,8 @@ __all__ = ["PLAN_SCHEMA", "Schedule", "staggered_period"]
 
 PLAN_SCHEMA = 1
 """Version of the plan file's format; a reader refuses newer ones."""
+
+_KINDS = {kind.value: kind for kind in OpKind}
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,12 @@ class Schedule:
         return peak
 
     def to_plan(
-        self, *, backend: str = "heuristic", status: str | None = None, lower_bound: float | None = None
+        self,
+        *,
+        backend: str = "heuristic",
+        status: str | None = None,
+        lower_bound: float | None = None,
+        columns: bool = False,
     ) -> dict[str, Any]:
         """The plan file's content (schema 1), ready for ``json.dump``.
 
@@ -97,6 +105,8 @@ class Schedule:
             backend: name of the planner that made the schedule.
             status: "optimal" or "feasible"; by default what the lower bound proves.
             lower_bound: proven bound of the period; by default the analytic one.
+            columns: whether to write a worker's operations field by field, as the plan library does, instead of one
+                object for each: a tenth of the size, and faster to read. :meth:`from_plan` reads both.
         """
         problem, costs = self.problem, self.problem.costs
         # Only where there are slow workers, so that all other plans stay the same.
@@ -131,16 +141,7 @@ class Schedule:
                 {
                     "pipeline": worker.pipeline,
                     "stage": worker.stage,
-                    "ops": [
-                        {
-                            "op": scheduled.op.kind.value,
-                            "pipeline": None if (mb := scheduled.op.microbatch) is None else mb.pipeline,
-                            "microbatch": None if mb is None else mb.index,
-                            "start": scheduled.start,
-                            "end": scheduled.end,
-                        }
-                        for scheduled in self.workers[worker]
-                    ],
+                    "ops": (_to_columns if columns else _to_records)(self.workers[worker]),
                 }
                 for worker in self.live_workers
             ],
@@ -170,12 +171,13 @@ class Schedule:
                 in_flight_limit=None if limit is None else tuple(limit),
                 worker_factors=tuple((Worker(d, s), factor) for d, s, factor in plan.get("worker_factors", ())),
             )
-            workers = {
-                Worker(entry["pipeline"], entry["stage"]): tuple(
-                    _scheduled_op(record, entry["stage"]) for record in entry["ops"]
-                )
-                for entry in plan["workers"]
-            }
+            with collector_paused():
+                workers = {
+                    Worker(entry["pipeline"], entry["stage"]): _from_columns(entry["ops"], entry["stage"])
+                    if isinstance(entry["ops"], Mapping)
+                    else tuple(_scheduled_op(record, entry["stage"]) for record in entry["ops"])
+                    for entry in plan["workers"]
+                }
             return cls(problem, workers, float(plan["period"]))
         except ReCycleError as error:
             raise PlanningError(f"the plan is damaged: {error}") from error
@@ -213,6 +215,43 @@ def staggered_period(workers: Mapping[Worker, tuple[ScheduledOp, ...]]) -> float
             first[stage] = min(first.get(stage, ops[0].start), ops[0].start)
             last[stage] = max(last.get(stage, ops[-1].end), ops[-1].end)
     return max((last[stage] - first[stage] for stage in first), default=0.0)
+
+
+def _to_records(operations: Sequence[ScheduledOp]) -> list[dict[str, Any]]:
+    return [
+        {
+            "op": scheduled.op.kind.value,
+            "pipeline": None if (mb := scheduled.op.microbatch) is None else mb.pipeline,
+            "microbatch": None if mb is None else mb.index,
+            "start": scheduled.start,
+            "end": scheduled.end,
+        }
+        for scheduled in operations
+    ]
+
+
+_COLUMNS = ("op", "pipeline", "microbatch", "start", "end")
+
+
+def _to_columns(operations: Sequence[ScheduledOp]) -> dict[str, Any]:
+    microbatches = [scheduled.op.microbatch for scheduled in operations]
+    return {
+        "op": " ".join(scheduled.op.kind.value for scheduled in operations),
+        "pipeline": [None if mb is None else mb.pipeline for mb in microbatches],
+        "microbatch": [None if mb is None else mb.index for mb in microbatches],
+        "start": [scheduled.start for scheduled in operations],
+        "end": [scheduled.end for scheduled in operations],
+    }
+
+
+def _from_columns(columns: Mapping[str, Any], stage: int) -> tuple[ScheduledOp, ...]:
+    kinds, *others = (columns[name] for name in _COLUMNS)
+    return tuple(
+        ScheduledOp(
+            Op(_KINDS[kind], stage, None if pipeline is None else Microbatch(pipeline, index)), float(start), float(end)
+        )
+        for kind, pipeline, index, start, end in zip(kinds.split(), *others, strict=True)
+    )
 
 
 def _scheduled_op(record: Mapping[str, Any], stage: int) -> ScheduledOp:

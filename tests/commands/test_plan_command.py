@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 from command_driver import check_refused, run, run_all
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
 
-from lightning_recycle.planning import Grid, Profile, StageProfile, Worker, load_plan, save_profile, validate
+from lightning_recycle.planning import (
+    Grid,
+    Profile,
+    StageProfile,
+    Worker,
+    get_planner,
+    load_plan,
+    save_profile,
+    validate,
+)
 
 
 def plan(directory: Path, *arguments: str) -> str:
@@ -93,8 +104,30 @@ def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     assert first[0] == second[0] == 0
     assert first[1] == second[1] or "Plan library" in second[1]
     files = sorted((tmp_path / "plans").iterdir())
-    assert len(files) == 3
-    assert len([line for line in second[1].splitlines() if line.startswith("heuristic")]) == 3
+    assert len(files) == 1 + 4 + 10, "the distributions of no, one and two failures over four stages"
+    shown = [line.split() for line in second[1].splitlines() if line.startswith("heuristic")]
+    assert len(shown) == 15
+    assert [shown[0][1], shown[-1][1]] == ["0/0/0/0", "0/0/1/1"], "the last is after normalization"
+
+
+def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path: Path) -> None:
+    arguments = ["failures=3", "library=plans", "library_plans=6", "output=null", "planner.effort=0"]
+    ((code, out, _),) = run_all("recycle-plan", tmp_path, arguments)
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("heuristic")] == [
+        "0/0/0/0",
+        *("0/0/0/1", "1/0/0/0", "0/1/0/0"),
+        "0/0/1/1",
+        "0/1/1/1",
+    ]
+
+
+def test_settings_of_planners_are_those_of_a_run_without_settings() -> None:
+    """Else the plans of a library made offline are not found at run time."""
+    for name in ("heuristic", "cbc", "highs", "cpsat", "gurobi"):
+        with initialize_config_module("lightning_recycle.conf", version_base=None):
+            settings = compose("plan", [f"planner={name}"])
+        assert instantiate(settings.planner) == get_planner(name)
 
 
 def test_a_solver_that_is_not_there_is_a_warning(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lightning_recycle.control.payload import pack
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.problem import Costs, Problem
+from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.schedule import Schedule
 
 PATIENCE = 15.0  # seconds for what must happen
@@ -71,6 +72,9 @@ def fake_schedule(failed: frozenset[Worker] = frozenset(), grid: Grid = GRID) ->
 class FakePlanner:
     """Gives the coordinator schedules; remembers the requests."""
 
+    improves = False
+    source = "made"
+
     def __init__(self, grid: Grid = GRID) -> None:
         self.grid = grid
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
@@ -86,8 +90,11 @@ class FakePlanner:
     def retime(self, schedule: Schedule, seconds: Any) -> Schedule:
         return schedule
 
-    def plan_ahead(self, failed: frozenset[Worker], seconds: Any) -> None:
+    def plan_ahead(self, failed: frozenset[Worker], seconds: Any, running: Schedule | None = None) -> None:
         self.ahead.append(failed)
+
+    def take_better(self) -> list[PlanResult]:
+        return []
 
     def close(self) -> None: ...
 

@@ -10,24 +10,25 @@ from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Technique
 from lightning_recycle.planning.cancellation import Cancelled, cancelled_by
 
 LARGE = Grid(8, 8, 32)
+SMALL = Grid(2, 2, 2)
 
 
 class Slow:
-    """A planner that needs seconds for each plan: it looks for a good one again and again."""
+    """A planner that needs a minute for each plan: it looks for a good one again and again."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
 
     def plan(self, problem: Problem) -> Schedule:
         self.began.set()
-        for _ in range(1000):
+        for _ in range(100_000):
             found = plan(problem)
         return found
 
 
 def test_a_planner_that_is_closed_leaves_no_thread() -> None:
     slow = Slow()
-    planner = RunPlanner(LARGE, slow, Technique())
+    planner = RunPlanner(SMALL, slow, Technique())
     planner.plan_ahead(frozenset(), {})
     assert slow.began.wait(60)
     planner.close()
@@ -35,9 +36,9 @@ def test_a_planner_that_is_closed_leaves_no_thread() -> None:
 
 
 def test_a_closed_planner_that_has_nothing_to_do_leaves_no_thread() -> None:
-    planner = RunPlanner(Grid(2, 2, 2), "heuristic", Technique())
+    planner = RunPlanner(SMALL, "heuristic", Technique())
     planner.plan_ahead(frozenset(), {})
-    wait_for(lambda: planner._request is None)
+    wait_for(lambda: planner._ahead.idle)
     planner.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "recycle-plan-ahead"]
 

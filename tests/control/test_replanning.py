@@ -1,13 +1,37 @@
-"""What a run plans for once its workers turned out to be of unequal speed."""
+"""What a run plans for: ahead and in need, from a library, better ones in time, and for workers of unequal speed."""
 
-from collections.abc import Iterator
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
+from support.waiting import wait_for
 
-from lightning_recycle.control.plans import replanning
-from lightning_recycle.control.plans.replanning import RunPlanner, schedules_kept
-from lightning_recycle.planning import Costs, Grid, Schedule, Technique, Worker, heuristic
+from lightning_recycle.control.plans import ready, replanning
+from lightning_recycle.control.plans.ready import schedules_kept
+from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning import (
+    Costs,
+    ExactPlanner,
+    Grid,
+    HeuristicPlanner,
+    PlanLibrary,
+    PlanResult,
+    Problem,
+    Schedule,
+    Technique,
+    Worker,
+    distribution_of,
+    heuristic,
+    validate,
+)
+from lightning_recycle.planning.contingencies import contingencies, usual_limit
 
 GRID = Grid(3, 2, 4)
 SLOW = Worker(1, 1)
@@ -16,11 +40,23 @@ MEASURED = {stage: {"F": 2.0, "B": 2.0, "W": 2.0, "REDUCE": 0.5, "STEP": 1.0} fo
 
 
 @pytest.fixture
-def planner() -> Iterator[RunPlanner]:
-    planner = RunPlanner(GRID, "heuristic", Technique())
+def open_planner() -> Iterator[Callable[..., RunPlanner]]:
+    """Makes planners, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*arguments: Any, **options: Any) -> RunPlanner:
+            planner = RunPlanner(*arguments, **options)
+            stack.callback(planner.close)
+            return planner
+
+        yield make
+
+
+@pytest.fixture
+def planner(open_planner: Callable[..., RunPlanner]) -> RunPlanner:
+    planner = open_planner(GRID, "heuristic", Technique())
     planner.prepare()
-    yield planner
-    planner.close()
+    return planner
 
 
 def adopted(planner: RunPlanner, slow: Worker = SLOW) -> Schedule:
@@ -71,19 +107,136 @@ def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
     planner: RunPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = planner.plan(ALL, {})
-    monkeypatch.setattr(replanning, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
+    monkeypatch.setattr(ready, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
     first, second, third = (
-        heuristic(replace(before.problem, failed=frozenset({worker})))
-        for worker in (Worker(0, 0), Worker(0, 1), Worker(1, 0))
+        heuristic(replace(before.problem, failed=frozenset(workers)))
+        for workers in ([Worker(0, 0)], [Worker(0, 1)], [Worker(1, 0), Worker(0, 1)])
     )
     planner.adopt(first)
     planner.adopt(second)
     assert planner.plan(first.failed, {}) is first
     planner.adopt(third)
     assert planner.plan(first.failed, {}) is first
-    assert planner.plan(second.failed, {}) is not second
     assert planner.plan(third.failed, {}) is third
+    assert planner.plan(second.failed, {}) is not second
     assert planner.plan(ALL, {}) is before
+
+
+def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
+    open_planner: Callable[..., RunPlanner],
+) -> None:
+    asked: list[Problem] = []
+
+    class Counted(HeuristicPlanner):
+        def plan(self, problem: Problem) -> Schedule:
+            asked.append(problem)
+            return super().plan(problem)
+
+    grid = Grid(4, 3, 2)
+    planner = open_planner(grid, Counted(), Technique())
+    planner.prepare()
+    planner.plan_ahead(ALL, {})
+    wait_for(lambda: planner._ahead.idle)
+    distributions = {distribution_of(grid, problem.failed) for problem in asked}
+    assert len(asked) == len(distributions) == 1 + 3 + 6, "none, one of 3 stages, two of them"
+    for failed in map(frozenset, (*combinations(grid.workers(), 1), *combinations(grid.workers(), 2))):
+        schedule = planner.plan(failed, {})
+        assert planner.source == "ahead"
+        assert schedule.failed == failed
+        validate(schedule)
+    planner.plan_ahead(frozenset({Worker(2, 1)}), {})
+    wait_for(lambda: planner._ahead.idle)
+    assert len(asked) == 10 + 6, "the pairs are ready; with two more in any stages there are three"
+
+
+class Patient:
+    """A planner that can be sent to another process, and finds better plans than :class:`Poor`."""
+
+    def plan(self, problem: Problem) -> Schedule:
+        return heuristic(problem)
+
+
+def one_at_a_time(problem: Problem) -> Schedule:
+    """A valid plan, and a bad one."""
+    alone = heuristic(replace(problem, in_flight_limit=(1,) * problem.grid.stages), effort=0)
+    return replace(alone, problem=problem)
+
+
+class Poor(HeuristicPlanner):
+    """The planner at once, so bad that every other one finds better plans."""
+
+    def plan(self, problem: Problem) -> Schedule:
+        return one_at_a_time(problem)
+
+
+def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
+    open_planner: Callable[..., RunPlanner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replanning, "HeuristicPlanner", Poor)
+    planner = open_planner(Grid(2, 3, 4), Patient(), Technique())
+    planner.prepare()
+    failed = frozenset({Worker(0, 1)})
+    needed = planner.plan(failed, {})
+    assert planner.source == "made"
+    assert needed == one_at_a_time(needed.problem)
+    woken = threading.Event()
+    planner.on_better = woken.set
+    planner.plan_ahead(failed, {}, running=needed)
+    assert woken.wait(60)
+    (better,) = planner.take_better()
+    assert better.schedule == heuristic(needed.problem)
+    assert better.schedule.period < needed.period
+    wait_for(lambda: planner._ahead.idle)
+    assert planner.plan(failed, {}) == better.schedule
+    assert planner.source == "better"
+    following = planner.plan(failed | {Worker(1, 2)}, {})
+    assert planner.source == "ahead"
+    assert following.period == heuristic(following.problem).period
+
+
+def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
+    open_planner: Callable[..., RunPlanner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = open_planner(Grid(2, 2, 2), ExactPlanner("highs"), Technique())
+    monkeypatch.setattr(replanning, "search", fails)
+    for _ in range(2):
+        planner.plan_ahead(ALL, {})
+        wait_for(lambda: planner._ahead.idle)
+    messages = [record.getMessage() for record in caplog.records]
+    assert (
+        len([message for message in messages if "found no plan for the failure of (0, 0): no licence" in message]) == 1
+    )
+    planner.plan(frozenset({Worker(1, 0)}), {})
+    assert planner.source == "ahead"
+
+
+def fails(*_: object) -> PlanResult:
+    raise PlanningError("no licence")
+
+
+def test_a_plan_of_the_library_needs_no_planner(
+    open_planner: Callable[..., RunPlanner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the fault-free one, nor the next ones; where there is none, it is said why."""
+    base = Problem(GRID, Costs.uniform(2, 0.01))
+    problems = [base, *contingencies(base, 1, 99), *contingencies(base, 2, 99)]
+    limited = [replace(problem, in_flight_limit=usual_limit(GRID, problem.failed)) for problem in problems]
+    PlanLibrary(tmp_path, "heuristic").compute(limited)
+    planner = open_planner(GRID, "heuristic", Technique(), costs=base.costs, library=PlanLibrary(tmp_path, "heuristic"))
+    planner.prepare()
+    sources = {}
+    with caplog.at_level(logging.WARNING):
+        for failed in ((), *combinations(GRID.workers(), 1), *combinations(GRID.workers(), 2)):
+            planner.plan(frozenset(failed), {})
+            sources[failed] = planner.source
+        assert set(sources.values()) == {"library"}
+        assert caplog.records == []
+        planner.plan(frozenset({Worker(0, 0), Worker(1, 0), Worker(2, 1)}), {})
+    assert planner.source == "made"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "The plan library has none for (0, 0), (1, 0), (2, 1): no plan for failures 2 in stage 0 and 1 in stage 1."
+    )
 
 
 def test_at_least_one_schedule_is_kept_of_any_grid() -> None:

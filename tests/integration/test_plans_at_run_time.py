@@ -1,15 +1,35 @@
 """Profiles, plan libraries and planners as the strategy uses them."""
 
-import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any, cast
 
+import lightning as L
 import pytest
-from support.models import Regression, dataset
-from support.training import exact_fit, failures, fit
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
+from support.training import committed_steps, exact_fit, failures, fit
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning import Problem, Schedule, Worker, one_f_one_b, plan
+from lightning_recycle.control.plans import replanning
+from lightning_recycle.planning import (
+    Grid,
+    HeuristicPlanner,
+    Problem,
+    Profile,
+    Schedule,
+    StageProfile,
+    Worker,
+    heuristic,
+    one_f_one_b,
+    plan,
+    save_profile,
+)
 from lightning_recycle.planning.profile import load_profile
 
 
@@ -35,19 +55,109 @@ def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path: Path)
 def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> None:
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60, strategy={"plan_library": library})
-    stored = sorted(library.glob("*.json"))
-    assert len(stored) == 5  # fault-free, and each of the four workers lost
+    stored = sorted(library.glob("*.plan.gz"))
+    assert len(stored) == 4  # fault-free, one lost in either stage, one in each
     times = [path.stat().st_mtime_ns for path in stored]
     run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 1, 0, step=5)], strategy={"plan_library": library})
     assert failures(run) == [(1, 0)]
     assert [path.stat().st_mtime_ns for path in stored] == times
 
 
+def sources(run: L.Trainer) -> list[str]:
+    """Where the plan of each generation is from."""
+    return [event.details["plan"] for event in run.strategy.history if event.kind == "resumed"]
+
+
+PAIRS = list(combinations(Grid(3, 2, 4).workers(), 2))
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The strategy's options for a profile, and for a library that ``recycle-plan`` has filled for two failures."""
+    folder = tmp_path_factory.mktemp("offline")
+    forward, backward, weight, reduce, step = 0.002, 0.002, 0.001, 0.0005, 0.001
+    first = StageProfile(forward, backward, weight, reduce, step, activation_bytes=1000, output_bytes=256)
+    stages = (first, replace(first, forward=0.001, backward_weight=0.002))
+    save_profile(folder / "profile.json", Profile(stages, latency=1e-4, bandwidth=1e9, steps=20))
+    grid = ["grid.pipelines=3", "grid.stages=2", "grid.microbatches=4"]
+    costs = ["costs=profile", "costs.path=profile.json"]
+    command = [sys.executable, "-m", "lightning_recycle.commands.plan", *grid, *costs]
+    subprocess.run(
+        [*command, "library=plans", "failures=2", "output=null"], cwd=folder, check=True, capture_output=True
+    )
+    assert len(list((folder / "plans").iterdir())) == 1 + 2 + 3
+    return {"profile": folder / "profile.json", "plan_library": folder / "plans"}
+
+
+@pytest.mark.parametrize(("one", "other"), sampled(PAIRS, 3), ids=str)
+def test_no_plan_is_made_while_any_two_workers_are_lost(offline: dict[str, Any], one: Worker, other: Worker) -> None:
+    faults = [Fault("kill", one.pipeline, one.stage, step=1), Fault("kill", other.pipeline, other.stage, step=3)]
+    before = {path: path.stat().st_mtime_ns for path in offline["plan_library"].iterdir()}
+    run = exact_fit(Regression().double(), 3, 2, faults, strategy=offline)
+    assert failures(run) == [(worker.pipeline, worker.stage) for worker in (one, other)]
+    assert sources(run) == ["library"] * 3
+    after = {path: path.stat().st_mtime_ns for path in offline["plan_library"].iterdir()}
+    assert after.items() >= before.items(), "what was there is used; plans for a third failure may have been added"
+
+
+class OneAtATime(HeuristicPlanner):
+    """The planner at once, so bad that every other one finds better plans."""
+
+    def plan(self, problem: Problem) -> Schedule:
+        alone = heuristic(replace(problem, in_flight_limit=(1,) * problem.grid.stages), effort=0)
+        return replace(alone, problem=problem)
+
+
+class Patient:
+    """A user's planner."""
+
+    def plan(self, problem: Problem) -> Schedule:
+        return heuristic(problem)
+
+
+class AwaitBetter(L.Callback):
+    """Waits before a step after the failure until the change of plan is announced, however slow the machine is."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        client = cast("Any", trainer.strategy).session.client
+        deadline = time.monotonic() + 60.0
+        while trainer.global_step == 8 and not client.member.pauses and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+
+@pytest.mark.parametrize("fault", [Fault("kill", 1, 0, step=2), Fault("kill", 0, 1, step=2)], ids=str)
+def test_after_a_failure_the_chosen_planner_improves_the_plan_that_was_ready(
+    fault: Fault, offline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are exact across the change, and nobody regroups for it. A profile makes the gain always the same."""
+    monkeypatch.setattr(replanning, "HeuristicPlanner", OneAtATime)
+    run = exact_fit(
+        Regression().double(),
+        2,
+        2,
+        [fault],
+        dataset(GLOBAL_BATCH * 12),
+        max_steps=12,
+        callbacks=[AwaitBetter()],
+        strategy={"planner": Patient(), "profile": offline["profile"]},
+    )
+    assert committed_steps(run) == list(range(12))
+    (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
+    assert change.details["found_by"] == "Patient"
+    assert change.details["gain"] > 0.04
+    assert change.generation == 1
+    first, second, third = run.strategy.schedules
+    assert second.failed == third.failed == {Worker(fault.pipeline, fault.stage)}
+    peaks = [max(map(schedule.peak_in_flight, schedule.live_workers)) for schedule in (first, second, third)]
+    assert peaks[1] == 1 < min(peaks[0], peaks[2]), "before the start the chosen planner is waited for"
+    assert len(sources(run)) == 2
+
+
 def test_a_damaged_plan_is_reported_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, strategy={"plan_library": library})
-    for path in library.glob("*.json"):
-        path.write_text(json.dumps({"plan": "none"}))
+    for path in library.glob("*.plan.gz"):
+        path.write_bytes(b"nothing")
     exact_fit(Regression().double(), 2, 2, [Fault("kill", 1, 0, step=5)], strategy={"plan_library": library})
     assert "not used and will be computed again" in caplog.text
 

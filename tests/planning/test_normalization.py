@@ -1,5 +1,7 @@
 """Failure normalization: the best distribution, and the fewest moves to it."""
 
+from dataclasses import replace
+from functools import partial
 from itertools import permutations, product
 
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning import contingencies
+from lightning_recycle.planning.contingencies import normalized_problem
 
 GRID = p.Grid(3, 4, 6)
 UNIT = p.Costs.uniform(4)
@@ -52,6 +56,49 @@ def test_the_true_period_decides_between_equal_bounds() -> None:
 
     assert p.normalize(GRID, UNIT, 1, in_flight_limit=limit) == (0, 0, 1, 0)
     assert p.normalize(GRID, UNIT, 1, in_flight_limit=limit, period=period) == (0, 1, 0, 0)
+
+
+def test_a_bound_that_no_plan_meets_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs and memory of a GPT-3 6.7B on 4 x 8 A100: by bounds and memory the failure belongs to stage 6."""
+    monkeypatch.setattr(contingencies, "heuristic", partial(p.heuristic, effort=50_000))  # else it takes seconds
+    grid = p.Grid(4, 8, 32)
+    costs = p.Costs.uniform(8, 0.2026, 0.2178, 0.1875, 0.1999, 0.0133, communication=0.00135)
+    base = p.Problem(grid, costs, in_flight_limit=(15,) * 8)
+    assert p.normalize(grid, costs, 1, in_flight_limit=base.in_flight_limit) == (0, 0, 0, 0, 0, 0, 1, 0)
+    problem = normalized_problem(base, 1)
+    assert p.plan(problem).period == pytest.approx(p.lower_bound(problem))
+    single = (replace(base, failed=frozenset({p.Worker(3, stage)})) for stage in range(8))
+    assert p.lower_bound(problem) == min(map(p.lower_bound, single))
+
+
+def test_periods_are_asked_for_until_no_bound_is_below_the_best() -> None:
+    base = p.Problem(GRID, UNIT, in_flight_limit=(4, 4, 4, 4))
+    periods = {d: 40.0 + number for number, d in enumerate(distributions(GRID, 2))}
+    best = (0, 1, 1, 0)
+    periods[best] = p.lower_bound(replace(base, failed=p.normalized_failures(GRID, best)))
+    asked: list[tuple[int, ...]] = []
+
+    def period(distribution: tuple[int, ...]) -> float:
+        asked.append(distribution)
+        return periods[distribution]
+
+    assert p.normalize(GRID, UNIT, 2, in_flight_limit=base.in_flight_limit, period=period) == best
+    bounds = {d: p.lower_bound(replace(base, failed=p.normalized_failures(GRID, d))) for d in periods}
+    assert [bounds[d] for d in asked] == sorted(bounds[d] for d in asked)
+    assert {d for d, bound in bounds.items() if bound < periods[best]} <= set(asked)
+
+
+def test_many_distributions_are_searched_near_the_chosen_one() -> None:
+    grid, asked = p.Grid(8, 16, 4), []
+
+    def period(distribution: tuple[int, ...]) -> float:
+        asked.append(distribution)
+        return 1000.0 + len(asked)
+
+    chosen = p.normalize(grid, p.Costs.uniform(16), 8)
+    assert p.normalize(grid, p.Costs.uniform(16), 8, period=period) == asked[0] == chosen
+    assert len(asked) == 64
+    assert all(sum(abs(a - b) for a, b in zip(d, chosen, strict=True)) == 2 for d in asked[1:])
 
 
 def test_failures_go_to_stages_with_little_work() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_recycle.control.plans.drift import Proposal, Question, propose
+from lightning_recycle.control.plans.searching import lowest_priority
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.child_process import Report, run_in_child
 
@@ -24,7 +24,6 @@ __all__ = ["BackgroundPlanning"]
 
 log = logging.getLogger(__name__)
 
-_LOWEST_PRIORITY = 19
 _END_SECONDS = 2.0  # for a process that is no longer wanted to end
 
 
@@ -87,8 +86,7 @@ class BackgroundPlanning:
 
 
 def _child(task: tuple[Question, Any], report: Report) -> None:
-    with contextlib.suppress(OSError):  # then it merely competes with the others
-        os.nice(_LOWEST_PRIORITY)
+    lowest_priority()
     try:
         report("proposal", propose(*task))
     except ReCycleError as error:

@@ -1,47 +1,64 @@
 """Plans for a running training, whichever workers have failed.
 
-The coordinator asks here when a generation begins. The fault-free plan is made before the workers start; plans for
-every next single failure are made ahead, in a thread, by the planner that the user chose; a failure without a plan gets
-the heuristic's at once. Costs come from a profile or, without one, from what the run has measured so far; once a plan
-for other times is adopted (:mod:`~lightning_recycle.control.plans.drift`), they are that plan's.
+The coordinator asks here when a generation begins. The fault-free plan is made before the workers start, by the planner
+that the user chose. Then plans are made ahead in a thread (:mod:`~lightning_recycle.control.plans.ahead`), one for each
+distribution over the stages that the next failure may lead to, and for two more while time and memory last: first by
+the heuristic, which takes a second, then by the chosen planner if that is another one, however long it takes. Its
+plan for the workers that train now is offered to those who run the heuristic's (:meth:`RunPlanner.take_better`).
+
+A failure gets the plan that is ready, one from the plan library, or at once the heuristic's. Costs come from a
+profile or, without one, from what the run has measured so far; once a plan for other times is adopted
+(:mod:`~lightning_recycle.control.plans.drift`), they are that plan's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
+import queue
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from lightning_recycle.control.plans.ahead import PlanningAhead
+from lightning_recycle.control.plans.ready import ReadyPlan, ReadyPlans, schedules_kept
+from lightning_recycle.control.plans.searching import search
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
     Costs,
     Grid,
+    HeuristicPlanner,
+    PlanResult,
     Problem,
     Schedule,
     Technique,
     Worker,
     distribution_of,
+    get_planner,
     lower_bound,
     normalize,
-    plan,
+    normalized_failures,
     retime,
+    solve,
 )
-from lightning_recycle.planning.cancellation import Cancelled, cancelled_by
+from lightning_recycle.planning.contingencies import next_failures, usual_limit
+from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.library import PlanLibrary
+from lightning_recycle.planning.normalization import distributions
+from lightning_recycle.planning.renaming import alike, representative
 
-__all__ = ["OperationSeconds", "RunPlanner", "costs_from", "schedules_kept"]
+__all__ = ["OperationSeconds", "RunPlanner", "costs_from"]
 
 log = logging.getLogger(__name__)
 
 OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 """Mean seconds of each kind of operation, by stage and name; empty before the first step."""
 
-_KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
-_AHEAD_BUDGET = 20.0  # seconds that planning ahead may take, estimated from the first plan
-_END_SECONDS = 30.0  # for a planner of the user's, which does not know that its plan is not wanted any more
+_SECONDS_FOR_TWO = 20.0  # that planning for two more failures may take; for one there is no bound but memory
+_SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
+_QUICK_OPERATIONS = 5_000  # of a schedule that is timed again while the coordinator waits
+_MOST_TIMED = 64  # such schedules
 _MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
 _MOVE_HORIZON = 1000  # steps within which it must pay
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
@@ -64,11 +81,6 @@ def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
     return Costs(of("F"), of("B", 0.5), of("W", 0.5), of("REDUCE"), of("STEP"))
 
 
-def schedules_kept(grid: Grid) -> int:
-    """How many schedules of ``grid`` are kept: a run may see any number, and large ones take 100 MB each."""
-    return max(1, _KEPT_OPERATIONS // (3 * grid.global_microbatches * grid.stages))
-
-
 class RunPlanner:
     """Makes the schedules of one run.
 
@@ -76,10 +88,14 @@ class RunPlanner:
         grid: the grid of the run.
         planner: a planner or its name.
         technique: what the runtime can do.
-        in_flight_limit: the limit per worker; by default 2 * S - 1 without a failure, none with one.
+        in_flight_limit: the limit per worker; by default :func:`~lightning_recycle.planning.contingencies.usual_limit`.
         costs: of the operations, in seconds; measured by default (one slot each before anything is measured).
         library: where plans are looked for and stored. Its plans are found by their costs, so without ``costs`` plans
             are made for one slot each.
+
+    Attributes:
+        source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.ready.ReadyPlan`.
+        on_better: called from another thread when :meth:`take_better` has something.
     """
 
     def __init__(
@@ -91,48 +107,42 @@ class RunPlanner:
         costs: Costs | None = None,
         library: PlanLibrary | None = None,
     ) -> None:
+        self.source = ""
+        self.on_better: Callable[[], None] = lambda: None
         self._grid = grid
         self._planner = planner
+        self._chosen = get_planner(planner)
+        self._quick = self._chosen if isinstance(self._chosen, HeuristicPlanner) else HeuristicPlanner()
         self._technique = technique
         self._in_flight_limit = in_flight_limit
         self._costs = Costs.uniform(grid.stages) if costs is None and library is not None else costs
         self._library = library
         self._factors: _Factors = ()
-        self._ahead: dict[tuple[frozenset[Worker], _Factors], Schedule] = {}
-        self._plan_seconds = 0.0
-        self._changed = threading.Condition()
-        self._request: tuple[list[frozenset[Worker]], OperationSeconds] | None = None
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None  # started by the first request
+        self._ready = ReadyPlans(grid)
+        self._ahead = PlanningAhead()
+        self._better: queue.SimpleQueue[PlanResult] = queue.SimpleQueue()
 
     def prepare(self) -> None:
         """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
-        self._ahead[frozenset(), ()] = self._make(frozenset(), {}, self._planner, ())
+        problem = self._problem(frozenset(), {})
+        stored = self._stored(problem)
+        self._ready.keep(stored or ReadyPlan(self._made(problem, self._chosen).schedule, "ahead", final=True))
 
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
-        factors = _of_live(self._factors, failed)
-        with self._changed:
-            found = self._ahead.pop((failed, factors), None)
-            if found is not None:
-                self._ahead[failed, factors] = found  # now the last to be forgotten
-                return found
-        return self._make(failed, seconds, "heuristic", factors)
-
-    def _keep(self, failed: frozenset[Worker], factors: _Factors, schedule: Schedule) -> None:
-        """Keeps a plan; beyond the limit forgets the least recently used one, but never the fault-free plan."""
-        with self._changed:
-            self._ahead.pop((failed, factors), None)
-            self._ahead[failed, factors] = schedule
-            forgettable = [key for key in self._ahead if key != (frozenset(), ())]
-            for key in forgettable[: -schedules_kept(self._grid)]:
-                del self._ahead[key]
+        problem = self._problem(failed, seconds)
+        found = self._ready.find(problem) or self._stored(problem, needed=True)
+        if found is None:
+            found = ReadyPlan(self._made(problem, self._quick).schedule, "made", final=self._quick is self._chosen)
+            self._ready.keep(found)
+        self.source = found.source
+        return found.schedule
 
     def adopt(self, schedule: Schedule) -> None:
         """Plans for the times that ``schedule`` assumes from now on, and keeps it as the plan for its workers."""
         problem = schedule.problem
         self._costs, self._factors, self._library = problem.costs, problem.worker_factors, None
-        self._keep(schedule.failed, _of_live(self._factors, schedule.failed), schedule)
+        self._ready.keep(ReadyPlan(schedule, "better", final=True))
 
     def forget(self, workers: Iterable[Worker]) -> None:
         """New processes hold the positions ``workers``: nothing is known of their speed."""
@@ -145,31 +155,59 @@ class RunPlanner:
         return self._planner
 
     @property
+    def improves(self) -> bool:
+        """Whether another planner than the one for plans in need may find better ones."""
+        return self._quick is not self._chosen
+
+    @property
     def communication(self) -> float:
         """Seconds that a message between neighbouring stages takes, as far as known."""
         return self._costs.communication if self._costs is not None else 0.0
 
-    def _make(self, failed: frozenset[Worker], seconds: OperationSeconds, planner: Any, factors: _Factors) -> Schedule:
+    # ------------------------------------------------------------------ making one plan
+
+    def _problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
+        """What is to be planned if ``failed`` have failed."""
         limit = self._in_flight_limit
-        if limit is None and not failed:
-            limit = 2 * self._grid.stages - 1
-        problem = Problem(
+        return Problem(
             grid=self._grid,
             costs=self._costs or costs_from(seconds, self._grid.stages),
             failed=failed,
             technique=self._technique,
-            in_flight_limit=None if limit is None else (limit,) * self._grid.stages,
-            worker_factors=factors,
+            in_flight_limit=usual_limit(self._grid, failed) if limit is None else (limit,) * self._grid.stages,
+            worker_factors=tuple((worker, factor) for worker, factor in self._factors if worker not in failed),
         )
+
+    def _stored(self, problem: Problem, needed: bool = False) -> ReadyPlan | None:
+        """The plan in the library, which is then ready; ``needed``: workers wait for it."""
         library = self._library  # another thread may adopt a plan meanwhile
-        if library is not None and (stored := library.get(problem)) is not None:
-            return stored
-        started = time.monotonic()
-        schedule = plan(problem, planner)
-        self._plan_seconds = time.monotonic() - started
-        if library is not None and planner is self._planner:
-            library.put(schedule)
-        return schedule
+        if library is None:
+            return None
+        schedule = library.get(problem)
+        if schedule is None:
+            failed = ", ".join(map(str, sorted(problem.failed))) or "no failure"
+            level = logging.WARNING if needed else logging.INFO
+            log.log(level, "The plan library has none for %s: %s.", failed, library.miss(problem))
+            return None
+        found = ReadyPlan(schedule, "library", final=True)
+        self._ready.keep(found)
+        return found
+
+    def _made(self, problem: Problem, planner: Any, elsewhere: bool = False) -> PlanResult:
+        """The plan of ``planner``; ``elsewhere``: made in a process of the lowest priority.
+
+        Plans of the planner that the user chose are stored in the library.
+        """
+        result = search(problem, planner) if elsewhere else solve(problem, planner)
+        if result.warning is not None:
+            log.warning("%s", result.warning)
+        library = self._library
+        if library is not None and planner is self._chosen:
+            try:
+                library.put(result)
+            except PlanningError as error:  # the plan is good, whether it can be stored or not
+                log.warning("%s", error)
+        return result
 
     def retime(self, schedule: Schedule, seconds: OperationSeconds) -> Schedule:
         """Returns ``schedule`` with the times that follow from the measured operations."""
@@ -192,7 +230,9 @@ class RunPlanner:
         if len(seconds) < self._grid.stages and self._costs is None:
             return None
         actual = distribution_of(self._grid, failed)
-        wanted = normalize(self._grid, costs, len(failed), technique=self._technique)
+        wanted = normalize(
+            self._grid, costs, len(failed), technique=self._technique, period=self._true_periods(len(failed), costs)
+        )
         if wanted[vacant.stage] >= actual[vacant.stage]:
             return None
 
@@ -211,59 +251,110 @@ class RunPlanner:
         gain = now - period(failed - {vacant} | {best})
         return best if gain > _MOVE_GAIN * now and gain * _MOVE_HORIZON > _MOVE_SECONDS else None
 
-    def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds) -> None:
-        """Begins to plan for every failure that may follow ``failed``; replaces an earlier request."""
-        survivors = [worker for worker in self._grid.workers() if worker not in failed]
-        candidates = [
-            failed | {worker} for worker in survivors if any(peer not in failed for peer in self._grid.peers(worker))
-        ]
-        affordable = min(int(_AHEAD_BUDGET / max(self._plan_seconds, 1e-3)), schedules_kept(self._grid))
-        if len(candidates) > affordable:
-            log.info("Planning ahead for %d of %d possible failures.", affordable, len(candidates))
-        with self._changed:
-            self._request = (candidates[:affordable], {stage: dict(by_name) for stage, by_name in seconds.items()})
-            self._changed.notify()
-            if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(target=self._plan_requests, name="recycle-plan-ahead", daemon=True)
-                self._thread.start()
+    def _true_periods(self, failures: int, costs: Costs) -> Callable[[tuple[int, ...]], float] | None:
+        """The periods of all distributions of ``failures``, if plans for them are ready and small; else None."""
+        if 3 * self._grid.global_microbatches * self._grid.stages > _QUICK_OPERATIONS:
+            return None
+        periods: dict[tuple[int, ...], float] = {}
+        for distribution in distributions(self._grid, failures):
+            gone = normalized_failures(self._grid, distribution)
+            ready = self._ready.find(Problem(self._grid, costs, gone))
+            if ready is None or len(periods) == _MOST_TIMED:
+                return None
+            periods[distribution] = retime(ready.schedule, costs).period
+        return periods.__getitem__
 
-    def _plan_requests(self) -> None:
-        """The planning thread: works on the newest request."""
-        with contextlib.suppress(Cancelled), cancelled_by(self._closed):
-            self._plan_newest_requests()
+    # ------------------------------------------------------------------ what may come
 
-    def _plan_newest_requests(self) -> None:
-        while True:
-            with self._changed:
-                while self._request is None and not self._closed.is_set():
-                    self._changed.wait()
-                if self._closed.is_set():
-                    return
-                request = self._request
-            assert request is not None
-            for candidate in request[0]:
-                if self._request is not request or self._closed.is_set():
-                    break
-                try:
-                    factors = _of_live(self._factors, candidate)
-                    self._keep(candidate, factors, self._make(candidate, request[1], self._planner, factors))
-                except Exception as error:  # a failure without a plan gets one at once: this thread must go on
-                    log.warning("No plan could be made ahead for the failure of %s: %s", sorted(candidate), error)
-            else:
-                with self._changed:
-                    if self._request is request:
-                        self._request = None
+    def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds, running: Schedule | None = None) -> None:
+        """Begins to plan for every failure that may follow ``failed``; replaces an earlier request.
+
+        Args:
+            failed: who has failed.
+            seconds: what operations took.
+            running: what the others run, if a better plan for them is wanted.
+        """
+        self._ahead.begin(self._plan_ahead(failed, {stage: dict(names) for stage, names in seconds.items()}, running))
+
+    def take_better(self) -> list[PlanResult]:
+        """The plans found since the last call for those that were running."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._better.get_nowait())
+        return found
 
     def close(self) -> None:
         """Stops planning ahead: gives up the plan that is being made, and waits until the thread has ended."""
-        with self._changed:
-            self._closed.set()
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
-            if self._thread.is_alive():
-                log.warning("The planner %r has not ended after %g s and is left behind.", self._planner, _END_SECONDS)
+        self._ahead.close()
+
+    def _plan_ahead(
+        self, failed: frozenset[Worker], seconds: OperationSeconds, running: Schedule | None
+    ) -> Iterator[None]:
+        """Makes one plan after the other, in the planning thread."""
+        present = self._problem(failed, seconds)
+        kept = schedules_kept(self._grid) - (running is not None)
+        one_more = [self._problem(more, seconds) for more in next_failures(present)]
+        for problem in one_more[:kept]:
+            self._get_ready(problem)
+            yield
+        two_more: dict[Problem, Problem] = {}
+        for problem in one_more:
+            if len(one_more) + len(two_more) > kept:  # more than can be kept
+                break
+            for more in next_failures(problem):
+                then = self._problem(more, seconds)
+                two_more.setdefault(representative(then), then)
+        deadline = time.monotonic() + _SECONDS_FOR_TWO
+        for number, problem in enumerate(two_more.values()):
+            if len(one_more) + number >= kept or time.monotonic() > deadline:
+                planned = min(len(one_more), kept) + number
+                log.info("Planned ahead for %d distributions of the next failures; there is no room for more.", planned)
+                break
+            self._get_ready(problem)
+            yield
+        if self.improves:
+            for problem in [*([] if running is None else [present]), *one_more[:kept]]:
+                self._improve(problem, offer=running is not None and problem is present)
+                yield
+
+    def _get_ready(self, problem: Problem) -> None:
+        """Makes a plan, unless the one that is ready will do."""
+        ready = self._ready.find(problem)
+        if ready is not None and _will_do(ready.schedule, problem):
+            return
+        try:
+            if self._stored(problem) is None:
+                made = self._made(problem, self._quick)
+                self._ready.keep(ReadyPlan(made.schedule, "ahead", final=not self.improves))
+        except Exception as error:  # a failure without a plan gets one at once: this thread must go on
+            log.warning("No plan could be made ahead for the failure of %s: %s", _names(problem.failed), error)
+
+    def _improve(self, problem: Problem, offer: bool) -> None:
+        """Asks the planner that the user chose; ``offer``: the plan is for those who train now."""
+        ready = self._ready.find(problem)
+        if ready is not None and ready.final and _will_do(ready.schedule, problem):
+            return
+        try:
+            found = self._made(problem, self._chosen, elsewhere=True)
+        except Exception as error:  # as above; the heuristic's plan stays
+            log.warning("%r found no plan for the failure of %s: %s", self._chosen, _names(problem.failed), error)
+            if ready is not None:
+                self._ready.keep(replace(ready, final=True))  # it is not asked again
+            return
+        self._ready.keep(ReadyPlan(found.schedule, "better" if offer else "ahead", final=True))
+        if offer:
+            self._better.put(found)
+            self.on_better()
 
 
-def _of_live(factors: _Factors, failed: frozenset[Worker]) -> _Factors:
-    return tuple((worker, factor) for worker, factor in factors if worker not in failed)
+def _will_do(schedule: Schedule, problem: Problem) -> bool:
+    """Whether ``schedule`` is what planning ``problem`` would lead to, or nearly so."""
+    own = schedule.problem
+    return cost_difference(own.costs, problem.costs) <= _SAME_COSTS and alike(
+        replace(own, costs=problem.costs), problem
+    )
+
+
+def _names(workers: Iterable[Worker]) -> str:
+    return ", ".join(map(str, sorted(workers))) or "nobody"

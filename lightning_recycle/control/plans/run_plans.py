@@ -4,28 +4,37 @@ Concept: the coordinator says what happened (a generation begins, a step was app
 schedules. Every schedule is made here, so no two workers can disagree about one.
 
 Contract: every method is called from the coordinator's thread. What takes long runs elsewhere: plans ahead in a thread
-(:mod:`~lightning_recycle.control.plans.replanning`), better ones in a process
-(:mod:`~lightning_recycle.control.plans.background`).
+(:mod:`~lightning_recycle.control.plans.replanning`), better ones in processes of the lowest priority, whether for the
+times that operations take now (:mod:`~lightning_recycle.control.plans.background`) or from the planner that the user
+chose (:mod:`~lightning_recycle.control.plans.searching`).
 
 Must not know: connections; of a generation's roster, more than who failed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
-from lightning_recycle.control.plans.replanning import RunPlanner, schedules_kept
+from lightning_recycle.control.plans.ready import schedules_kept
+from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.messages import Applied, Profiled
 from lightning_recycle.control.protocol.state import PlanReady
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
+from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.timing import retime
 
 __all__ = ["RunPlans"]
 
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
+_LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
+
+log = logging.getLogger(__name__)
 
 
 class RunPlans:
@@ -41,7 +50,7 @@ class RunPlans:
     Attributes:
         schedules: the newest schedules that were run, with the times measured in them.
         operation_seconds: mean seconds of each kind of operation, by stage and name.
-        watches_drift: whether the plan may change within a generation.
+        may_change: whether the plan may change within a generation.
     """
 
     def __init__(
@@ -54,9 +63,10 @@ class RunPlans:
     ) -> None:
         self.schedules: list[Schedule] = []
         self.operation_seconds: dict[int, dict[str, float]] = {}
-        self.watches_drift = drift is not None
+        self.may_change = drift is not None or planner.improves
         self._grid = grid
         self._planner = planner
+        planner.on_better = wake
         self._drift = None if drift is None else DriftMonitor(drift)
         self._background = None if drift is None else BackgroundPlanning(planner.planner, wake)
         self._on_profile = on_profile
@@ -79,6 +89,13 @@ class RunPlans:
         schedule = self._planner.plan(failed, self.operation_seconds)
         self._begin(schedule, step)
         return schedule
+
+    @property
+    def source(self) -> str:
+        """Where the plan of the newest generation is from; see
+        :class:`~lightning_recycle.control.plans.ready.ReadyPlan`.
+        """
+        return self._planner.source
 
     def change(self, schedule: Schedule, step: int) -> None:
         """All run ``schedule`` from ``step`` on, in the same generation."""
@@ -137,14 +154,28 @@ class RunPlans:
 
     def plan_ahead(self) -> None:
         """Begins to plan for every failure that may come next."""
-        self._planner.plan_ahead(self.schedules[-1].failed, self.operation_seconds)
+        newest = self.schedules[-1]
+        # A better one for these workers can begin only at a step boundary, so there must be steps.
+        self._planner.plan_ahead(newest.failed, self.operation_seconds, newest if self._steps else None)
 
     def better(self) -> list[PlanReady]:
         """The better plans found since the last call."""
-        if self._background is None:
-            return []
-        found = (self._accepted(question, proposal) for question, proposal in self._background.take_answers())
+        found = [self._improved(result) for result in self._planner.take_better()]
+        if self._background is not None:
+            found += [self._accepted(question, proposal) for question, proposal in self._background.take_answers()]
         return [plan for plan in found if plan is not None]
+
+    def _improved(self, result: PlanResult) -> PlanReady | None:
+        """The plan of the planner that the user chose, if it is for those who train now and saves something."""
+        schedule, newest = result.schedule, self.schedules[-1]
+        if replace(newest.problem, costs=schedule.problem.costs) != schedule.problem:
+            return None  # somebody has failed meanwhile, or others are slow
+        before = retime(newest, schedule.problem.costs).period
+        gain = 1.0 - schedule.period / before if before else 0.0
+        if gain < _LEAST_GAIN:
+            log.info("%s found no better plan than the one that runs (%.2f %%).", result.backend, 100 * gain)
+            return None
+        return self._change_to(schedule, gain, before, result.seconds, result.backend)
 
     def _accepted(self, question: Question, proposal: Proposal | None) -> PlanReady | None:
         assert self._drift is not None
@@ -153,16 +184,19 @@ class RunPlans:
             return None
         schedule = proposal.schedule
         self._planner.adopt(schedule)
-        roster = tuple(self._grid.rank(worker) for worker in schedule.live_workers)
+        return self._change_to(schedule, gain, proposal.before, proposal.seconds, "drift")
+
+    def _change_to(self, schedule: Schedule, gain: float, before: float, seconds: float, found_by: str) -> PlanReady:
         factors = tuple((w.pipeline, w.stage, factor) for w, factor in schedule.problem.worker_factors)
         details = {
             "gain": gain,
-            "before": proposal.before,
+            "before": before,
             "after": schedule.period,
             "worker_factors": factors,
-            "planning_seconds": proposal.seconds,
+            "planning_seconds": seconds,
+            "found_by": found_by,
         }
-        return PlanReady(roster, schedule, details)
+        return PlanReady(tuple(self._grid.rank(worker) for worker in schedule.live_workers), schedule, details)
 
     def propose_move(self, failed: Collection[Worker], vacant: Worker) -> Worker | None:
         """A healthy worker of another stage that should take the position ``vacant``, if there is one."""

@@ -1,0 +1,86 @@
+"""Plans that are ready: one for each distribution of failures, whoever has failed.
+
+Concept: a plan is kept under what it is for (:func:`~lightning_recycle.planning.renaming.representative`) and given to
+the workers that need it by renaming. With each comes where it is from, and whether it is from the planner that the user
+chose.
+
+Contract: usable from several threads; keeps as many schedules as memory is set aside for, those used last, and always
+    the
+fault-free one.
+
+Must not know: how plans are made.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.renaming import renamed, representative
+from lightning_recycle.planning.schedule import Schedule
+
+__all__ = ["ReadyPlan", "ReadyPlans", "schedules_kept"]
+
+_KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
+
+_Key: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
+
+
+def schedules_kept(grid: Grid) -> int:
+    """How many schedules of ``grid`` are kept: a run may see any number, and large ones take 100 MB each."""
+    return max(1, _KEPT_OPERATIONS // (3 * grid.global_microbatches * grid.stages))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyPlan:
+    """A plan, and where it is from.
+
+    Args:
+        schedule: the plan.
+        source: "library"; "ahead", made before it was needed; "made", when it was needed; or "better", found while
+            another one ran.
+        final: whether the planner that the user chose has nothing to add to it.
+    """
+
+    schedule: Schedule
+    source: str
+    final: bool
+
+
+class ReadyPlans:
+    """The plans that are kept for a run on ``grid``."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._plans: dict[_Key, ReadyPlan] = {}  # the one used last is the last
+        self._lock = threading.Lock()
+
+    def find(self, problem: Problem) -> ReadyPlan | None:
+        """The plan for the failed and slow workers of ``problem``, whatever its costs and limits are."""
+        key = _key(problem)
+        with self._lock:
+            found = self._plans.pop(key, None)
+            if found is None:
+                return None
+            self._plans[key] = found
+        own = found.schedule.problem
+        schedule = renamed(found.schedule, replace(own, failed=problem.failed, worker_factors=problem.worker_factors))
+        return replace(found, schedule=schedule)
+
+    def keep(self, plan: ReadyPlan) -> None:
+        """Keeps a plan; beyond the limit forgets the least recently used one, but never the fault-free plan."""
+        key = _key(plan.schedule.problem)
+        with self._lock:
+            self._plans.pop(key, None)
+            self._plans[key] = plan
+            forgettable = [key for key in self._plans if key != (frozenset(), ())]
+            for key in forgettable[: -schedules_kept(self._grid)]:
+                del self._plans[key]
+
+
+def _key(problem: Problem) -> _Key:
+    common = representative(problem)
+    return common.failed, common.worker_factors

@@ -1,0 +1,97 @@
+"""Contingencies: which problems a run may have to plan for, the likeliest first.
+
+Concept: who fails is chance, but plans are needed only for distributions of failures over the stages
+(:mod:`~lightning_recycle.planning.renaming`): S for one failure, about S^2 / 2 for two. A distribution is as likely
+as it has sets of workers.
+
+Contract: pure functions. What is planned offline for a library and what a run asks for come from here alike.
+
+Must not know: how plans are made or stored.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import combinations, islice
+from math import comb, prod
+
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.heuristic import heuristic
+from lightning_recycle.planning.normalization import distributions, normalize, normalized_failures
+from lightning_recycle.planning.problem import Problem
+
+__all__ = ["contingencies", "next_failures", "normalized_problem", "usual_limit"]
+
+_MOST_COMPARED = 100_000  # distributions
+_JUDGED_OPERATIONS = 20_000  # up to that, a plan takes about a second, and normalization may ask for some
+
+
+def usual_limit(grid: Grid, failed: Collection[Worker]) -> tuple[int, ...] | None:
+    """The in-flight limits of a run that was given none: 2 S - 1 without a failure, which is no loss and saves memory;
+    none with failures.
+    """
+    return None if failed else (2 * grid.stages - 1,) * grid.stages
+
+
+def contingencies(problem: Problem, failures: int, most: int) -> list[Problem]:
+    """``problem`` with that number of failed workers, for each of their distributions over the stages.
+
+    Args:
+        problem: the fault-free problem.
+        failures: the number of failed workers.
+        most: the most problems wanted; the likeliest are kept. Where there are too many distributions to compare, those
+            with one failure in each of some stages, than which none is likelier.
+    """
+    grid = problem.grid
+
+    def sets(distribution: tuple[int, ...]) -> int:
+        return prod(comb(grid.pipelines, count) for count in distribution)
+
+    if comb(failures + grid.stages - 1, failures) <= _MOST_COMPARED:
+        likeliest = heapq.nlargest(most, distributions(grid, failures), key=sets)
+    else:
+        spread = islice(combinations(range(grid.stages), failures), most) if grid.pipelines > 1 else ()
+        likeliest = [tuple(int(stage in chosen) for stage in range(grid.stages)) for chosen in spread]
+    return [replace(problem, failed=normalized_failures(grid, distribution)) for distribution in likeliest]
+
+
+def normalized_problem(problem: Problem, failures: int) -> Problem:
+    """``problem`` with that *number* of failed workers, in the stages where they cost least (failure normalization).
+
+    Where two distributions have the same bound, the heuristic's plans decide; on large grids only the bounds do.
+
+    Raises:
+        ConfigurationError: when ``failures`` is not an integer of at least 0.
+        PlanningError: when a stage would have no live worker.
+    """
+    grid = problem.grid
+
+    def at(distribution: tuple[int, ...]) -> Problem:
+        return replace(problem, failed=normalized_failures(grid, distribution))
+
+    judged = failures and 3 * grid.global_microbatches * grid.stages <= _JUDGED_OPERATIONS
+    distribution = normalize(
+        grid,
+        problem.costs,
+        failures,
+        technique=problem.technique,
+        in_flight_limit=problem.in_flight_limit,
+        period=(lambda distribution: heuristic(at(distribution)).period) if judged else None,
+    )
+    return at(distribution)
+
+
+def next_failures(problem: Problem) -> list[frozenset[Worker]]:
+    """Who has failed after one more failure: for each different plan that is then needed, one set of workers."""
+    factors = dict(problem.worker_factors)
+    found = []
+    for stage in range(problem.grid.stages):
+        live = problem.live_workers(stage)
+        if len(live) > 1:
+            alike: dict[float, Worker] = {}
+            for worker in live:
+                alike.setdefault(factors.get(worker, 1.0), worker)
+            found += [problem.failed | {worker} for worker in alike.values()]
+    return found

@@ -1,0 +1,18 @@
+import pytest
+from normalization import CASES, case, compare
+
+BOUNDS_MISLEAD = (63, 97, 105, 160)
+
+
+@pytest.mark.parametrize("number", BOUNDS_MISLEAD)
+def test_where_bounds_mislead_plans_decide(number: int) -> None:
+    found = compare(*case(number))
+    assert found.by_bounds > 1e-9
+    assert found.by_periods <= 1e-9
+    assert found.plans <= found.distributions
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [number for number in range(CASES) if number not in BOUNDS_MISLEAD])
+def test_no_distribution_has_a_better_plan_than_the_chosen_one(number: int) -> None:
+    assert compare(*case(number)).by_periods <= 1e-9
