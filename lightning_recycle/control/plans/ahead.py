@@ -1,8 +1,7 @@
 """A thread that makes plans which nobody waits for, and drops them for more urgent ones.
 
 Concept: the work is an iterator; each of its steps makes one plan. New work replaces the old: the plan under way is
-    given
-up (:mod:`~lightning_recycle.planning.cancellation`).
+given up (:mod:`~lightning_recycle.planning.cancellation`).
 
 Must not know: which plans, and how they are made.
 """

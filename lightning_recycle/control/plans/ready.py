@@ -5,8 +5,7 @@ the workers that need it by renaming. With each comes where it is from, and whet
 chose.
 
 Contract: usable from several threads; keeps as many schedules as memory is set aside for, those used last, and always
-    the
-fault-free one.
+the fault-free one.
 
 Must not know: how plans are made.
 """
