@@ -92,6 +92,14 @@ class Schedule:
                 count -= 1
         return peak
 
+    def fits(self, problem: Problem) -> bool:
+        """Whether no worker holds more than the memory of ``problem`` and its in-flight limits allow."""
+        return all(
+            self._peak(worker, memory) <= memory.fixed[worker.stage] + memory.room(worker.stage)
+            for memory in problem.memories
+            for worker in self.workers
+        )
+
     def peak_memory(self, worker: Worker) -> float:
         """The most bytes that ``worker`` holds at once, with what it holds without micro-batches.
 
@@ -101,6 +109,9 @@ class Schedule:
         memory = self.problem.memory
         if memory is None:
             raise PlanningError("the problem has no sizes in bytes: give Problem(memory=Memory(...)).")
+        return self._peak(worker, memory)
+
+    def _peak(self, worker: Worker, memory: Memory) -> float:
         held = peak = memory.fixed[worker.stage]
         for op in self.program(worker):
             held += memory.delta(op.kind, worker.stage)
