@@ -31,6 +31,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.cutting import is_meant_to_be_cut
+from lightning_recycle.planning.footprint import MemoryLimit
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
@@ -79,8 +80,7 @@ class ReCycleStrategy(ParallelStrategy):
             replacement.
         on_stage_lost: "raise" StageLostError when all replicas of a stage are lost, or "restart" from the newest
             checkpoint with as many pipelines as the surviving devices allow.
-        in_flight_limit: how many micro-batches a worker may hold between F and W; by default 2 * S - 1 without a
-            failure and no limit with one.
+        in_flight_limit: how many micro-batches a worker may hold between F and W; by default ``memory`` decides.
         save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
             one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
         seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
@@ -106,6 +106,10 @@ class ReCycleStrategy(ParallelStrategy):
         pipeline: for a LightningModule that is no PipelineModule, the layers that are distributed over stages: the path
             of an ``nn.Sequential`` or ``nn.ModuleList``, such as ``"model.layers"``, or a list of paths in the order in
             which ``training_step`` calls them. By default the container that holds most of the parameters.
+        memory: what plans may use of a worker's memory: "auto", most of the device's, and on a CPU most of the worker's
+            share of the machine's (or of its container's); a fraction of that; or the bytes of all tensors of a worker,
+            as an integer. The workers measure in their second step what they need; until then a worker holds at most
+            as many micro-batches as in 1F1B.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -148,6 +152,7 @@ class ReCycleStrategy(ParallelStrategy):
         run_metrics: bool = False,
         run_summary: bool = True,
         pipeline: Pipeline = None,
+        memory: MemoryLimit = "auto",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -157,7 +162,7 @@ class ReCycleStrategy(ParallelStrategy):
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
-            machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline,
+            machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

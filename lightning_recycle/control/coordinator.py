@@ -533,6 +533,9 @@ class Coordinator:
             case messages.Profiled():
                 self._plans.profiled(message)
                 return
+            case messages.Measured():
+                self._plans.measured(message)
+                return
             case messages.Publish():
                 if message.generation == self._state.generation:
                     self._send(protocol.Send(tuple(r for r in self._state.roster if r != rank), message))

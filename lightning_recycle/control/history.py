@@ -48,7 +48,8 @@ class Event:
             "moved": a worker left its stage for another one. "restarting": a replacement is being started.
             "replanned": from ``step`` on all run another plan, because the operations no longer take the times that
             the old one assumed (``details["found_by"]`` is "drift"), or because the planner that the user chose found
-            a better one than the heuristic (then it is that planner). "saved": a checkpoint is complete.
+            a better one than the heuristic, or the memory that was measured allows or demands another one (then it is
+            the planner). "saved": a checkpoint is complete.
             "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all: all stop after one of
             the next steps. "stage_lost": nobody holds a stage any more. Where a failure is being recovered,
             ``seconds`` of "resumed", "regrouped" and "recovered" count from it.

@@ -256,6 +256,7 @@ class SupervisorLauncher(_Launcher):
             options.in_flight_limit,
             costs=None if profile is None else profile.costs(),
             library=_library(options.plan_library, options.planner),
+            memory=options.memory,
         )
         planner.prepare()
         fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise there are no step boundaries to enter at

@@ -5,8 +5,9 @@ Concept: consider one worker of one stage with its share of the micro-batches.
 - *Load*: it must run F, B and W of all of them, one at a time.
 - *Round trip*: until its first gradient comes back from the later stages it can only run forwards, as many as fit into
   memory; with a fused backward it can, after its last forward, only run the backwards of what it still holds.
-- *Memory*: with at most c micro-batches held, the (k + c)-th forward waits for the release of the k-th, which comes a
-  round trip after its forward; and all but c weight gradients come before the last forward.
+- *Memory*: with room for c micro-batches between F and B, the (k + c)-th forward waits for a B, at the earliest that of
+  the k-th, which comes a round trip after its forward. With room for c between F and W it waits for a W in the same
+  way, and all but c weight gradients come before the last forward. Each takes at least the smaller of its sizes.
 - *Head and tail*: from the start of an earlier stage until the first forward arrives here, and from the last B here
   until the earlier stage has stepped. What happens in between does not fit into that stage's period either.
 
@@ -100,18 +101,32 @@ class _Bounds:
         forward, backward, weight = costs.forward[stage], costs.backward_input[stage], costs.backward_weight[stage]
         return forward * factor, backward * factor, weight * factor
 
+    def _windows(self, stage: int, count: int) -> tuple[int, int]:
+        """The most of ``count`` micro-batches between F and the end of B (BW), and between F and the end of W (BW)."""
+        until_backward = until_weight = float(count)
+        for memory in self.problem.memories:
+            held = memory.after_forward[stage]
+            least = held if self.fused else min(held, memory.after_backward[stage])
+            until_backward = min(until_backward, memory.most(stage, held))
+            until_weight = min(until_weight, memory.most(stage, least))
+        return int(until_backward), int(until_weight)
+
     def _wait(self, stage: int, count: int, factor: float) -> tuple[float, float]:
         """The least idle time and the least time from the first F to the last, for ``count`` micro-batches."""
         forward, backward, weight = self._work(stage, factor)
         round_trip = self._round_trip(stage)
-        limit = self.problem.in_flight_limit
-        window = count if limit is None else min(count, limit[stage])
-        first = max(0.0, round_trip - (window - 1) * forward)
-        last = max(0.0, round_trip - (window - 1) * (backward + weight))
+        until_backward, until_weight = self._windows(stage, count)
+        first = max(0.0, round_trip - (until_backward - 1) * forward)
+        last = max(0.0, round_trip - (until_weight - 1) * (backward + weight))
         # Disjoint unless all forwards come before the first backward, for which there must be memory.
-        idle = first + last if window < count else max(first, last)
-        rounds, rest = divmod(count - 1, window)
-        return idle, rounds * (forward + round_trip + backward + weight) + rest * forward
+        idle = first + last if until_backward < count else max(first, last)
+
+        def to_last(window: int, release: float) -> float:
+            rounds, rest = divmod(count - 1, window)
+            return rounds * (forward + round_trip + release) + rest * forward
+
+        to_backward = to_last(until_backward, backward + (weight if self.fused else 0.0))
+        return idle, max(to_backward, to_last(until_weight, backward + weight))
 
     def _span(self, stage: int, count: int, factor: float) -> float:
         """From the first F to the last W or BW of a worker with ``count`` micro-batches."""
@@ -127,8 +142,7 @@ class _Bounds:
         if not count or self.fused:
             return self._span(stage, count, factor)
         forward, backward, weight = self._work(stage, factor)
-        limit = self.problem.in_flight_limit
-        early = 0 if limit is None else max(0, count - limit[stage])  # W that come before the last F
+        early = max(0, count - self._windows(stage, count)[1])  # W that come before the last F
         idle, to_last = self._wait(stage, count, factor)
         chain = to_last + forward + self._round_trip(stage) + backward
         return max(count * (forward + backward) + early * weight + idle, chain)

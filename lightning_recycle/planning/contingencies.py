@@ -28,10 +28,15 @@ _MOST_COMPARED = 100_000  # distributions
 _JUDGED_OPERATIONS = 20_000  # up to that, a plan takes about a second, and normalization may ask for some
 
 
-def usual_limit(grid: Grid, failed: Collection[Worker]) -> tuple[int, ...] | None:
-    """The in-flight limits of a run that was given none: 2 S - 1 without a failure, which is no loss and saves memory;
-    none with failures.
+def usual_limit(grid: Grid, failed: Collection[Worker], *, measured: bool = False) -> tuple[int, ...] | None:
+    """The in-flight limits of a run that was given none.
+
+    Before a run has measured its memory: what fault-free 1F1B holds in each stage, whoever has ``failed``; a run that
+    begins at all has room for that. Once it has (``measured``), bytes are the limit; without a failure, more than
+    2 S - 1 in flight bring nothing.
     """
+    if not measured:
+        return tuple(min(grid.microbatches, grid.stages - stage) for stage in range(grid.stages))
     return None if failed else (2 * grid.stages - 1,) * grid.stages
 
 

@@ -99,6 +99,16 @@ class ExactPlanner:
         first = proven(schedule, self.backend)
         if first.status == "optimal":
             return proven(schedule, self.backend, seconds=time.monotonic() - started)
+        try:
+            problem.counted()
+        except PlanningError as error:
+            return proven(
+                first.schedule,
+                self.backend,
+                seconds=time.monotonic() - started,
+                warning=f"planner {self.backend}: it splits every backward, for which there is no memory ({error}) "
+                f"Keeping the heuristic's plan, {_gap(first)}.",
+            )
         slots = self._discretize(first)
         if slots is None:
             return proven(
@@ -111,7 +121,9 @@ class ExactPlanner:
             )
         outcome = run_solver(BACKENDS[self.backend], self._task(slots, first))
         best = _best(first.schedule, slots, outcome)
-        bound = outcome.bound * slots.slot if outcome.bound is not None and slots.exact else None
+        # With memory in bytes the solver had less room than there is.
+        holds = slots.exact and problem.memory is None
+        bound = outcome.bound * slots.slot if outcome.bound is not None and holds else None
         result = proven(best, self.backend, bound)
         warning = None
         if outcome.failure is not None:

@@ -1,12 +1,14 @@
 """The list-scheduling heuristic: a good plan for any failures, immediately.
 
 Concept: play the iteration forward in time under a priority rule (see ``list_scheduling``), and search for the rule
-with the best result (see ``rule_search``). Identical pipelines, as without failures, are planned once and copied. Where
-workers differ in speed, the search also covers how many micro-batches each of them runs: the distribution that balances
-the work best is not always best for the pipeline as a whole.
+with the best result (see ``rule_search``), then fuse the backwards that were split for nothing (see ``coupling``).
+Identical pipelines, as without failures, are planned once and copied. Where workers differ in speed, the search also
+covers how many micro-batches each of them runs: the distribution that balances the work best is not always best for the
+pipeline as a whole.
 
-Contract: deterministic; respects the in-flight limit; with effort, never worse than the plan that assumes equally
-fast workers; with ``effort=0``, the plain rule alone.
+Contract: deterministic; respects the memory and the in-flight limit; with effort, never worse than the plan that
+assumes equally fast workers, nor than the one under the limit in micro-batches that bytes amount to; with ``effort=0``,
+the plain rule alone.
 
 Must not know: the validator (which is written from the definition, independently), exact solvers.
 
@@ -15,13 +17,15 @@ Source: ReCycle (arXiv 2405.14009), sections 3 and 4, for the three techniques.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from lightning_recycle.arguments import is_integer
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
 from lightning_recycle.planning.collector import collector_paused
+from lightning_recycle.planning.coupling import coupled
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.problem import Problem
@@ -148,13 +152,41 @@ def _list_schedule(problem: Problem, effort: int) -> Schedule:
 
 
 def _best(codes: Codes, effort: int) -> Solution:
+    """The best order of the operations, with backwards split where that is of use."""
+    solution = _within_memory(codes, effort)
+    sequence, timing = coupled(codes, solution.sequence, solution.timing)
+    return replace(solution, sequence=sequence, timing=timing)
+
+
+def _within_memory(codes: Codes, effort: int) -> Solution:
+    """The best order that fits into memory: never worse than under the limit in micro-batches that bytes amount to."""
     problem = codes.problem
-    alike = not problem.failed and not problem.worker_factors
-    solution = search(codes, effort, _zero_bubble_starts(codes) if alike and not codes.fused else ())
+    memory = problem.memory
+    if memory is None or not effort:
+        return _found(codes, effort)
+    try:
+        counted = problem.counted()
+    except PlanningError:  # no backward of some stage can be split, which a number of micro-batches cannot express
+        return _found(codes, effort)
+    first = _found(Codes(counted, codes.routes, fused=codes.fused), effort)
+    met = first.score[0] <= lower_bound(problem) * (1 + 1e-9)
+    same = codes.fused or memory.after_forward == memory.after_backward
+    if met or same or counted.in_flight_limit == (codes.n,) * codes.stages:
+        return first
+    return _found(codes, effort // 2, [first.sequence])
+
+
+def _found(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Solution:
+    """The result of the search; ``starts``: orders of all operations to compare with."""
+    problem = codes.problem
+    if not problem.failed and not problem.worker_factors and not codes.fused:
+        solution = search(codes, effort, chain(starts, _zero_bubble_starts(codes)))
+    else:
+        solution = search(codes, effort, starts)
     if problem.technique.staggered and effort and solution.score[0] > makespan_lower_bound(problem) * (1 + 1e-9):
         # The search without the staggered optimizer may have been luckier; its order is as good with it.
         barrier = replace(problem, technique=replace(problem.technique, staggered=False))
-        again = _best(Codes(barrier, codes.routes, fused=codes.fused), effort)
+        again = _found(Codes(barrier, codes.routes, fused=codes.fused), effort, starts)
         timing = best_timing(codes, again.sequence)
         if round(timing.period, 9) < solution.score[0]:
             return replace(again, timing=timing)
@@ -170,7 +202,10 @@ def _codes(problem: Problem, power: float = 1.0) -> Codes:
 def _zero_bubble_starts(codes: Codes) -> Iterator[list[int]]:
     """ZB-H1 and relatives with a longer warm-up, as memory allows."""
     stages, microbatches = codes.stages, codes.problem.grid.microbatches
-    limit = codes.problem.in_flight_limit or (microbatches,) * stages
+    try:
+        limit = codes.problem.counted().in_flight_limit or (microbatches,) * stages
+    except PlanningError:  # they split every backward, for which there is no memory
+        return
     for slope, less in ((1.0, 0), (2.0, 1), (1.5, 0), (2.0, 0), (2.5, 0)):
         warmup = [max(1, int(slope * (stages - stage)) - less) for stage in range(stages)]
         yield zero_bubble(codes, warmup, limit)

@@ -372,7 +372,9 @@ def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
             validate(mapped)
         except InvalidScheduleError:  # it holds more than it may
             return None
-        if mapped.period > _GOOD * lower_bound(problem):
+        # Bytes that it keeps to, beside the limit that it was made for, only exclude other plans.
+        narrower = _limits(stored) == _limits(replace(problem, memory=None))
+        if not narrower and mapped.period > _GOOD * lower_bound(problem):
             return None
     return proven(mapped, result.backend)
 
@@ -382,7 +384,8 @@ _NO_LIMITS = {"grid", "costs", "failed", "technique", "worker_factors"}
 
 def _limits(problem: Problem) -> dict[str, Any]:
     """What ``problem`` says about memory: whatever else it has."""
-    return {item.name: getattr(problem, item.name) for item in fields(problem) if item.name not in _NO_LIMITS}
+    limits = {item.name: getattr(problem, item.name) for item in fields(problem) if item.name not in _NO_LIMITS}
+    return {name: limit for name, limit in limits.items() if limit is not None or name == "in_flight_limit"}
 
 
 def _shown(limits: Mapping[str, Any]) -> str:

@@ -1,11 +1,12 @@
 """List scheduling: play one iteration forward in time under a priority rule.
 
 Concept: a free worker takes whatever is ready there: a forward, a backward or a weight gradient, older micro-batches
-first. The rule decides which kind goes first, from the number of micro-batches that the worker holds.
+first. The rule decides which kind goes first, from the number of micro-batches that the worker holds, and whether a
+backward is split: B at once and W later, or BW where B would take memory that is needed for something else.
 
-Contract: deterministic; never holds more than the rule's hard numbers; never deadlocks: the last stage can always
-finish what it has begun, so it eventually takes new micro-batches, so the stage before it does too, and so on. O(n log
-n) for n operations.
+Contract: deterministic; never holds more than the rule's hard numbers, nor more bytes than the problem's memory; never
+deadlocks: the last stage can always finish what it has begun (BW takes no memory), so it eventually takes new
+micro-batches, so the stage before it does too, and so on. O(n log n) for n operations.
 
 Must not know: what makes a schedule good; periods. Internal to ``planning``.
 """
@@ -16,9 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes
+from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes
 
-__all__ = ["Rule", "play"]
+__all__ = ["FUSE", "FUSE_FOR_FORWARD", "SPLIT", "Rule", "play"]
+
+SPLIT, FUSE_FOR_FORWARD, FUSE = 0, 1, 2
+"""How a backward is run where it may be split: as B and W if B fits into memory; only if an F still fits beside it; or
+always as BW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ class Rule:
         ages: per micro-batch, numbered d * M + m; lower goes first.
         forward_first: per stage; whether an F that may start goes before a B, as does a W that makes room for it.
         begin: per stage; nothing starts earlier, in the unit of the costs; None for 0 everywhere.
+        coupling: per stage, SPLIT, FUSE_FOR_FORWARD or FUSE; None for SPLIT everywhere.
     """
 
     soft: tuple[int, ...]
@@ -40,6 +47,7 @@ class Rule:
     ages: Sequence[int]
     forward_first: tuple[bool, ...]
     begin: tuple[float, ...] | None = None
+    coupling: tuple[int, ...] | None = None
 
 
 def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
@@ -60,6 +68,21 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
     soft = [min(rule.soft[rank % stages], rule.hard[rank % stages]) for rank in range(workers)]
     hard = [rule.hard[rank % stages] for rank in range(workers)]
     forward_first = [rule.forward_first[rank % stages] for rank in range(workers)]
+    coupling = rule.coupling or (SPLIT,) * stages
+    memory = codes.problem.memory
+    bounded = memory is not None
+    may_fuse = not fused and (bounded or rule.coupling is not None)
+    # By stage: bytes that F takes; those that B takes in addition; and what W frees.
+    for_forward, for_backward, for_weight = [0.0] * stages, [0.0] * stages, [0.0] * stages
+    room = [0.0] * workers
+    if memory is not None:
+        for_forward = [memory.delta(OpKind.FORWARD, stage) for stage in range(stages)]
+        if fused:
+            for_backward = [memory.delta(OpKind.BACKWARD, stage) for stage in range(stages)]
+        else:
+            for_backward = [memory.delta(OpKind.BACKWARD_INPUT, stage) for stage in range(stages)]
+            for_weight = [memory.delta(OpKind.BACKWARD_WEIGHT, stage) for stage in range(stages)]
+        room = [memory.room(rank % stages) for rank in range(workers)]
     # Events: an operation ends (its code), its result arrives at the next stage (code + size), or a stage begins.
     size = codes.size
     events: list[tuple[float, int]] = []
@@ -86,11 +109,21 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             stage = rank % stages
             held = in_flight[rank]
             may_forward = forwards[rank] and credit[rank] > 0
-            if may_forward and forward_first[rank] and (held < hard[rank] or weights[rank]):
-                kind = FORWARD if held < hard[rank] else WEIGHT
+            fits = held < hard[rank] and (not bounded or for_forward[stage] <= room[rank])
+            if may_forward and forward_first[rank] and (fits or weights[rank]):
+                kind = FORWARD if fits else WEIGHT
             elif backwards[rank]:
                 kind = BACKWARD
-            elif may_forward and held < (soft[rank] if weights[rank] else hard[rank]):
+                if may_fuse:
+                    left = room[rank] - for_backward[stage]
+                    how = coupling[stage]
+                    if (
+                        (bounded and left < min(0.0, room[rank]))
+                        or how == FUSE
+                        or (how == FUSE_FOR_FORWARD and may_forward and left < for_forward[stage])
+                    ):
+                        kind = FUSED
+            elif may_forward and fits and (held < soft[rank] or not weights[rank]):
                 kind = FORWARD
             elif weights[rank]:
                 kind = WEIGHT
@@ -100,13 +133,19 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                 number = heappop(forwards[rank]) % n
                 credit[rank] -= 1
                 in_flight[rank] = held = held + 1
+                if bounded:
+                    room[rank] -= for_forward[stage]
                 if held > peak[rank]:
                     peak[rank] = held
-            elif kind == BACKWARD:
+            elif kind == WEIGHT:
+                number = heappop(weights[rank]) % n
+                if bounded:
+                    room[rank] -= for_weight[stage]
+            else:
                 number = heappop(backwards[rank]) % n
                 credit[rank] += 1
-            else:
-                number = heappop(weights[rank]) % n
+                if bounded:  # a worker runs one operation at a time: what this one frees may as well count at once
+                    room[rank] -= for_backward[stage] if kind == BACKWARD else -for_forward[stage]
             key = kind * stages + stage
             code = key * n + number
             busy[rank] = True

@@ -1,10 +1,15 @@
-"""Memory: from bytes to the number of micro-batches that a worker may hold.
+"""Memory of a worker: what it holds without any micro-batch, and what each operation adds or frees.
 
-Concept: a worker's memory holds parameters, gradients, optimizer state and buffers, whatever the schedule; the rest is
-for micro-batches. Each keeps its activations from F on, and after B, with a decoupled backward, what its W still
-needs. A planner counts micro-batches, so the larger of the two sizes decides how many fit.
+Concept: parameters, gradients, optimizer state and buffers are held whatever the schedule; the rest is for
+micro-batches. Memory follows from the operations: F takes what the micro-batch's backward needs (``after_forward``), B
+replaces that by what its W still needs (``after_backward``, which may be more: a linear layer keeps its input *and* the
+gradient of its output), W frees the rest, and BW frees everything without the detour. The most that a worker holds is
+therefore a property of the order of its operations, and of whether each backward is split.
 
-Contract: frozen, validated; never promises more than fits.
+A limit in micro-batches is the same with sizes of 1 (:meth:`Memory.counting`).
+
+Contract: frozen, validated; deltas in :meth:`Memory.delta` are the only place that knows what an operation does to
+memory. An operation takes memory at its start and frees it at its end.
 
 Must not know: schedules, torch.
 
@@ -13,13 +18,16 @@ Units: bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.ops import OpKind
 
 __all__ = ["Memory"]
+
+_ROUNDING = 1e-9  # of the capacity; sums of bytes that are not whole numbers are not exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class Memory:
         capacity: the memory of a worker.
         fixed: memory used without any micro-batch: parameters, gradients, optimizer state, the shadow of the
             last step, buffers.
-        after_forward: memory held for one micro-batch between the start of F and the end of B.
+        after_forward: memory held for one micro-batch between the start of F and the end of B or BW.
         after_backward: memory held for one micro-batch between B and the end of W (0 for a fused backward).
 
     Raises:
@@ -56,8 +64,43 @@ class Memory:
                 raise ConfigurationError(f"Memory({name}={values!r}): give finite numbers of bytes, at least 0.")
             object.__setattr__(self, name, values)
 
+    @classmethod
+    def counting(cls, limits: Sequence[int]) -> Memory:
+        """The memory in which a worker of stage s can hold ``limits[s]`` micro-batches from F to W or BW."""
+        ones = (1,) * len(limits)
+        return cls(tuple(limits), (0,) * len(limits), ones, ones)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.capacity)
+
+    def room(self, stage: int) -> float:
+        """Bytes of a worker of ``stage`` that are free for micro-batches, with an allowance for rounding."""
+        return self.capacity[stage] - self.fixed[stage] + _ROUNDING * self.capacity[stage]
+
+    def delta(self, kind: OpKind, stage: int) -> float:
+        """Bytes that a worker of ``stage`` holds more after an operation of ``kind`` than before it."""
+        held, waiting = self.after_forward[stage], self.after_backward[stage]
+        if kind is OpKind.FORWARD:
+            return held
+        if kind is OpKind.BACKWARD_INPUT:
+            return waiting - held
+        if kind is OpKind.BACKWARD_WEIGHT:
+            return -waiting
+        return -held if kind is OpKind.BACKWARD else 0.0
+
+    def most(self, stage: int, each: float) -> float:
+        """How many micro-batches of ``each`` bytes fit into a worker of ``stage``; infinite for 0 bytes."""
+        return self.room(stage) // each if each else float("inf")
+
+    def check(self) -> None:
+        """Raises PlanningError when a stage has no room for one micro-batch: then no plan exists."""
+        for stage in range(self.stages):
+            self._check(stage, self.after_forward[stage])
+
     def in_flight_limit(self, most: int) -> tuple[int, ...]:
-        """The number of micro-batches a worker of each stage may hold, for ``Problem.in_flight_limit``.
+        """The number of micro-batches that fit into a worker of each stage whatever the order of its operations.
 
         Args:
             most: the limit where micro-batches need no memory, e.g. D * M.
@@ -66,13 +109,16 @@ class Memory:
             PlanningError: when a stage has no room for one micro-batch.
         """
         limits = []
-        for stage, (capacity, fixed) in enumerate(zip(self.capacity, self.fixed, strict=True)):
+        for stage in range(self.stages):
             each = max(self.after_forward[stage], self.after_backward[stage])
-            limit = min(most, int((capacity - fixed) // each)) if each and capacity >= fixed else most
-            if capacity < fixed or limit < 1:
-                raise PlanningError(
-                    f"a worker of stage {stage} has {capacity:,.0f} bytes, needs {fixed:,.0f} without and {each:,.0f} "
-                    "more with one micro-batch: use smaller micro-batches, more stages or more memory."
-                )
-            limits.append(limit)
+            self._check(stage, each)
+            limits.append(int(min(most, self.most(stage, each))))
         return tuple(limits)
+
+    def _check(self, stage: int, each: float) -> None:
+        if self.room(stage) < each:
+            raise PlanningError(
+                f"a worker of stage {stage} has {self.capacity[stage]:,.0f} bytes, needs {self.fixed[stage]:,.0f} "
+                f"without and {each:,.0f} more with one micro-batch: use smaller micro-batches, more stages or more "
+                "memory."
+            )

@@ -27,7 +27,7 @@ __all__ = ["one_f_one_b"]
 def one_f_one_b(problem: Problem) -> Schedule:
     """The 1F1B schedule of a problem without failures.
 
-    Under an ``in_flight_limit`` below S - s the warm-up is shortened. No stage warms up further than the one
+    Where memory holds fewer than S - s the warm-up is shortened. No stage warms up further than the one
     before it, which would deadlock.
 
     Raises:
@@ -40,11 +40,12 @@ def one_f_one_b(problem: Problem) -> Schedule:
     grid = problem.grid
     codes = Codes(problem, reroute(grid, ()), fused=True)
     programs: dict[int, list[int]] = {}
+    limit = problem.counted().in_flight_limit
     warmup = grid.microbatches
     for stage in range(grid.stages):
         warmup = min(warmup, grid.stages - stage)
-        if problem.in_flight_limit is not None:
-            warmup = min(warmup, problem.in_flight_limit[stage])
+        if limit is not None:
+            warmup = min(warmup, limit[stage])
         for pipeline in range(grid.pipelines):
             first = pipeline * grid.microbatches
             forwards = [codes.code(FORWARD, stage, first + m) for m in range(grid.microbatches)]

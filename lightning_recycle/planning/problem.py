@@ -7,18 +7,20 @@ Contract: frozen, hashable, validated on construction; every error names the wro
 
 Must not know: how schedules are computed, torch.
 
-Units: costs are in seconds, or in any unit used consistently ("slots"); memory is in micro-batches in flight.
+Units: costs are in seconds, or in any unit used consistently ("slots"); memory is in bytes, or in micro-batches in
+flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.ops import OpKind
 
 __all__ = ["Costs", "Problem", "Technique"]
@@ -29,7 +31,8 @@ class Technique:
     """ReCycle's switches. Adaptive re-routing of dead workers' micro-batches is always on.
 
     Args:
-        decoupled: split backward into B and W; otherwise one fused BW that costs B + W.
+        decoupled: a backward may be split into B and W, which the plan decides for each; otherwise all are fused (BW,
+            which costs B + W).
         staggered: each stage steps its optimizer when its own gradients are reduced; consecutive iterations overlap.
     """
 
@@ -51,10 +54,13 @@ class Problem:
         worker_factors: factors by which F, B, W and STEP take longer on a worker than the stage's costs, e.g. 2.0 at
             half the speed; 1 for workers not named. REDUCE is unaffected. A mapping or pairs; kept as sorted pairs,
             without factors of 1.
+        memory: what a worker of each stage has and what micro-batches need, in bytes; None for no limit. With
+            ``in_flight_limit`` both hold.
 
     Raises:
         ConfigurationError: when a value is impossible.
-        PlanningError: when every replica of a stage has failed, so that no plan exists.
+        PlanningError: when no plan exists: every replica of a stage has failed, or a worker cannot hold one
+            micro-batch.
     """
 
     grid: Grid
@@ -63,6 +69,7 @@ class Problem:
     technique: Technique = field(default_factory=Technique)
     in_flight_limit: tuple[int, ...] | None = None
     worker_factors: tuple[tuple[Worker, float], ...] = ()
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         grid = self.grid
@@ -93,6 +100,13 @@ class Problem:
                 )
 
         object.__setattr__(self, "worker_factors", _factors(grid, self.worker_factors))
+        if self.memory is not None:
+            if self.memory.stages != grid.stages:
+                raise ConfigurationError(
+                    f"memory is given for {self.memory.stages} stages, the grid {grid} has {grid.stages}: "
+                    "give one value per stage."
+                )
+            self.memory.check()
 
     def factor(self, worker: Worker) -> float:
         """The factor by which operations take longer on ``worker`` than its stage's costs."""
@@ -102,6 +116,27 @@ class Problem:
         """Duration of an operation of ``kind`` on ``worker``, in the unit of the costs."""
         cost = self.costs.of(kind, worker.stage)
         return cost if kind is OpKind.REDUCE else cost * self.factor(worker)
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """Every limit of memory that holds, the one in micro-batches included."""
+        counted = () if self.in_flight_limit is None else (Memory.counting(self.in_flight_limit),)
+        return counted if self.memory is None else (*counted, self.memory)
+
+    def counted(self) -> Problem:
+        """The problem with a limit in micro-batches alone, which no schedule of it can exceed in bytes.
+
+        Raises:
+            PlanningError: when a worker cannot hold one micro-batch whose backward is split.
+        """
+        if self.memory is None:
+            return self
+        memory = self.memory
+        if not self.technique.decoupled:
+            memory = replace(memory, after_backward=(0,) * memory.stages)
+        fit = memory.in_flight_limit(self.grid.global_microbatches)
+        limit = fit if self.in_flight_limit is None else tuple(map(min, fit, self.in_flight_limit))
+        return replace(self, in_flight_limit=limit, memory=None)
 
     def live_workers(self, stage: int | None = None) -> tuple[Worker, ...]:
         """The workers that have not failed: all in rank order, or those of one stage by pipeline."""

@@ -8,7 +8,8 @@ Concept: the quality of a list schedule depends on its rule far more than on luc
 - up to which stage forwards go first (*split*): early stages feed the pipeline and must not wait, late stages feed the
   gradients back;
 - with the staggered optimizer, how much later than possible a stage begins (*delay*): the forwards that pile up
-  meanwhile keep its workers busy when the stages before it are as loaded as it is and arrivals jitter.
+  meanwhile keep its workers busy when the stages before it are as loaded as it is and arrivals jitter;
+- where a split backward takes more memory than a fused one, which stages split theirs (*coupling*).
 
 A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse.
 
@@ -29,14 +30,15 @@ from typing import NamedTuple
 
 from lightning_recycle.planning import cancellation
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.list_scheduling import Rule, play
-from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, Timing, best_timing
+from lightning_recycle.planning.list_scheduling import FUSE, FUSE_FOR_FORWARD, SPLIT, Rule, play
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing
 
 __all__ = ["Solution", "search"]
 
 _SEED = 1
 _SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
 _DELAYS = (0.5, 0.25, 1.0)  # of a stage's start, as a fraction of the time until its first micro-batch can arrive
+_COUPLING_CHANGES = 0.2  # of the random changes, where backwards may be split or fused to save memory
 _FEWEST_PLAYS = 3  # however large the grid
 _MOST_FRUITLESS = 600  # plays in a row without a better schedule
 
@@ -53,13 +55,14 @@ class Solution:
 
 
 class _Point(NamedTuple):
-    """A position of the hill climb: indices of three caps and a delay, and a number of stages."""
+    """A position of the hill climb: indices of three caps, a delay and a coupling, and a number of stages."""
 
     soft: int
     hard: int
     ahead: int
     split: int
     delay: int
+    coupling: int = 0
 
 
 def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solution:
@@ -90,7 +93,7 @@ class _Search:
         self.draw = Random(_SEED).random
 
         self.ages = tuple(microbatch.index for microbatch in grid.all_microbatches())
-        self.limit = problem.in_flight_limit or (grid.global_microbatches,) * grid.stages
+        self.limit = _most_held(codes)
         self.caps = [self.limit]
         for slope, extra in _SLOPES:
             cap = tuple(min(self.limit[s], int(slope * (self.stages - s)) + extra) for s in range(self.stages))
@@ -102,6 +105,13 @@ class _Search:
             for forward in problem.costs.forward[:-1]:
                 arrival.append(arrival[-1] + forward + problem.costs.communication)
             self.delays += [tuple(time * (1 + delay) for time in arrival) for delay in _DELAYS]
+        self.couplings: list[tuple[int, ...] | None] = [None]
+        memory = problem.memory
+        if memory is not None and not codes.fused:
+            grows = [after > held for held, after in zip(memory.after_forward, memory.after_backward, strict=True)]
+            if any(grows):
+                # Where B takes no memory, it and its W are at least as good as BW.
+                self.couplings += [tuple(how if grow else SPLIT for grow in grows) for how in (FUSE_FOR_FORWARD, FUSE)]
 
     def run(self, starts: Iterable[list[int]]) -> Solution:
         # With only a few plays, a delay is the better guess: it nearly always meets the bound.
@@ -151,17 +161,17 @@ class _Search:
         """The sum of the workers' peaks of micro-batches held."""
         workers = self.codes.problem.grid.num_workers
         count, peak = [0] * workers, [0] * workers
-        release = BACKWARD if self.codes.fused else WEIGHT
+        releases = (BACKWARD, FUSED) if self.codes.fused else (WEIGHT, FUSED)
         for code in sequence:
             rank, kind = self.codes.rank(code), code // (self.stages * self.codes.n)
-            count[rank] += (kind == FORWARD) - (kind == release)
+            count[rank] += (kind == FORWARD) - (kind in releases)
             peak[rank] = max(peak[rank], count[rank])
         return sum(peak)
 
     def _template(self, point: _Point) -> Rule:
         soft, hard, ahead = self.caps[point.soft], self.caps[point.hard], self.caps[point.ahead]
         first = tuple(stage < point.split for stage in range(self.stages))
-        return Rule(soft, hard, ahead, self.ages, first, self.delays[point.delay])
+        return Rule(soft, hard, ahead, self.ages, first, self.delays[point.delay], self.couplings[point.coupling])
 
     def _climb(self, at: _Point) -> None:
         """Improve the numbers of a point one by one, from a few starts. ``at`` has been played."""
@@ -199,10 +209,15 @@ class _Search:
         yield from (at._replace(hard=cap) for cap in caps)
         yield from (at._replace(ahead=cap) for cap in caps)
         yield from (at._replace(delay=delay) for delay in range(len(self.delays)))
+        yield from (at._replace(coupling=coupling) for coupling in range(len(self.couplings)))
 
     def _changed(self, rule: Rule) -> Rule:
         """``rule`` with one or two random changes, or a random template, or all micro-batches shuffled a little."""
         draw, stages = self.draw, self.stages
+        if len(self.couplings) > 1 and draw() < _COUPLING_CHANGES:
+            coupling = list(rule.coupling or (SPLIT,) * stages)
+            coupling[int(draw() * stages)] = int(draw() * (FUSE + 1))
+            return replace(rule, coupling=tuple(coupling))
         kind = draw()
         if kind < 0.15:
             caps = len(self.caps)
@@ -227,7 +242,18 @@ class _Search:
             else:
                 ages[int(draw() * len(ages))] += (draw() - 0.5) * 4.0
         soft, hard, ahead = (tuple(count) for count in counts)
-        return Rule(soft, hard, ahead, _ranks(ages), tuple(first), rule.begin)
+        return Rule(soft, hard, ahead, _ranks(ages), tuple(first), rule.begin, rule.coupling)
+
+
+def _most_held(codes: Codes) -> tuple[int, ...]:
+    """Per stage, the most micro-batches that a worker can hold at any moment."""
+    grid = codes.problem.grid
+    most = [float(grid.global_microbatches)] * grid.stages
+    for memory in codes.problem.memories:
+        for stage, held in enumerate(memory.after_forward):
+            each = held if codes.fused else min(held, memory.after_backward[stage])
+            most[stage] = min(most[stage], memory.most(stage, each))
+    return tuple(map(int, most))
 
 
 def _ranks(values: list[float]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ Must not know: how it was made, how it is run, torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.planning.bounds import lower_bound as analytic_lower_bound
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 
@@ -91,6 +92,32 @@ class Schedule:
                 count -= 1
         return peak
 
+    def fits(self, problem: Problem) -> bool:
+        """Whether no worker holds more than the memory of ``problem`` and its in-flight limits allow."""
+        return all(
+            self._peak(worker, memory) <= memory.fixed[worker.stage] + memory.room(worker.stage)
+            for memory in problem.memories
+            for worker in self.workers
+        )
+
+    def peak_memory(self, worker: Worker) -> float:
+        """The most bytes that ``worker`` holds at once, with what it holds without micro-batches.
+
+        Raises:
+            PlanningError: when the problem does not say what micro-batches need.
+        """
+        memory = self.problem.memory
+        if memory is None:
+            raise PlanningError("the problem has no sizes in bytes: give Problem(memory=Memory(...)).")
+        return self._peak(worker, memory)
+
+    def _peak(self, worker: Worker, memory: Memory) -> float:
+        held = peak = memory.fixed[worker.stage]
+        for op in self.program(worker):
+            held += memory.delta(op.kind, worker.stage)
+            peak = max(peak, held)
+        return peak
+
     def to_plan(
         self,
         *,
@@ -146,6 +173,7 @@ class Schedule:
                 for worker in self.live_workers
             ],
             **({"worker_factors": factors} if factors else {}),
+            **({} if problem.memory is None else {"memory": asdict(problem.memory)}),
         }
 
     @classmethod
@@ -163,6 +191,7 @@ class Schedule:
             )
         try:
             limit = plan["in_flight_limit"]
+            memory = plan.get("memory")
             problem = Problem(
                 grid=Grid(**plan["grid"]),
                 costs=Costs(**plan["costs"]),
@@ -170,6 +199,7 @@ class Schedule:
                 technique=Technique(**plan["technique"]),
                 in_flight_limit=None if limit is None else tuple(limit),
                 worker_factors=tuple((Worker(d, s), factor) for d, s, factor in plan.get("worker_factors", ())),
+                memory=None if memory is None else Memory(**memory),
             )
             with collector_paused():
                 workers = {

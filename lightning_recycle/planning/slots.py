@@ -16,6 +16,10 @@ Times are integers, in units of a slot. Where all durations are multiples of a c
 lose nothing: start times are sums of durations. Otherwise durations are rounded to a longer slot;
 the solver's *order* is then timed again with the real durations, and its bound is not used.
 
+Memory in bytes becomes the number of micro-batches that fits whatever the order; a solver may then miss schedules that
+fit, and its bound says nothing about them. Every backward is split, or none; what was split for nothing is fused at the
+end.
+
 Contract: pure data and arithmetic, deterministic; picklable, for the solver's process.
 
 Must not know: any solver, or how long solving takes.
@@ -28,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from lightning_recycle.planning.coupling import coupled
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.schedule import Schedule
@@ -199,13 +204,17 @@ def _durations(schedule: Schedule) -> dict[tuple[int, int], dict[int, float]]:
     """Duration by (kind, stage), then micro-batch number."""
     per_pipeline = schedule.grid.microbatches
     found: dict[tuple[int, int], dict[int, float]] = {}
+    # Solvers split every backward or none; the schedule may have fused some.
+    split = schedule.problem.technique.decoupled
+    kinds = (OpKind.FORWARD, *((OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT) if split else (OpKind.BACKWARD,)))
     for worker, ops in schedule.workers.items():
-        duration = {kind: schedule.problem.duration(kind, worker) for kind in _KINDS}
+        duration = {_KINDS[kind]: schedule.problem.duration(kind, worker) for kind in kinds}
         for scheduled in ops:
             op = scheduled.op
-            if op.microbatch is not None:
+            if op.kind is OpKind.FORWARD and op.microbatch is not None:
                 number = op.microbatch.pipeline * per_pipeline + op.microbatch.index
-                found.setdefault((_KINDS[op.kind], op.stage), {})[number] = duration[op.kind]
+                for kind, seconds in duration.items():
+                    found.setdefault((kind, op.stage), {})[number] = seconds
     return found
 
 
@@ -289,7 +298,7 @@ def _build(
             )
             assert position == len(ops) - 1
     return SlotProblem(
-        tuple(ops), stages, fused, problem.technique.staggered, tails, problem.in_flight_limit, slot, exact
+        tuple(ops), stages, fused, problem.technique.staggered, tails, problem.counted().in_flight_limit, slot, exact
     )
 
 
@@ -322,4 +331,4 @@ def schedule_from_starts(schedule: Schedule, problem: SlotProblem, starts: Seque
             rows.setdefault(op.worker, []).append(row)
     programs = {rank: [row[-1] for row in sorted(rows[rank])] for rank in sorted(rows)}
     sequence = interleave(codes, programs)
-    return assemble(codes, sequence, best_timing(codes, sequence))
+    return assemble(codes, *coupled(codes, sequence, best_timing(codes, sequence)))

@@ -9,7 +9,8 @@ mean is the better estimate.
 
 Contract: exact for the given orders, up to rounding; linear in the number of operations per pass, few passes. Work
 is done on integers: ``code = (kind * S + stage) * N + microbatch`` with N = D * M, so that a 600,000-operation
-schedule takes seconds.
+schedule takes seconds. Whether a backward is fused or split is part of the order: it has the code of FUSED, or those of
+BACKWARD and WEIGHT.
 
 Must not know: how the orders were chosen. Internal to ``planning``.
 """
@@ -26,22 +27,34 @@ from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem
 from lightning_recycle.planning.schedule import Schedule, staggered_period
 
-__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Codes", "Timing", "assemble", "best_timing", "interleave", "retime"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "FUSED",
+    "WEIGHT",
+    "Codes",
+    "Timing",
+    "assemble",
+    "best_timing",
+    "interleave",
+    "retime",
+]
 
 WorkerFactors: TypeAlias = Mapping[Worker, float] | tuple[tuple[Worker, float], ...]
 """See ``Problem.worker_factors``."""
 
-FORWARD, BACKWARD, WEIGHT = 0, 1, 2
-"""Kinds within a code; BACKWARD is B, or BW when the backward is fused."""
+FORWARD, BACKWARD, WEIGHT, FUSED = 0, 1, 2, 3
+"""Kinds within a code; BACKWARD is B, or BW where no backward is split; FUSED is BW where others are."""
 
 _ROUND_LIMIT = 40  # passes over all operations in the search for the period; small grids need 3 to 6
 _OPERATION_BUDGET = 8_000_000  # the same for large grids: about 5 s
 
 
 class Codes:
-    """Integer names of the F, B and W operations of a problem, with the tables that the inner loops need.
+    """Integer names of the F, B, W and BW operations of a problem, with the tables that the inner loops need.
 
     ``key = code // n = kind * S + stage``; tables are indexed by key, or by key and micro-batch number ``d * M + m``.
+    What waits for a backward looks at the code of BACKWARD; a FUSED one is recorded there too, ``to_backward`` further.
     """
 
     def __init__(self, problem: Problem, routes: Sequence[Mapping[Microbatch, Worker]], *, fused: bool) -> None:
@@ -50,15 +63,17 @@ class Codes:
         self.fused = fused
         self.stages = grid.stages
         self.n = grid.global_microbatches
-        self.size = 3 * self.stages * self.n
+        self.size = 4 * self.stages * self.n
+        self.to_backward = (BACKWARD - FUSED) * self.stages * self.n
+        self.first_fused = FUSED * self.stages
+        """The lowest key of FUSED."""
         self.microbatches = tuple(grid.all_microbatches())
         self.routes = routes
         rank_of = [[grid.rank(routes[s][mb]) for mb in self.microbatches] for s in range(self.stages)]
-        self.ranks: list[list[int]] = rank_of * 3
-        backward = costs.backward_input
-        if fused:
-            backward = tuple(b + w for b, w in zip(backward, costs.backward_weight, strict=True))
-        self.durations: list[float] = [*costs.forward, *backward, *costs.backward_weight]
+        self.ranks: list[list[int]] = rank_of * 4
+        both = tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))
+        backward = both if fused else costs.backward_input
+        self.durations: list[float] = [*costs.forward, *backward, *costs.backward_weight, *both]
         factors = {grid.rank(worker): factor for worker, factor in problem.worker_factors}
         self.times: list[list[float]] = [
             [duration * factors.get(rank, 1.0) for rank in ranks] if factors else [duration] * self.n
@@ -76,6 +91,7 @@ class Codes:
             *(-self.n if s else 0 for s in range(self.stages)),
             *(self.n if s < last else 0 for s in range(self.stages)),
             *(0 for _ in range(self.stages)),
+            *(self.n + self.to_backward if s < last else 0 for s in range(self.stages)),
         ]
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
@@ -129,8 +145,10 @@ def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]
             if offset and not done[code + offset]:
                 waiting[code + offset] = rank
                 break
-            done[code] = True
             sequence.append(code)
+            if code // n >= codes.first_fused:
+                code += codes.to_backward
+            done[code] = True
             at += 1
             if code in waiting:
                 runnable.append(waiting.pop(code))
@@ -145,7 +163,7 @@ def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> T
     """The earliest times if stage s may begin at ``begin[s]``."""
     n, comm = codes.n, codes.problem.costs.communication
     ranks, times, offsets = codes.ranks, codes.times, codes.input_offset
-    stages = codes.stages
+    stages, first_fused, to_backward = codes.stages, codes.first_fused, codes.to_backward
     workers = codes.problem.grid.num_workers
     free = [begin[rank % stages] for rank in range(workers)]
     first: list[float] = [-1.0] * workers
@@ -164,7 +182,10 @@ def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> T
         if first[rank] < 0.0:
             first[rank] = start
         starts[code] = start
-        ends[code] = free[rank] = start + times[key][microbatch]
+        end = free[rank] = start + times[key][microbatch]
+        if key >= first_fused:
+            code += to_backward
+        ends[code] = end
         sources[code] = source
     stage_begin, stage_end, stage_source = [], [], []
     for stage in range(stages):
@@ -214,7 +235,8 @@ def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
     """The schedule of a timed sequence, with REDUCE and STEP added where a stage's last gradient is complete."""
     problem, n, stages = codes.problem, codes.n, codes.stages
     grid, costs = problem.grid, problem.costs
-    kinds = (OpKind.FORWARD, OpKind.BACKWARD if codes.fused else OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+    backward = OpKind.BACKWARD if codes.fused else OpKind.BACKWARD_INPUT
+    kinds = (OpKind.FORWARD, backward, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
     origin = min(timing.stage_begin)
     lists: dict[int, list[ScheduledOp]] = {grid.rank(worker): [] for worker in problem.live_workers()}
     for code in sequence:
@@ -245,23 +267,17 @@ def retime(schedule: Schedule, costs: Costs, worker_factors: WorkerFactors | Non
         schedule: the schedule whose orders to keep.
         costs: the new costs of the operations.
         worker_factors: factors by which operations take longer on a worker; by default those of the schedule's problem.
-
-    Raises:
-        PlanningError: when the schedule mixes fused and decoupled backwards.
     """
     factors = schedule.problem.worker_factors if worker_factors is None else worker_factors
     problem = replace(schedule.problem, costs=costs, worker_factors=factors)  # type: ignore[arg-type]
     grid = schedule.grid
-    kinds = {scheduled.op.kind for ops in schedule.workers.values() for scheduled in ops}
-    fused = OpKind.BACKWARD in kinds
-    if fused and OpKind.BACKWARD_INPUT in kinds:
-        raise PlanningError("a schedule with fused and decoupled backwards cannot be timed again: plan it again.")
     microbatches = tuple(grid.all_microbatches())
     routes = [{mb: schedule.route(stage, mb) for mb in microbatches} for stage in range(grid.stages)]
+    fused = not problem.technique.decoupled
     codes = Codes(problem, routes, fused=fused)
     kind_codes = {
         OpKind.FORWARD: FORWARD,
-        OpKind.BACKWARD: BACKWARD,
+        OpKind.BACKWARD: BACKWARD if fused else FUSED,
         OpKind.BACKWARD_INPUT: BACKWARD,
         OpKind.BACKWARD_WEIGHT: WEIGHT,
     }

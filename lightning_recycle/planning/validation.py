@@ -14,7 +14,9 @@ Contract: linear in the number of operations. Accepts exactly the schedules that
 5. *Dependency*: F after F of the stage before plus communication; B (BW) after own F, and after B (BW) of the next
    stage plus communication; W after own B; REDUCE after every W (BW) of the stage on all its workers; STEP after every
    REDUCE of the stage.
-6. *Memory*: micro-batches in flight, from the start of F to the end of W (BW), never exceed the limit.
+6. *Memory*: micro-batches in flight, from the start of F to the end of W (BW), never exceed the limit; nor do the bytes
+   that a worker holds: what it needs without micro-batches, and for each in flight what it holds from the start of F
+   and, where its backward is split, from B on. B holds the larger of both.
 7. *Period*: a stage begins the next iteration after its STEP; without the staggered optimizer the period is the
    makespan.
 8. *Progress*: no cycle of operations that wait for one another. (Only operations without duration could form one.)
@@ -88,6 +90,7 @@ def _violations(schedule: Schedule) -> Iterator[str]:
         _times(schedule, tolerance),
         _dependencies(schedule, placed, tolerance),
         _stage_collectives(schedule, tolerance),
+        _in_flight(schedule),
         _memory(schedule),
         _period(schedule, tolerance),
     ):
@@ -241,7 +244,7 @@ def _stage_collectives(schedule: Schedule, tolerance: float) -> Iterator[str]:
                     )
 
 
-def _memory(schedule: Schedule) -> Iterator[str]:
+def _in_flight(schedule: Schedule) -> Iterator[str]:
     limits = schedule.problem.in_flight_limit
     if limits is None:
         return
@@ -256,6 +259,31 @@ def _memory(schedule: Schedule) -> Iterator[str]:
                     yield f"memory: {worker} holds {held} micro-batches at {scheduled.start:g}, its limit is {limit}"
             elif scheduled.op.kind is _W or scheduled.op.kind is _BW:
                 held -= 1
+
+
+def _memory(schedule: Schedule) -> Iterator[str]:
+    memory = schedule.problem.memory
+    if memory is None:
+        return
+    for worker, ops in schedule.workers.items():
+        stage = worker.stage
+        if not 0 <= stage < memory.stages:
+            continue  # rule 2 has reported it
+        capacity, before, after = memory.capacity[stage], memory.after_forward[stage], memory.after_backward[stage]
+        forwards = backwards = 0  # micro-batches between F and B, and between B and W
+        for scheduled in ops:
+            kind = scheduled.op.kind
+            forwards += kind is _F
+            held = memory.fixed[stage] + forwards * before + backwards * after
+            if kind is _B:
+                held += max(0.0, after - before)
+            if held > capacity * (1 + 1e-9):
+                yield (
+                    f"memory: {worker} holds {held:,.0f} bytes in {scheduled.op} at {scheduled.start:g}, "
+                    f"it has {capacity:,.0f}"
+                )
+            forwards -= kind is _B or kind is _BW
+            backwards += (kind is _B) - (kind is _W)
 
 
 def _period(schedule: Schedule, tolerance: float) -> Iterator[str]:

@@ -328,6 +328,10 @@ class Communicator:
         self._sent[key] = sent
         self._sent_before.pop(key, None)
 
+    def buffers(self) -> list[Tensor]:
+        """The buffers that stay from step to step; received values may share their memory."""
+        return [box.message for boxes in (self._inboxes, self._outboxes) for box in boxes.values()]
+
     def end_step(self) -> None:
         """Releases what was sent before the last call: all participants of a step received it before they proceeded."""
         self._sent_before, self._sent = self._sent, {}

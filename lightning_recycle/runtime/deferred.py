@@ -54,6 +54,11 @@ class WeightGradQueue:
     def add(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> None:
         self._pending.append((parameter, compute))
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the queued computations hold, as far as they are variables of the functions."""
+        cells = (cell for _, compute in self._pending for cell in getattr(compute, "__closure__", None) or ())
+        return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, Tensor)]
+
     @torch.no_grad()
     def flush(self) -> None:
         """Computes every queued gradient, in the order of the backward, and adds it to ``parameter.grad``.

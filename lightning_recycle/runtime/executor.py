@@ -16,13 +16,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.payload import unpack_all
@@ -58,6 +59,7 @@ from lightning_recycle.runtime.communicator import (
 )
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
+from lightning_recycle.runtime.memory_meter import MemoryMeter
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
 from lightning_recycle.runtime.shadow import Shadow
@@ -172,6 +174,8 @@ class Executor:
         shadow_on_host: whether the previous version's parameters are kept in host memory.
         profiler: measures the stage, if it is to be profiled.
         ties: weights that several stages hold; with them all stages commit a step together.
+        held: returns the tensors that this process holds between two steps besides the parameters, their gradients and
+            their previous version; None if the memory is not to be measured.
 
     Attributes:
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
@@ -197,6 +201,7 @@ class Executor:
         shadow_on_host: bool = False,
         profiler: StageProfiler | None = None,
         ties: TieExchange | None = None,
+        held: Callable[[], Iterable[Tensor]] | None = None,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -217,6 +222,8 @@ class Executor:
         self._commits = needs_norm or not staggered or bool(self._ties.ties)
         self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
+        self._parameters, self._held = parameters, held
+        self._meter = None if held is None else MemoryMeter(communicator.device, self._all_held)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
         self._payload: CommitPayload | None = None
@@ -276,6 +283,8 @@ class Executor:
         self._program = worker_program(schedule, self.worker)
         peers = (worker for worker in schedule.live_workers if worker.stage == self.worker.stage)
         self._idle_peer = any(all(op.microbatch is None for op in schedule.program(peer)) for peer in peers)
+        if self._meter is not None:
+            self._meter.may_split = schedule.problem.technique.decoupled
 
     def _run_program(self, step: int) -> None:
         """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
@@ -292,6 +301,8 @@ class Executor:
             for task in program
             if task.source is not None
         }
+        if self._meter is not None:
+            self._meter.begin(step if part.reduces else None, self._communicator.buffers())
         if part.awaits_peers:
             self._await_peers()
         forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
@@ -334,8 +345,10 @@ class Executor:
                 self._host.begin_microbatch(task.index)
         if task.source is not None:
             inputs = self._receive(step, task)
-        with self._profiled(step), self._measured(OpKind.FORWARD):
-            output = self._stage.forward(step, task.index, inputs, target, decoupled=task.decoupled)
+        meter = self._meter
+        decoupled = task.decoupled or (meter is not None and meter.splits)
+        with self._profiled(step), self._measured(OpKind.FORWARD), nullcontext() if meter is None else meter.forward():
+            output = self._stage.forward(step, task.index, inputs, target, decoupled=decoupled)
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = float(loss)
@@ -345,16 +358,21 @@ class Executor:
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
+            if meter is not None:
+                meter.sent(output)
             self._communicator.send(_channel(task.op), output, task.destination, task.index)
 
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
-        kind = task.op.kind
+        kind, meter = task.op.kind, self._meter
         with self._measured(kind):
-            if kind is OpKind.BACKWARD:
+            if kind is OpKind.BACKWARD and (meter is None or not meter.splits):
                 input_grads = self._stage.backward(task.index, grads)
             else:
-                input_grads = self._stage.backward_input(task.index, grads)
+                with nullcontext() if meter is None else meter.backward(lambda: self._stage.waiting(task.index)):
+                    input_grads = self._stage.backward_input(task.index, grads)
+                if kind is OpKind.BACKWARD:
+                    self._stage.backward_weight(task.index)
         if task.destination is not None and input_grads is not None:
             self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
 
@@ -405,6 +423,9 @@ class Executor:
         self._is_past = False
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
+        if self._meter is not None and (footprint := self._meter.footprint()) is not None:
+            self._client.send(messages.Measured(self._client.rank, footprint))
+            self._meter = None
 
     # ------------------------------------------------------------------ forward only
 
@@ -725,6 +746,14 @@ class Executor:
         self._client.send(messages.Profiled(self._client.rank, measured, profiler.latency, profiler.bandwidth, steps))
         self._profiler = None
 
+    def _all_held(self) -> Iterable[Tensor]:
+        """The tensors that this worker holds between two steps."""
+        assert self._held is not None, "only a worker that measures its memory asks"
+        shadow = [] if self._shadow is None else self._shadow.on(self._communicator.device)
+        return chain(
+            self._parameters, self._gradients.tensors(), self.accumulated.state().values(), shadow, self._held()
+        )
+
     # ------------------------------------------------------------------ small things
 
     def _receive(self, step: int, task: Task) -> Any:
@@ -736,7 +765,10 @@ class Executor:
                 data.handle.loader.read_ahead(data.handle)
                 self._place = (step, task.label)
         with self._client.waiting(f"rank {task.source}"):
-            return self._communicator.receive(self._incoming[task])
+            value = self._communicator.receive(self._incoming[task])
+        if self._meter is not None and task.op.kind is OpKind.FORWARD:
+            self._meter.received(value)
+        return value
 
     def _measured(self, kind: OpKind) -> AbstractContextManager[None]:
         stretch = None if kind is OpKind.REDUCE else self.stretch_operation  # most of a REDUCE is waiting for peers

@@ -64,6 +64,10 @@ class GradientBuffers:
         """The flat buffers of ``step``, one per dtype; none if nothing is trained."""
         return self._sets[step % 2].buffers
 
+    def tensors(self) -> list[Tensor]:
+        """All buffers."""
+        return [buffer for each in self._sets for buffer in each.buffers]
+
     def begin(self, step: int) -> None:
         """Empties the buffers of ``step`` and makes each ``parameter.grad`` a view into them."""
         trained = self._trained()

@@ -50,7 +50,7 @@ class StageProfiler:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._own:
                 storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # itself would be a cycle where it is the node's own output
 
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
             yield

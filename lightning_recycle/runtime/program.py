@@ -6,14 +6,13 @@ output follow from that, so messages are not separate operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.planning.grid import Worker, global_index
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["Task", "fuse_backwards", "worker_program"]
+__all__ = ["Task", "worker_program"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,6 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
     """The tasks of ``worker`` for one step, in order."""
     grid = schedule.grid
     program = schedule.program(worker)
-    if worker.stage == 0:
-        program = fuse_backwards(program)
     deferred = {op.microbatch for op in program if op.kind is OpKind.BACKWARD_WEIGHT}
     tasks: list[Task] = []
     for op in program:
@@ -62,20 +59,3 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
         index = global_index(grid, op.microbatch)
         tasks.append(Task(op, str(op), index, source, destination, decoupled=op.microbatch in deferred))
     return tuple(tasks)
-
-
-def fuse_backwards(program: Sequence[Op]) -> tuple[Op, ...]:
-    """Replaces a B and the W right after it by BW: the same but cheaper in stage 0, where nothing waits for B."""
-    fused: list[Op] = []
-    for op in program:
-        last = fused[-1] if fused else None
-        if (
-            op.kind is OpKind.BACKWARD_WEIGHT
-            and last is not None
-            and last.kind is OpKind.BACKWARD_INPUT
-            and last.microbatch == op.microbatch
-        ):
-            fused[-1] = Op(OpKind.BACKWARD, op.stage, op.microbatch)
-        else:
-            fused.append(op)
-    return tuple(fused)

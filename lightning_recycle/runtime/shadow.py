@@ -30,6 +30,10 @@ class Shadow:
             for p in self._parameters
         ]
 
+    def on(self, device: torch.device) -> list[Tensor]:
+        """The copies that are in the memory of ``device``."""
+        return [copy for copy in self._copies if copy.device.type == device.type]
+
     @torch.no_grad()
     def update(self) -> None:
         """Copies the current parameters; called right before they change."""

@@ -258,6 +258,10 @@ class Stage:
         """W: the weight gradients that B queued."""
         self._in_flight.pop(microbatch).queue.flush()
 
+    def waiting(self, microbatch: int) -> list[Tensor]:
+        """The tensors that W of ``microbatch`` needs, between its B and its W."""
+        return self._in_flight[microbatch].queue.tensors()
+
     def _differentiate(self, held: _InFlight, grads: Value | None) -> None:
         if grads is None:
             if not held.outputs:

@@ -11,6 +11,7 @@ from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.partition import Partition
+from lightning_recycle.planning.footprint import MemoryLimit, check_memory_limit
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
@@ -53,6 +54,7 @@ class Options:
     run_metrics: bool
     run_summary: bool
     pipeline: Pipeline = None
+    memory: MemoryLimit = "auto"
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -72,6 +74,7 @@ class Options:
         ):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
+        check_memory_limit(self.memory)
         get_planner(self.planner)
         names = [self.pipeline] if isinstance(self.pipeline, str) else self.pipeline
         is_list = names is None or (isinstance(names, Sequence) and len(names) > 0)

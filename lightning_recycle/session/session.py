@@ -304,9 +304,17 @@ class Session:
             shadow_on_host=self.options.shadow == "host",
             profiler=StageProfiler(parameters) if self.run.profiles else None,
             ties=ties,
+            held=self._held_besides if parameters else None,
             needs_norm=is_overridden("configure_gradient_clipping", module)
             or (trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"),
         )
+
+    def _held_besides(self) -> Iterator[torch.Tensor]:
+        """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states."""
+        yield from self.module.buffers()
+        for optimizer in self.trainer.strategy.optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     @property
     def _seed(self) -> int:

@@ -60,6 +60,7 @@ def test_the_next_failures_are_one_for_each_plan_that_may_be_needed() -> None:
     assert {needed(failed | {worker}) for worker in survivors} == {needed(more) for more in found}
 
 
-def test_a_run_without_a_limit_has_one_only_while_nobody_has_failed() -> None:
-    assert usual_limit(GRID, ()) == (7, 7, 7, 7)
-    assert usual_limit(GRID, [p.Worker(0, 0)]) is None
+def test_a_run_without_a_limit_has_that_of_1f1b_until_it_has_measured_its_memory() -> None:
+    assert usual_limit(GRID, ()) == usual_limit(GRID, [p.Worker(0, 0)]) == (4, 3, 2, 1)
+    assert usual_limit(GRID, (), measured=True) == (7, 7, 7, 7)
+    assert usual_limit(GRID, [p.Worker(0, 0)], measured=True) is None

@@ -32,7 +32,21 @@ def problems(draw: st.DrawFn, *, with_failures: bool = True) -> p.Problem:
     technique = p.Technique(draw(st.booleans()), draw(st.booleans()))
     slow = st.dictionaries(st.sampled_from(grid.workers()), st.sampled_from([0.5, 1.0, 1.2, 3.0]), max_size=3)
     factors = draw(st.just({}) | slow)
-    return p.Problem(grid, costs, frozenset(failed), technique, draw(st.none() | limits), factors)  # type: ignore[arg-type]
+    limit, memory = draw(st.none() | limits), draw(st.none() | memories(grid.stages))
+    return p.Problem(grid, costs, frozenset(failed), technique, limit, factors, memory)  # type: ignore[arg-type]
+
+
+@st.composite
+def memories(draw: st.DrawFn, stages: int) -> p.Memory:
+    """Room for one to six micro-batches after F; a split backward takes nothing, less, as much, or up to twice that."""
+
+    def per_stage(values: list[float]) -> tuple[float, ...]:
+        return tuple(draw(st.lists(st.sampled_from(values), min_size=stages, max_size=stages)))
+
+    fixed, held = per_stage([0.0, 0.7, 100.0]), per_stage([0.3, 1.0, 10.0])
+    waiting = tuple(size * share for size, share in zip(held, per_stage([0.0, 0.4, 1.0, 1.5, 2.0]), strict=True))
+    rooms = zip(fixed, held, per_stage([1.0, 1.5, 2.0, 3.0, 6.0]), strict=True)
+    return p.Memory(tuple(base + size * most for base, size, most in rooms), fixed, held, waiting)
 
 
 @settings(max_examples=200, deadline=None)
@@ -40,6 +54,9 @@ def problems(draw: st.DrawFn, *, with_failures: bool = True) -> p.Problem:
 def test_every_plan_is_valid_and_respects_its_bounds(problem: p.Problem) -> None:
     schedule = p.heuristic(problem, EFFORT)
     p.validate(schedule)
+    if problem.memory is not None:
+        for worker in schedule.live_workers:
+            assert schedule.peak_memory(worker) <= problem.memory.capacity[worker.stage] + CLOSE
     assert schedule.period >= p.lower_bound(schedule.problem) - CLOSE
     assert schedule.makespan >= p.makespan_lower_bound(schedule.problem) - CLOSE
     assert schedule.period <= schedule.makespan + CLOSE
@@ -119,7 +136,7 @@ def _play(schedule: p.Schedule, iterations: int) -> list[float]:
                     if kind == "F" and stage > 0:
                         needed = [("F", stage - 1, op.microbatch)]
                     elif kind in ("B", "BW") and stage < schedule.grid.stages - 1:
-                        needed = [(kind, stage + 1, op.microbatch)]
+                        needed = [("gradient", stage + 1, op.microbatch)]
                     elif kind == "REDUCE":
                         needed = [("ready", stage, peer) for peer in schedule.live_workers if peer.stage == stage]
                         done["ready", stage, worker] = free[worker]
@@ -127,7 +144,8 @@ def _play(schedule: p.Schedule, iterations: int) -> list[float]:
                         break
                     delay = 0.0 if kind == "REDUCE" else costs.communication
                     start = max([free[worker], *(done[name] + delay for name in needed)])
-                    free[worker] = done[kind, stage, op.microbatch] = start + costs.of(op.kind, stage)
+                    result = "gradient" if kind in ("B", "BW") else kind
+                    free[worker] = done[result, stage, op.microbatch] = start + costs.of(op.kind, stage)
                     ops.pop(0)
         ended.append(done["STEP", 0, None])
     return ended

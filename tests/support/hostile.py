@@ -20,6 +20,7 @@ from lightning_recycle.control.handshake import Handshake, Refused, Role
 from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import HEADER_BYTES, SCHEMA, encode
+from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
@@ -62,6 +63,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if hint is StageProfile:  # it checks its values
         hints = get_type_hints(StageProfile)
         return st.builds(StageProfile, **{name: _SIZES[hint] for name, hint in hints.items()})
+    if hint is Footprint:  # likewise
+        return st.builds(Footprint, st.text(max_size=20), *[_SIZES[int]] * 6)
     if hint is Schedule:
         return _schedules()
     if hint is Grid:

@@ -9,6 +9,10 @@ plan for the workers that train now is offered to those who run the heuristic's 
 A failure gets the plan that is ready, one from the plan library, or at once the heuristic's. Costs come from a
 profile or, without one, from what the run has measured so far; once a plan for other times is adopted
 (:mod:`~lightning_recycle.control.plans.drift`), they are that plan's.
+
+Memory limits every plan: at first the number of micro-batches that fault-free 1F1B holds, then the bytes that the
+workers have measured. What runs then is compared with a plan for the memory there is. Plans of the library, made for
+the same number of micro-batches, stay as they are if they fit.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from lightning_recycle.planning import (
 )
 from lightning_recycle.planning.contingencies import next_failures, usual_limit
 from lightning_recycle.planning.costs import cost_difference
+from lightning_recycle.planning.footprint import Footprint, MemoryLimit, memory_of
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.normalization import distributions
 from lightning_recycle.planning.renaming import alike, representative
@@ -92,6 +97,8 @@ class RunPlanner:
         costs: of the operations, in seconds; measured by default (one slot each before anything is measured).
         library: where plans are looked for and stored. Its plans are found by their costs, so without ``costs`` plans
             are made for one slot each.
+        memory: what may be used of a worker's device, see :class:`~lightning_recycle.ReCycleStrategy`; with
+            ``in_flight_limit`` only that counts.
 
     Attributes:
         source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.ready.ReadyPlan`.
@@ -106,6 +113,7 @@ class RunPlanner:
         in_flight_limit: int | None = None,
         costs: Costs | None = None,
         library: PlanLibrary | None = None,
+        memory: MemoryLimit = "auto",
     ) -> None:
         self.source = ""
         self.on_better: Callable[[], None] = lambda: None
@@ -119,6 +127,9 @@ class RunPlanner:
         self._library = library
         self._factors: _Factors = ()
         self._ready = ReadyPlans(grid)
+        self._memory_limit = memory
+        self._footprints: Mapping[Worker, Footprint] = {}
+        self._refused: set[str] = set()  # why there is no plan within memory, as far as it has been said
         self._ahead = PlanningAhead()
         self._better: queue.SimpleQueue[PlanResult] = queue.SimpleQueue()
 
@@ -131,7 +142,9 @@ class RunPlanner:
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
         problem = self._problem(failed, seconds)
-        found = self._ready.find(problem) or self._stored(problem, needed=True)
+        found = self._ready.find(problem)
+        if found is None or not _keeps_to(found.schedule, problem):
+            found = self._stored(problem, needed=True)
         if found is None:
             found = ReadyPlan(self._made(problem, self._quick).schedule, "made", final=self._quick is self._chosen)
             self._ready.keep(found)
@@ -143,6 +156,10 @@ class RunPlanner:
         problem = schedule.problem
         self._costs, self._factors, self._library = problem.costs, problem.worker_factors, None
         self._ready.keep(ReadyPlan(schedule, "better", final=True))
+
+    def measured(self, footprints: Mapping[Worker, Footprint]) -> None:
+        """Plans for the memory that these workers have measured, at least one of each stage."""
+        self._footprints = dict(footprints)
 
     def forget(self, workers: Iterable[Worker]) -> None:
         """New processes hold the positions ``workers``: nothing is known of their speed."""
@@ -168,15 +185,31 @@ class RunPlanner:
 
     def _problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
         """What is to be planned if ``failed`` have failed."""
-        limit = self._in_flight_limit
-        return Problem(
+        stages = self._grid.stages
+        problem = Problem(
             grid=self._grid,
-            costs=self._costs or costs_from(seconds, self._grid.stages),
+            costs=self._costs or costs_from(seconds, stages),
             failed=failed,
             technique=self._technique,
-            in_flight_limit=usual_limit(self._grid, failed) if limit is None else (limit,) * self._grid.stages,
             worker_factors=tuple((worker, factor) for worker, factor in self._factors if worker not in failed),
         )
+        if self._in_flight_limit is not None:
+            return replace(problem, in_flight_limit=(self._in_flight_limit,) * stages)
+        if not self._footprints:
+            return replace(problem, in_flight_limit=usual_limit(self._grid, failed))
+        limit = usual_limit(self._grid, failed, measured=self._library is None)
+        try:
+            memory = memory_of(self._grid, failed, self._footprints, self._memory_limit)
+            return replace(problem, in_flight_limit=limit, memory=memory)
+        except PlanningError as error:
+            if (reason := str(error)) not in self._refused:
+                self._refused.add(reason)
+                log.warning(
+                    "No plan for the failure of %s fits into memory: %s Going on with one micro-batch at a time.",
+                    _names(failed),
+                    reason,
+                )
+            return replace(problem, in_flight_limit=(1,) * stages)
 
     def _stored(self, problem: Problem, needed: bool = False) -> ReadyPlan | None:
         """The plan in the library, which is then ready; ``needed``: workers wait for it."""
@@ -202,7 +235,8 @@ class RunPlanner:
         if result.warning is not None:
             log.warning("%s", result.warning)
         library = self._library
-        if library is not None and planner is self._chosen:
+        if library is not None and planner is self._chosen and problem.memory is None:
+            # What this run measured is for no other run to ask for.
             try:
                 library.put(result)
             except PlanningError as error:  # the plan is good, whether it can be stored or not
@@ -294,9 +328,17 @@ class RunPlanner:
         """Makes one plan after the other, in the planning thread."""
         present = self._problem(failed, seconds)
         kept = schedules_kept(self._grid) - (running is not None)
+        # Another plan for those who train now, at once if theirs does not fit into memory.
+        fits = running is None or _keeps_to(running, present)
+        if not fits:
+            self._make_for_memory(present)
+            yield
         one_more = [self._problem(more, seconds) for more in next_failures(present)]
         for problem in one_more[:kept]:
             self._get_ready(problem)
+            yield
+        if running is not None and fits and running.problem.memories != present.memories:
+            self._make_for_memory(present)
             yield
         two_more: dict[Problem, Problem] = {}
         for problem in one_more:
@@ -330,6 +372,19 @@ class RunPlanner:
         except Exception as error:  # a failure without a plan gets one at once: this thread must go on
             log.warning("No plan could be made ahead for the failure of %s: %s", _names(problem.failed), error)
 
+    def _make_for_memory(self, problem: Problem) -> None:
+        """Makes a plan for those who train now, whose plan is for another memory, and offers it."""
+        try:
+            if self._stored(problem) is not None:
+                return  # it is the one that runs, or as good
+            found = self._made(problem, self._quick)
+        except Exception as error:  # the plan that runs goes on
+            log.warning("No plan was found for the memory that was measured: %s", error)
+            return
+        self._ready.keep(ReadyPlan(found.schedule, "better", final=not self.improves))
+        self._better.put(found)
+        self.on_better()
+
     def _improve(self, problem: Problem, offer: bool) -> None:
         """Asks the planner that the user chose; ``offer``: the plan is for those who train now."""
         ready = self._ready.find(problem)
@@ -354,6 +409,11 @@ def _will_do(schedule: Schedule, problem: Problem) -> bool:
     return cost_difference(own.costs, problem.costs) <= _SAME_COSTS and alike(
         replace(own, costs=problem.costs), problem
     )
+
+
+def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
+    """Whether ``schedule`` fits into the memory of ``problem``."""
+    return schedule.problem.memories == problem.memories or schedule.fits(problem)
 
 
 def _names(workers: Iterable[Worker]) -> str:

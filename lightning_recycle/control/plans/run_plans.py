@@ -21,8 +21,9 @@ from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
 from lightning_recycle.control.plans.ready import schedules_kept
 from lightning_recycle.control.plans.replanning import RunPlanner
-from lightning_recycle.control.protocol.messages import Applied, Profiled
+from lightning_recycle.control.protocol.messages import Applied, Measured, Profiled
 from lightning_recycle.control.protocol.state import PlanReady
+from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.result import PlanResult
@@ -33,6 +34,7 @@ __all__ = ["RunPlans"]
 
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
 _LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
+_LEAST_GAIN_OF_MEMORY = 0.05  # what using the memory there is must save; times of the first steps are not exact
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class RunPlans:
         self._background = None if drift is None else BackgroundPlanning(planner.planner, wake)
         self._on_profile = on_profile
         self._profiled: dict[int, Profiled] = {}
+        self._footprints: dict[Worker, Footprint] = {}
         self._steps = 0  # since the newest schedule began
 
     # ------------------------------------------------------------------ what all run
@@ -140,6 +143,14 @@ class RunPlans:
         )
         self._profiled = {}
 
+    def measured(self, message: Measured) -> None:
+        """A worker has measured its memory."""
+        self._footprints[self._grid.worker(message.rank)] = message.footprint
+        if self.schedules and self._footprints.keys() >= set(self.schedules[-1].live_workers):
+            self._planner.measured(self._footprints)
+            if self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
+                self.plan_ahead()
+
     def stepped(self, seconds: float | None) -> None:
         """A step was committed, ``seconds`` after the previous one."""
         self._steps += 1
@@ -166,13 +177,21 @@ class RunPlans:
         return [plan for plan in found if plan is not None]
 
     def _improved(self, result: PlanResult) -> PlanReady | None:
-        """The plan of the planner that the user chose, if it is for those who train now and saves something."""
+        """The plan of the planner that the user chose, or the one for the memory that was measured, if it is for those
+        who train now and saves something; or if the one that runs does not fit into memory.
+        """
         schedule, newest = result.schedule, self.schedules[-1]
-        if replace(newest.problem, costs=schedule.problem.costs) != schedule.problem:
+        problem = schedule.problem
+        if replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None) != replace(
+            problem, in_flight_limit=None, memory=None
+        ):
             return None  # somebody has failed meanwhile, or others are slow
-        before = retime(newest, schedule.problem.costs).period
+        other_memory = newest.problem.memories != problem.memories
+        before = retime(newest, problem.costs).period
         gain = 1.0 - schedule.period / before if before else 0.0
-        if gain < _LEAST_GAIN:
+        if other_memory and not newest.fits(problem):
+            log.warning("The plan that runs needs more memory than there is: changing to one that needs less.")
+        elif gain < (_LEAST_GAIN_OF_MEMORY if other_memory else _LEAST_GAIN):
             log.info("%s found no better plan than the one that runs (%.2f %%).", result.backend, 100 * gain)
             return None
         return self._change_to(schedule, gain, before, result.seconds, result.backend)

@@ -38,6 +38,7 @@ _OF_MEMBERS = (
     messages.Losses,
     messages.Applied,
     messages.Profiled,
+    messages.Measured,
     messages.Commit,
     messages.Arrive,
     messages.RequestStop,

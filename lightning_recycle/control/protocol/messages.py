@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
+from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import StageProfile
 from lightning_recycle.planning.schedule import Schedule
@@ -240,6 +241,14 @@ class Profiled:
     latency: float
     bandwidth: float
     steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a worker measured of its memory in its first steps."""
+
+    rank: int
+    footprint: Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,6 +573,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Losses,
     Applied,
     Profiled,
+    Measured,
     Commit,
     Arrive,
     RequestStop,

@@ -1,0 +1,74 @@
+"""What memory a worker's device has, and what its process uses of it besides tensors.
+
+On a CPU that is the machine's memory, or less where a control group (cgroup v1 or v2, as containers and batch systems
+set them) allows less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+__all__ = ["device_bytes", "device_place", "machine_bytes", "process_bytes"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def device_place(device: torch.device) -> str:
+    """The name of the memory that tensors on ``device`` take: that of the machine, or of one of its accelerators."""
+    if device.type == "cpu":
+        return socket.gethostname()
+    return f"{socket.gethostname()}/{device.type}:{device.index or 0}"
+
+
+def device_bytes(device: torch.device) -> int:
+    """Bytes of memory that ``device`` has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_bytes()
+
+
+def machine_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes of memory that the processes of this machine, container or job may use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *_cgroup_limits(cgroups, membership)])
+
+
+def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[int]:
+    """The limits of the control groups that this process is in, and of those that contain them."""
+    lines = []
+    with contextlib.suppress(OSError):  # not on Linux, or without /proc
+        lines = membership.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == root.parent:
+                break
+            # A container often sees its own group as the root, so the path of the outside does not exist.
+            with contextlib.suppress(OSError, ValueError):  # also "max": no limit
+                yield int((folder / name).read_text())
+
+
+def process_bytes(device: torch.device) -> int:
+    """Bytes of ``device``'s memory that this process uses now, its tensors included."""
+    if device.type == "cuda":
+        # What others use of the device is not known: the context is about what is missing from the free memory.
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, total - free)
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:  # elsewhere: unknown
+        _, resident, shared, *_ = map(int, file.read().split())
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return 0

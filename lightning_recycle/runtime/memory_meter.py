@@ -1,0 +1,138 @@
+"""Measures what a worker holds: once, in the second step that it runs, on every micro-batch of that step.
+
+What a micro-batch holds after F is what autograd saves (or, on CUDA, what the allocator gave out meanwhile); after B it
+is what the queued weight gradients hold. In that step every backward is split, also where the plan fuses it, so that
+both are known. The values are the same, and one step is a little slower.
+
+Knows tensors, but neither schedules nor peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.planning.footprint import Footprint
+from lightning_recycle.runtime.machine_memory import device_bytes, device_place, process_bytes
+
+__all__ = ["MemoryMeter", "storage_bytes"]
+
+_MEASURED = 2  # the step that is measured: the first one compiles, warms up, and creates the optimizer's state
+
+
+class MemoryMeter:
+    """Measures one worker.
+
+    Args:
+        device: where the tensors are.
+        held: returns the tensors that the worker holds between two steps.
+
+    Attributes:
+        may_split: whether backwards may be split.
+    """
+
+    def __init__(self, device: torch.device, held: Callable[[], Iterable[Tensor]]) -> None:
+        self.may_split = True
+        self._device = device
+        self._held = held
+        self._steps: set[int] = set()
+        self._measures = False
+        self._overhead = max(0, process_bytes(device) - storage_bytes(held()))
+        self._own: set[int] = set()
+        self._after_forward = self._after_backward = self._received = self._sent = 0
+
+    @property
+    def splits(self) -> bool:
+        """Whether every backward of this step is to be split."""
+        return self._measures and self.may_split
+
+    def begin(self, step: int | None, buffers: Iterable[Tensor] = ()) -> None:
+        """A step begins.
+
+        Args:
+            step: the step; one that runs again counts once. None: only a part of a step, which is not measured.
+            buffers: those for messages, which are counted by the size of the messages.
+        """
+        if step is not None:
+            self._steps.add(step)
+        self._measures = step is not None and len(self._steps) == _MEASURED
+        if self._measures:
+            self._own = {tensor.untyped_storage().data_ptr() for tensor in chain(self._held(), buffers)}
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Wraps the F of one micro-batch."""
+        if not self._measures:
+            yield
+            return
+        if self._device.type == "cuda":
+            before = torch.cuda.memory_allocated(self._device)
+            yield
+            self._after_forward = max(self._after_forward, torch.cuda.memory_allocated(self._device) - before)
+            return
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            # Not the tensor itself: where it is the node's own output, that would be a cycle that nobody collects if
+            # the graph is dropped without a backward. Autograd attaches what it unpacks to the graph again.
+            saved.append(tensor.detach())
+            return saved[-1]
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
+        self._after_forward = max(self._after_forward, storage_bytes(saved, self._own))
+
+    @contextmanager
+    def backward(self, waiting: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Wraps the B of one micro-batch; ``waiting`` returns the tensors that its W needs."""
+        yield
+        if self._measures:
+            self._after_backward = max(self._after_backward, storage_bytes(waiting(), self._own))
+
+    def received(self, value: Any) -> None:
+        """``value`` has come from another stage for one micro-batch."""
+        if self._measures:
+            self._received = max(self._received, _message_bytes(value))
+
+    def sent(self, value: Any) -> None:
+        """``value`` goes to another stage for one micro-batch."""
+        if self._measures:
+            self._sent = max(self._sent, _message_bytes(value))
+
+    def footprint(self) -> Footprint | None:
+        """What was measured, once the step that is measured has been applied."""
+        if not self._measures:
+            return None
+        # Activations and gradients have the same size; each message has a buffer at both ends, in host memory.
+        staged = 2 * (self._received + self._sent) if self._device.type == "cpu" else 0
+        return Footprint(
+            place=device_place(self._device),
+            capacity=device_bytes(self._device),
+            overhead=self._overhead,
+            fixed=storage_bytes(self._held()),
+            messages=staged,
+            after_forward=self._after_forward,
+            after_backward=self._after_backward,
+        )
+
+
+def storage_bytes(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> int:
+    """Bytes of the storages of ``tensors``, each once; those at the addresses ``without`` do not count."""
+    excluded = frozenset(without)
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:  # others have several storages; dense ones are what networks save
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in excluded:
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _message_bytes(value: Any) -> int:
+    tensors = value if isinstance(value, tuple) else (value,)
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))

@@ -1,0 +1,129 @@
+"""Plans of a run keep to the memory that its workers have measured, and use it."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.waiting import wait_for
+
+from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_plans import RunPlans
+from lightning_recycle.control.protocol.messages import Measured
+from lightning_recycle.planning import Costs, Grid, PlanLibrary, Problem, Technique, Worker, heuristic
+from lightning_recycle.planning.contingencies import usual_limit
+from lightning_recycle.planning.footprint import Footprint
+
+GRID = Grid(2, 2, 8)
+ALL: frozenset[Worker] = frozenset()
+FAILED = frozenset({Worker(1, 0)})
+
+
+def footprint(**changes: int) -> Footprint:
+    sizes = {"capacity": 10_000, "overhead": 0, "fixed": 100, "messages": 0, "after_forward": 100, "after_backward": 60}
+    return Footprint("a", **{**sizes, **changes})
+
+
+def everywhere(**changes: int) -> dict[Worker, Footprint]:
+    return {worker: footprint(**changes) for worker in GRID.workers()}
+
+
+@pytest.fixture
+def planner() -> Iterator[RunPlanner]:
+    planner = RunPlanner(GRID, "heuristic", Technique(), memory=500)
+    planner.prepare()
+    yield planner
+    planner.close()
+
+
+@pytest.fixture
+def plans(planner: RunPlanner) -> RunPlans:
+    plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None)
+    plans.begin_generation(ALL, (), 0)
+    return plans
+
+
+def peaks(planner: RunPlanner, failed: frozenset[Worker]) -> tuple[int, int]:
+    schedule = planner.plan(failed, {})
+    memory = [schedule.peak_memory(worker) for worker in schedule.live_workers] if schedule.problem.memory else [0]
+    return max(map(schedule.peak_in_flight, schedule.live_workers)), int(max(memory))
+
+
+def test_a_survivor_does_not_hold_all_micro_batches(planner: RunPlanner) -> None:
+    """It held 16 of 16 where nothing limited it."""
+    assert peaks(planner, FAILED)[0] == 2, "nothing is measured: as in 1F1B"
+    planner.measured(everywhere())
+    in_flight, held = peaks(planner, FAILED)
+    assert held <= 500
+    assert 2 <= in_flight <= 6
+
+
+def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: RunPlanner) -> None:
+    planner.measured(everywhere())
+    planner.plan_ahead(ALL, {})
+    wait_for(lambda: planner._ahead.idle)
+    assert 300 < peaks(planner, FAILED)[1] <= 500
+    assert planner.source == "ahead"
+    planner.measured(everywhere(fixed=300))
+    assert peaks(planner, FAILED)[1] <= 500
+    assert planner.source == "made"
+
+
+def test_what_does_not_fit_is_said_once(planner: RunPlanner, caplog: pytest.LogCaptureFixture) -> None:
+    planner.measured(everywhere(after_forward=450))
+    with caplog.at_level(logging.WARNING):
+        assert peaks(planner, FAILED)[0] == 1
+        assert peaks(planner, ALL)[0] == 1
+    (record,) = caplog.records
+    assert "500 bytes, needs 100 without and 450 more with one micro-batch" in record.getMessage()
+
+
+def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: RunPlanner, plans: RunPlans) -> None:
+    seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
+    plans.operation_seconds = seconds
+    for rank in range(4):
+        plans.measured(Measured(rank, footprint(after_forward=50, after_backward=50)))
+    for _ in range(3):
+        plans.stepped(1.0)
+    wait_for(lambda: planner._ahead.idle)
+    (ready,) = plans.better()
+    assert ready.roster == (0, 1, 2, 3)
+    assert ready.details["gain"] >= 0.05
+    assert ready.details["found_by"] == "heuristic"
+    schedule = ready.schedule
+    assert schedule.period < plans.schedules[-1].period
+    assert max(schedule.peak_memory(worker) for worker in schedule.live_workers) <= 500
+    plans.change(schedule, 5)
+    for _ in range(3):
+        plans.stepped(1.0)
+    wait_for(lambda: planner._ahead.idle)
+    assert plans.better() == []
+
+
+def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: RunPlanner, plans: RunPlans) -> None:
+    for rank in range(4):
+        plans.measured(Measured(rank, footprint(after_forward=300, after_backward=300)))
+    for _ in range(3):
+        plans.stepped(1.0)
+    wait_for(lambda: planner._ahead.idle)
+    (ready,) = plans.better()
+    assert ready.details["gain"] < 0
+    assert max(map(ready.schedule.peak_in_flight, ready.schedule.live_workers)) == 1
+
+
+def test_plans_of_the_library_stay_if_they_fit(tmp_path: Path) -> None:
+    base = Problem(GRID, Costs.uniform(2))
+    limited = [replace(base, failed=failed, in_flight_limit=usual_limit(GRID, failed)) for failed in (ALL, FAILED)]
+    PlanLibrary(tmp_path, "heuristic").compute(limited)
+    planner = RunPlanner(
+        GRID, "heuristic", Technique(), costs=base.costs, library=PlanLibrary(tmp_path, "heuristic"), memory=500
+    )
+    planner.measured(everywhere())
+    schedule = planner.plan(FAILED, {})
+    assert planner.source == "library"
+    assert schedule.period == heuristic(limited[1]).period
+    planner.measured(everywhere(after_forward=300, after_backward=300))
+    assert peaks(planner, FAILED)[0] == 1
+    assert planner.source == "made"
+    planner.close()

@@ -1,0 +1,118 @@
+"""What a worker measures of its memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_recycle.runtime.machine_memory import machine_bytes, process_bytes
+from lightning_recycle.runtime.memory_meter import MemoryMeter, storage_bytes
+from lightning_recycle.runtime.stage import Stage
+
+CPU = torch.device("cpu")
+WIDTH, BATCH = 64, 8
+VALUE = WIDTH * BATCH * 4  # bytes of a (batch, width) tensor
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def measured(*layers: nn.Module) -> tuple[int, int]:
+    """Bytes after F and after B of a stage in the middle of a pipeline."""
+    stage = Stage(layers, 1, 0, CPU)
+    meter = MemoryMeter(CPU, lambda: (p for layer in layers for p in layer.parameters()))
+    for step in (4, 5):
+        assert meter.footprint() is None
+        meter.begin(step)
+        meter.begin(step)  # a step that runs again
+        with meter.forward():
+            value = torch.randn(BATCH, WIDTH).requires_grad_()
+            stage.forward(step, 0, value, decoupled=True)
+        with meter.backward(lambda: stage.waiting(0)):
+            stage.backward_input(0, torch.randn(BATCH, WIDTH))
+        stage.backward_weight(0)
+    footprint = meter.footprint()
+    assert footprint is not None
+    assert footprint.fixed == sum(p.nbytes for layer in layers for p in layer.parameters())
+    return footprint.after_forward, footprint.after_backward
+
+
+@pytest.mark.parametrize(
+    ("layers", "forward", "backward"),
+    [
+        ((nn.Linear(WIDTH, WIDTH),), 1, 2),  # its input; and the gradient of its output
+        ((nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 2, 4),
+        ((nn.Tanh(),), 1, 0),  # its output; no W
+        ((Checkpointed(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),), 1, 4),
+    ],
+    ids=["linear", "two", "tanh", "checkpointed"],
+)
+def test_bytes_after_each_operation(layers: tuple[nn.Module, ...], forward: int, backward: int) -> None:
+    assert measured(*layers) == (forward * VALUE, backward * VALUE)
+
+
+def test_a_graph_that_is_dropped_in_the_measured_step_leaves_nothing() -> None:
+    """A failure ends a step anywhere; a hook that returned the tensor itself kept it forever."""
+    meter = MemoryMeter(CPU, list)
+    meter.begin(0)
+    meter.begin(1)
+    before = process_bytes(CPU)
+    for _ in range(20):
+        with meter.forward():
+            torch.tanh(torch.randn(1 << 20, requires_grad=True))  # 4 MB each, dropped without a backward
+    assert process_bytes(CPU) - before < 40 << 20
+
+
+def test_second_derivatives_are_right_in_the_measured_step() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Sigmoid())
+    value = torch.randn(BATCH, WIDTH, requires_grad=True)
+
+    def gradients(meter: MemoryMeter) -> Iterator[Tensor]:
+        layers.zero_grad()
+        with meter.forward():
+            output = layers(value)
+            (slope,) = torch.autograd.grad(output.sum(), value, create_graph=True)
+            loss = output.mean() + slope.square().sum()
+        loss.backward()
+        return (p.grad.clone() for p in layers.parameters() if p.grad is not None)
+
+    idle, active = MemoryMeter(CPU, list), MemoryMeter(CPU, list)
+    active.begin(0)
+    active.begin(1)
+    for plain, hooked in zip(list(gradients(idle)), list(gradients(active)), strict=True):
+        assert torch.equal(plain, hooked)
+
+
+def test_storages_count_once_and_without_those_excluded() -> None:
+    base = torch.zeros(100, dtype=torch.uint8)
+    assert storage_bytes([base, base[:10], base.view(10, 10)]) == 100
+    assert storage_bytes([base], {base.untyped_storage().data_ptr()}) == 0
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limit"),
+    [
+        ("0::/job/task\n", {"job/memory.max": "1000000", "job/task/memory.max": "max"}, 1_000_000),
+        ("0::/outside\n", {"memory.max": "2000000"}, 2_000_000),  # a container sees its own group as the root
+        ("4:cpu:/x\n7:memory:/job\n", {"memory/job/memory.limit_in_bytes": "3000000"}, 3_000_000),
+        ("4:cpu:/x\n", {}, None),
+        ("0::/job\n", {"job/memory.max": "max"}, None),
+    ],
+)
+def test_the_limit_of_a_container_or_job_counts(
+    membership: str, files: dict[str, str], limit: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    whole = machine_bytes(tmp_path / "nothing", tmp_path / "nothing")
+    assert whole > 1 << 28
+    found = machine_bytes(tmp_path / "cgroup", tmp_path / "membership")
+    assert found == (whole if limit is None else limit)
