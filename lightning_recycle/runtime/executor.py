@@ -83,9 +83,15 @@ _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordina
 
 @dataclass(frozen=True)
 class CommitPayload:
-    """What a stage tells the others before they step: the squared norm of its gradient (NaN if nobody needs it)."""
+    """What a stage tells the others before they step.
 
-    squared_norm: float
+    Args:
+        squared_norm: the squared norm of its gradient; NaN if nobody needs it.
+        overflow: whether its gradient has an infinity or a NaN; False if nobody needs it.
+    """
+
+    squared_norm: float = math.nan
+    overflow: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,8 @@ class StepResult:
 
     Args:
         loss: the mean over all micro-batches.
-        gradient_norm: the norm of all gradients, if needed, else NaN.
+        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if it is scaled.
+        overflow: whether one of them has an infinity or a NaN, if needed, else False.
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
         after_step: what all do after this step.
     """
@@ -103,6 +110,7 @@ class StepResult:
     gradient_norm: float
     outputs: Mapping[int, bytes] = field(default_factory=dict)
     after_step: AfterStep = AfterStep.GO_ON
+    overflow: bool = False
 
 
 class Host(Protocol):
@@ -168,6 +176,7 @@ class Executor:
         gradients: the gradients of this stage.
         host: answers what is not the executor's business.
         needs_norm: whether each step needs the norm of all gradients.
+        needs_overflow: whether each step needs to know of infinities and NaNs among all gradients.
         staggered: whether a stage may step before the others hold their gradients.
         shadow_on_host: whether the previous version's parameters are kept in host memory.
         profiler: measures the stage, if it is to be profiled.
@@ -193,6 +202,7 @@ class Executor:
         gradients: GradientBuffers,
         host: Host,
         needs_norm: bool = False,
+        needs_overflow: bool = False,
         staggered: bool = True,
         shadow_on_host: bool = False,
         profiler: StageProfiler | None = None,
@@ -210,11 +220,11 @@ class Executor:
         self._gradients = gradients
         self.accumulated = AccumulatedGradients(gradients, parameters)
         self._host = host
-        self._needs_norm = needs_norm
+        self._needs_norm, self._needs_overflow = needs_norm, needs_overflow
         self._profiler = profiler
         self._ties = ties or TieExchange()
         self._leads: dict[int, int] = {}
-        self._commits = needs_norm or not staggered or bool(self._ties.ties)
+        self._commits = needs_norm or needs_overflow or not staggered or bool(self._ties.ties)
         self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
         self._is_last = worker.stage == grid.stages - 1
@@ -365,13 +375,15 @@ class Executor:
             for buffer in self._gradients.of_step(step) or [torch.zeros(1)]:
                 self._communicator.all_reduce(buffer)
             self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
-        self._payload = CommitPayload(self._squared_norm(step))
-        self._reduced = True
+        self._payload, self._reduced = self._told(step), True
 
-    def _squared_norm(self, step: int) -> float:
-        if not self._needs_norm:
-            return math.nan
-        return self.accumulated.squared_norm(step, self._steps[step].share, without=self._ties.not_counted)
+    def _told(self, step: int) -> CommitPayload:
+        """What others must know of this stage's reduced gradient of ``step``."""
+        totals = (step, self._steps[step].share)
+        return CommitPayload(
+            self.accumulated.squared_norm(*totals, without=self._ties.not_counted) if self._needs_norm else math.nan,
+            self._needs_overflow and not self.accumulated.is_finite(*totals),
+        )
 
     def _commit_and_apply(self) -> None:
         payloads: Mapping[int, CommitPayload] = {}
@@ -384,8 +396,9 @@ class Executor:
         number = self.version
         step = self._steps[number]
         norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
+        overflow = any(payload.overflow for payload in payloads.values())
         known = self._client.await_loss(number)
-        result = StepResult(known.loss, norm, known.outputs, known.after_step)
+        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow)
         self.accumulated.add(number, step.share)
         started = time.perf_counter()
         if self._shadow is not None:
@@ -635,7 +648,7 @@ class Executor:
                     for buffer in self._gradients.of_step(action.step):
                         self._communicator.broadcast(buffer, action.donor)
                 if action.lacks:
-                    self._payload, self._reduced = CommitPayload(self._squared_norm(action.step)), True
+                    self._payload, self._reduced = self._told(action.step), True
             case AwaitPeers():
                 self._await_peers()
             case Forget():

@@ -17,7 +17,6 @@ check that they have done the same so far: they end with an error instead of wai
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -153,7 +152,7 @@ class WholeStepExecutor(Executor):
         mine = {m.index: result for m, result in zip(microbatches, done, strict=True) if m.counts}
         self._timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches))
         self._run_hooks(step, OpKind.FORWARD, OpKind.REDUCE)
-        self._reduced, self._payload = True, CommitPayload(math.nan)
+        self._reduced, self._payload = True, CommitPayload()
         way.add("the end of the step")
         self.check(way)
         if mine:

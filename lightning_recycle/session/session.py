@@ -52,6 +52,7 @@ from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.commitment import needs_of
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
@@ -65,6 +66,7 @@ from lightning_recycle.session.lightning_callbacks import (
 )
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, ends_step, tell_batch_sizes
+from lightning_recycle.session.loss_scaling import overflow_of_all, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.moments import Moment
@@ -264,6 +266,7 @@ class Session:
         # Only fit trains them, and only by the schedule has this strategy something to keep for each.
         parameters = list(module.parameters()) if self._fitting and not by_itself else []
         training_parts = self.parts.training_parts(owned, self._recorder)
+        scaler = scaler_of(trainer)
         stage = Stage(
             training_parts,
             owned.start,
@@ -276,6 +279,7 @@ class Session:
             loss_backward=self.parts.loss_backward,
             loss_is_optional=self.parts.loss_is_optional,
             takes_target=self.parts.takes_target,
+            scale_loss=None if scaler is None else scaler.scale,
         )
         common = (
             self.worker,
@@ -298,14 +302,15 @@ class Session:
                 self.grid.global_microbatches,
             )
             return WholeStepExecutor(*common, body=self.manual, state=ManualStepState(trainer))
+        needs = needs_of(trainer, module)
         return Executor(
             *common,
-            staggered=self.options.staggered,
+            staggered=self.run.staggered,
             shadow_on_host=self.options.shadow == "host",
             profiler=StageProfiler(parameters) if self.run.profiles else None,
             ties=ties,
-            needs_norm=is_overridden("configure_gradient_clipping", module)
-            or (trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"),
+            needs_norm=needs.norm,
+            needs_overflow=needs.overflow,
         )
 
     @property
@@ -317,10 +322,10 @@ class Session:
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips by the norm over all stages, which the commit delivered; the plugin itself sees one stage only."""
-        scale = min(1.0, clip_val / (self._gradient_norm + 1e-6))  # the formula of torch.nn.utils.clip_grad_norm_
+        scale = clip_val / (self._gradient_norm + 1e-6)  # the formula of torch.nn.utils.clip_grad_norm_
         plugin = self.trainer.strategy.precision_plugin
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
-        if grads and scale < 1.0:
+        if grads and not scale >= 1.0:  # a norm that is NaN reaches all parameters, as on one device
             torch._foreach_mul_(grads, scale)
 
     # ------------------------------------------------------------------ data
@@ -408,9 +413,12 @@ class Session:
             self._recorder.collected.load_state(self._joined_with.collected)
             self._joined_with, self.client.member.joining = None, False
 
+        scaler = scaler_of(self.trainer)
+
         def apply_with_hooks(result: StepResult) -> None:
-            self._gradient_norm = result.gradient_norm
-            with self.module.logging_allowed(True):
+            # Whoever asks for the norm has unscaled gradients before him.
+            self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
+            with self.module.logging_allowed(True), overflow_of_all(scaler, result.overflow):
                 apply(result)
 
         number = self.executor.version
@@ -525,10 +533,15 @@ class Session:
 
     def describe_step(self, step: int) -> Facts:
         trainer = self.trainer
-        counters = {"trainer.global_step": trainer.global_step, "trainer.current_epoch": trainer.current_epoch}
+        counters: dict[str, float] = {
+            "trainer.global_step": trainer.global_step,
+            "trainer.current_epoch": trainer.current_epoch,
+        }
         if self.stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(trainer.strategy.optimizers)
+        if (scaler := scaler_of(trainer)) is not None:
+            counters["loss scale"] = scaler.get_scale()
         if step % DIGEST_EVERY == 0 or self._digested != self.client.generation:
             self._digested = self.client.generation
             options["digest of the parameters"] = digest(self.module.parameters())

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.session.attributes import AttributeCarrier, Pickles
+from lightning_recycle.session.loss_scaling import restore_scale
 
 __all__ = ["ManualStepState"]
 
@@ -91,7 +92,7 @@ class ManualStepState:
             config.scheduler.load_state_dict(deepcopy(scheduler))
         progress, precision = deepcopy(self._others)
         self._progress.load_state_dict(progress)
-        trainer.precision_plugin.load_state_dict(precision)
+        restore_scale(trainer, precision)
         if self._callbacks:
             carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
             for callback, pickles in self._callbacks:
