@@ -4,7 +4,8 @@ The schedule is data. :meth:`Executor.run_step` walks through this worker's prog
 the step and sends leave as soon as their value exists, so communication follows from the program and needs no
 operations of its own. A stage steps its optimizer when its own gradient is reduced and goes on to the next step; a copy
 of the previous version's parameters (the shadow) stays until the next STEP. If stages must know something of each other
-before they step (the norm of the whole gradient), or staggering is off, a commit through the coordinator comes first.
+before they step, or staggering is off, a commit through the coordinator comes first. If that is the norm of the whole
+gradient, a stage may instead step on the guess that it is small enough, and once more if it was wrong.
 
 When a generation is announced, whatever the executor is doing ends with :class:`Interrupted` or
 :class:`CommunicationError`. It then reports what it holds, reconnects, brings itself to the committed version, and
@@ -38,6 +39,7 @@ from lightning_recycle.control.protocol.recovery import (
     Forget,
     Give,
     Serve,
+    Settle,
     Take,
     WorkerStatus,
     actions,
@@ -78,6 +80,7 @@ _T = TypeVar("_T")
 _READING = "reading data"
 _WHOLE_STEP = Share()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
+_GROWTH = 1.1  # of the norm of the other stages since the step before, with which a guess counts
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
 
 
@@ -100,7 +103,8 @@ class StepResult:
 
     Args:
         loss: the mean over all micro-batches.
-        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if it is scaled.
+        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if it is scaled. 0 in a step on
+            the guess that it is small enough.
         overflow: whether one of them has an infinity or a NaN, if needed, else False.
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
         after_step: what all do after this step.
@@ -146,6 +150,17 @@ class Host(Protocol):
     def describe_step(self, step: int) -> messages.Facts:
         """Called when ``step`` was applied; returns what must be equal in other workers."""
 
+    def must_know(self, step: int) -> bool:
+        """Whether ``step`` may not be made on a guess."""
+
+    def keep_optimizer(self) -> None:
+        """The optimizer is about to step on a guess."""
+
+    def step_again(self, norm: float) -> None:
+        """The newest step was made on a guess that was wrong: the optimizer steps once more from where it was, with
+        gradients of that norm. The parameters and ``parameter.grad`` are what they were before.
+        """
+
     def take_snapshot(self) -> Any:
         """Returns all that a worker that joins this stage must have, at a step boundary."""
 
@@ -179,6 +194,8 @@ class Executor:
         needs_overflow: whether each step needs to know of infinities and NaNs among all gradients.
         staggered: whether a stage may step before the others hold their gradients.
         shadow_on_host: whether the previous version's parameters are kept in host memory.
+        presumes: norm of all gradients -> whether a step is what it is without knowing the norm. With it a stage steps
+            on the guess that it is, unless what is known says otherwise; without it all stages know the norm first.
         profiler: measures the stage, if it is to be profiled.
         ties: weights that several stages hold; with them all stages commit a step together.
 
@@ -207,6 +224,7 @@ class Executor:
         shadow_on_host: bool = False,
         profiler: StageProfiler | None = None,
         ties: TieExchange | None = None,
+        presumes: Callable[[float], bool] | None = None,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -224,12 +242,17 @@ class Executor:
         self._profiler = profiler
         self._ties = ties or TieExchange()
         self._leads: dict[int, int] = {}
-        self._commits = needs_norm or needs_overflow or not staggered or bool(self._ties.ties)
+        waits = needs_overflow or not staggered or bool(self._ties.ties)
+        self._presumes = None if waits else presumes
+        self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
         self._payload: CommitPayload | None = None
+        self._unsettled = False  # the newest step was made on a guess that nothing has confirmed yet
+        self._told_in = (-1, -1)  # the generation and the step in which this worker has told of its gradient
+        self._newest_known: Mapping[int, CommitPayload] = {}  # what all stages have told of a step, the newest one
         self._steps: dict[int, _Step] = {}
         self._timings = Timings()
         self._joining = False
@@ -308,6 +331,7 @@ class Executor:
         for task in program:
             if self._client.interrupted:
                 raise Interrupted
+            self._settle(waits=False)
             kind = task.op.kind
             self._client.doing(step, task.label, kind.value, task.index)
             self._place = (step, task.label)
@@ -317,6 +341,8 @@ class Executor:
                 self._forward(step, task)
                 forwards_left -= 1
                 if self._is_last and not forwards_left:
+                    if step == self.version:
+                        self._settle()
                     self._client.send(messages.Losses(self._client.rank, step, self._losses, self._outputs))
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
@@ -324,6 +350,7 @@ class Executor:
                 with self._measured(kind):
                     self._stage.backward_weight(task.index)
             elif kind is OpKind.REDUCE:
+                self._settle()
                 self._reduce(step)
             elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
@@ -386,16 +413,20 @@ class Executor:
         )
 
     def _commit_and_apply(self) -> None:
-        payloads: Mapping[int, CommitPayload] = {}
-        if self._commits:
-            payloads = self._client.commit(self.version, self._payload)
-        self._apply(payloads)
+        if self._presumes is not None:
+            self._apply_at_once_or_later(self.version)
+        elif self._commits:
+            self._apply(self._client.commit(self.version, self._payload))
+        else:
+            self._apply({})
 
-    def _apply(self, payloads: Mapping[int, CommitPayload]) -> None:
-        """Steps the optimizer with the reduced gradient of step :attr:`version`; ``payloads`` by stage."""
+    def _apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
+        """Steps the optimizer with the reduced gradient of step :attr:`version`; ``payloads`` by stage. ``guesses``:
+        whether they are not known yet.
+        """
         number = self.version
         step = self._steps[number]
-        norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
+        norm = 0.0 if guesses else _norm(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
         known = self._client.await_loss(number)
         result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow)
@@ -403,10 +434,12 @@ class Executor:
         started = time.perf_counter()
         if self._shadow is not None:
             self._shadow.update()
+        if guesses:
+            self._host.keep_optimizer()
         # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
         self.version += 1
-        self._reduced = False
-        self._payload = None
+        self._reduced, self._unsettled = False, guesses
+        self._payload = self._payload if guesses else None
         self._is_past = True
         with self._client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
             step.apply(result)
@@ -418,6 +451,94 @@ class Executor:
         self._is_past = False
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
+
+    # ------------------------------------------------------------------ steps on a guess
+
+    def _apply_at_once_or_later(self, step: int) -> None:
+        """Tells the others of this stage's gradient, and applies it now if a guess may do; else when all have told."""
+        assert self._payload is not None
+        guesses = self._may_guess(step)
+        self._tell(step, guesses)
+        if guesses and self._client.committed(step) is None:
+            self._apply({}, guesses=True)
+        else:
+            self._apply(self._know(step))
+
+    def _may_guess(self, step: int) -> bool:
+        """Whether the norm of all gradients will be one that needs no knowing: with the other stages' of the step
+        before. All workers of a stage find the same.
+        """
+        assert self._presumes is not None
+        assert self._payload is not None
+        others = {stage: known for stage, known in self._newest_known.items() if stage != self.worker.stage}
+        if len(others) < self.grid.stages - 1 or self._host.must_know(step):
+            return False
+        return self._presumes(_norm({**others, self.worker.stage: self._payload}) * _GROWTH)
+
+    def _tell(self, step: int, guesses: bool) -> None:
+        if self._told_in != (self._client.generation, step):
+            self._told_in = (self._client.generation, step)
+            self._client.tell(step, self._payload, guesses)
+
+    def _know(self, step: int) -> Mapping[int, CommitPayload]:
+        """Waits for what all stages tell of ``step``.
+
+        Raises:
+            Interrupted: when a generation was announced; if a worker has made a wrong guess, it is the one for that.
+        """
+        answer = self._client.await_committed(step)
+        known: Mapping[int, CommitPayload] = unpack_all(answer.payloads)
+        self._newest_known = known
+        assert self._presumes is not None
+        if answer.guessed and not self._presumes(_norm(known)):
+            self._client.undo(step, _ANNOUNCEMENT_TIMEOUT)
+        return known
+
+    def _settle(self, waits: bool = True) -> None:
+        """If the newest step was made on a guess, learns whether that was right; only if that is known already, without
+        ``waits``. Nothing that follows from a guess may be reduced, or leave the executor.
+
+        Raises:
+            Interrupted: as :meth:`_know`.
+        """
+        if self._unsettled and (waits or self._client.committed(self.version - 1) is not None):
+            self._know(self.version - 1)
+            self._unsettled, self._payload = False, None
+
+    def _is_undone(self) -> bool:
+        """Whether a new generation drops what this worker has computed, which may have followed from a wrong guess."""
+        try:
+            if not self._is_past:
+                self._settle()
+        except Interrupted:
+            return True
+        return False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the parameters are what they will be."""
+        return not self._unsettled
+
+    def settle_newest(self) -> None:
+        """Returns when the parameters are what they will be. To be called before anything looks at them."""
+        if self._unsettled:
+            self._retried(self._settle)
+
+    def _settle_with(self, step: int, known: Mapping[int, CommitPayload]) -> None:
+        """What all stages have told of ``step``, which this worker applied on a guess, is ``known``."""
+        assert self._presumes is not None
+        self._unsettled, self._payload, self._newest_known = False, None, known
+        if not self._presumes(_norm(known)):
+            self._step_again(step, _norm(known))
+
+    def _step_again(self, step: int, norm: float) -> None:
+        assert self._shadow is not None
+        started = time.perf_counter()
+        with self._client.busy("STEP", OpKind.STEP.value):
+            self._shadow.restore()
+            self.accumulated.attach(step)
+            self._host.step_again(norm)
+        log.info("Step %d was made again with its true norm, %g, in %.4f s.", step, norm, time.perf_counter() - started)
 
     # ------------------------------------------------------------------ forward only
 
@@ -575,8 +696,9 @@ class Executor:
                 self._await_verdict(error)
                 recover = True
             except Exception as error:
-                with readers_may_die():
-                    self._await_another_try(error)
+                if not self._is_undone():
+                    with readers_may_die():
+                        self._await_another_try(error)
                 recover = True
             else:
                 self._client.doing(self.version, "hooks and callbacks")
@@ -587,7 +709,8 @@ class Executor:
         self._stage.clear()
         self._incoming = {}
         announced = self._client.enter_generation()
-        status = WorkerStatus(self.worker.stage, -1 if self._joining else self.version, self._reduced)
+        version = -1 if self._joining else self.version
+        status = WorkerStatus(self.worker.stage, version, self._reduced, self._unsettled)
         self._client.doing(self.version, "recovery", _RECOVER)
         self._place = (self.version, "recovery")
         resume = self._client.report(status, self._payload)
@@ -599,6 +722,7 @@ class Executor:
         if self._profiler is not None and resume.generation == 0:
             self._measure_links(self._profiler)
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
+        self._newest_known = commits or self._newest_known
         for action in actions(
             self._client.rank, status, resume.decision, resume.donors, self._commits, self._redoes_whole_steps
         ):
@@ -606,6 +730,8 @@ class Executor:
                 commits = self._client.commit(action.step, self._payload)
             else:
                 self._carry_out(action, resume, commits)
+        if self._unsettled:  # the others have yet to tell of the step
+            self._tell(self.version - 1, guesses=True)
 
     def _connect(self, resume: messages.Resume, check_links: bool) -> None:
         """Connects the workers of the generation; from now on its schedule holds."""
@@ -643,6 +769,8 @@ class Executor:
             case Apply():
                 with self._stage.as_in_training(), self._client.busy("STEP", OpKind.STEP.value):
                     self._apply(commits)
+            case Settle():
+                self._settle_with(action.step, commits)
             case Adopt():
                 with self._client.waiting("a gradient"):
                     for buffer in self._gradients.of_step(action.step):
@@ -759,6 +887,11 @@ class Executor:
         data = self._steps[step]
         assert task.op.microbatch is not None
         return data.handle.loader.num_samples(data.handle, task.op.microbatch)
+
+
+def _norm(payloads: Mapping[int, CommitPayload]) -> float:
+    """The norm of all gradients; NaN if nobody has told of them."""
+    return sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
 
 
 def _channel(op: Op) -> Channel:

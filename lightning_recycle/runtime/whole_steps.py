@@ -247,7 +247,7 @@ class WholeStepExecutor(Executor):
             )
 
     @override
-    def _apply(self, payloads: Mapping[int, CommitPayload]) -> None:
+    def _apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
         """The step that was done counts."""
         self._has_begun = False
-        super()._apply(payloads)
+        super()._apply(payloads, guesses)
