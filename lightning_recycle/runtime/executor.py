@@ -62,13 +62,14 @@ from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
+from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
 
-__all__ = ["CommitPayload", "Executor", "Host", "RecordOutput", "StepResult"]
+__all__ = ["Executor", "Host", "RecordOutput", "StepResult"]
 
 RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 """(output, target, number of samples) of a micro-batch -> what must reach all workers."""
@@ -80,21 +81,7 @@ _T = TypeVar("_T")
 _READING = "reading data"
 _WHOLE_STEP = Share()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
-_GROWTH = 1.1  # of the norm of the other stages since the step before, with which a guess counts
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
-
-
-@dataclass(frozen=True)
-class CommitPayload:
-    """What a stage tells the others before they step.
-
-    Args:
-        squared_norm: the squared norm of its gradient; NaN if nobody needs it.
-        overflow: whether its gradient has an infinity or a NaN; False if nobody needs it.
-    """
-
-    squared_norm: float = math.nan
-    overflow: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,16 +230,13 @@ class Executor:
         self._ties = ties or TieExchange()
         self._leads: dict[int, int] = {}
         waits = needs_overflow or not staggered or bool(self._ties.ties)
-        self._presumes = None if waits else presumes
+        self._guesses = None if waits or presumes is None else Guesses(client, worker.stage, grid.stages, presumes)
         self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
         self._payload: CommitPayload | None = None
-        self._unsettled = False  # the newest step was made on a guess that nothing has confirmed yet
-        self._told_in = (-1, -1)  # the generation and the step in which this worker has told of its gradient
-        self._newest_known: Mapping[int, CommitPayload] = {}  # what all stages have told of a step, the newest one
         self._steps: dict[int, _Step] = {}
         self._timings = Timings()
         self._joining = False
@@ -413,8 +397,8 @@ class Executor:
         )
 
     def _commit_and_apply(self) -> None:
-        if self._presumes is not None:
-            self._apply_at_once_or_later(self.version)
+        if self._guesses is not None:
+            self._apply_at_once_or_later(self._guesses, self.version)
         elif self._commits:
             self._apply(self._client.commit(self.version, self._payload))
         else:
@@ -426,7 +410,7 @@ class Executor:
         """
         number = self.version
         step = self._steps[number]
-        norm = 0.0 if guesses else _norm(payloads)
+        norm = 0.0 if guesses else norm_of(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
         known = self._client.await_loss(number)
         result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow)
@@ -438,8 +422,12 @@ class Executor:
             self._host.keep_optimizer()
         # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
         self.version += 1
-        self._reduced, self._unsettled = False, guesses
-        self._payload = self._payload if guesses else None
+        self._reduced = False
+        if guesses:
+            assert self._guesses is not None
+            self._guesses.unsettled = True
+        else:
+            self._payload = None
         self._is_past = True
         with self._client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
             step.apply(result)
@@ -454,56 +442,37 @@ class Executor:
 
     # ------------------------------------------------------------------ steps on a guess
 
-    def _apply_at_once_or_later(self, step: int) -> None:
+    def _apply_at_once_or_later(self, guesses: Guesses, step: int) -> None:
         """Tells the others of this stage's gradient, and applies it now if a guess may do; else when all have told."""
         assert self._payload is not None
-        guesses = self._may_guess(step)
-        self._tell(step, guesses)
-        if guesses and self._client.committed(step) is None:
+        on_a_guess = guesses.is_likely(self._payload) and not self._host.must_know(step)
+        guesses.tell(step, self._payload, on_a_guess)
+        if on_a_guess and not guesses.is_known(step):
             self._apply({}, guesses=True)
         else:
-            self._apply(self._know(step))
-
-    def _may_guess(self, step: int) -> bool:
-        """Whether the norm of all gradients will be one that needs no knowing: with the other stages' of the step
-        before. All workers of a stage find the same.
-        """
-        assert self._presumes is not None
-        assert self._payload is not None
-        others = {stage: known for stage, known in self._newest_known.items() if stage != self.worker.stage}
-        if len(others) < self.grid.stages - 1 or self._host.must_know(step):
-            return False
-        return self._presumes(_norm({**others, self.worker.stage: self._payload}) * _GROWTH)
-
-    def _tell(self, step: int, guesses: bool) -> None:
-        if self._told_in != (self._client.generation, step):
-            self._told_in = (self._client.generation, step)
-            self._client.tell(step, self._payload, guesses)
-
-    def _know(self, step: int) -> Mapping[int, CommitPayload]:
-        """Waits for what all stages tell of ``step``.
-
-        Raises:
-            Interrupted: when a generation was announced; if a worker has made a wrong guess, it is the one for that.
-        """
-        answer = self._client.await_committed(step)
-        known: Mapping[int, CommitPayload] = unpack_all(answer.payloads)
-        self._newest_known = known
-        assert self._presumes is not None
-        if answer.guessed and not self._presumes(_norm(known)):
-            self._client.undo(step, _ANNOUNCEMENT_TIMEOUT)
-        return known
+            self._apply(guesses.await_known(step))
 
     def _settle(self, waits: bool = True) -> None:
         """If the newest step was made on a guess, learns whether that was right; only if that is known already, without
         ``waits``. Nothing that follows from a guess may be reduced, or leave the executor.
 
         Raises:
-            Interrupted: as :meth:`_know`.
+            Interrupted: when a generation was announced, in which a wrong guess is corrected.
         """
-        if self._unsettled and (waits or self._client.committed(self.version - 1) is not None):
-            self._know(self.version - 1)
-            self._unsettled, self._payload = False, None
+        guesses, step = self._guesses, self.version - 1
+        if guesses is not None and guesses.unsettled and (waits or guesses.is_known(step)):
+            guesses.await_known(step)
+            guesses.unsettled, self._payload = False, None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the parameters are what they will be."""
+        return self._guesses is None or not self._guesses.unsettled
+
+    def settle_newest(self) -> None:
+        """Returns when the parameters are what they will be. To be called before anything looks at them."""
+        if not self.is_settled:
+            self._retried(self._settle)
 
     def _is_undone(self) -> bool:
         """Whether a new generation drops what this worker has computed, which may have followed from a wrong guess."""
@@ -514,22 +483,12 @@ class Executor:
             return True
         return False
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the parameters are what they will be."""
-        return not self._unsettled
-
-    def settle_newest(self) -> None:
-        """Returns when the parameters are what they will be. To be called before anything looks at them."""
-        if self._unsettled:
-            self._retried(self._settle)
-
-    def _settle_with(self, step: int, known: Mapping[int, CommitPayload]) -> None:
+    def _settle_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
         """What all stages have told of ``step``, which this worker applied on a guess, is ``known``."""
-        assert self._presumes is not None
-        self._unsettled, self._payload, self._newest_known = False, None, known
-        if not self._presumes(_norm(known)):
-            self._step_again(step, _norm(known))
+        assert self._guesses is not None
+        self._guesses.unsettled, self._payload = False, None
+        if not self._guesses.are_right(known):
+            self._step_again(step, norm_of(known))
 
     def _step_again(self, step: int, norm: float) -> None:
         assert self._shadow is not None
@@ -710,7 +669,7 @@ class Executor:
         self._incoming = {}
         announced = self._client.enter_generation()
         version = -1 if self._joining else self.version
-        status = WorkerStatus(self.worker.stage, version, self._reduced, self._unsettled)
+        status = WorkerStatus(self.worker.stage, version, self._reduced, not self.is_settled)
         self._client.doing(self.version, "recovery", _RECOVER)
         self._place = (self.version, "recovery")
         resume = self._client.report(status, self._payload)
@@ -722,7 +681,8 @@ class Executor:
         if self._profiler is not None and resume.generation == 0:
             self._measure_links(self._profiler)
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
-        self._newest_known = commits or self._newest_known
+        if self._guesses is not None and commits:
+            self._guesses.known = commits
         for action in actions(
             self._client.rank, status, resume.decision, resume.donors, self._commits, self._redoes_whole_steps
         ):
@@ -730,8 +690,8 @@ class Executor:
                 commits = self._client.commit(action.step, self._payload)
             else:
                 self._carry_out(action, resume, commits)
-        if self._unsettled:  # the others have yet to tell of the step
-            self._tell(self.version - 1, guesses=True)
+        if self._guesses is not None and self._guesses.unsettled:  # the others have yet to tell of the step
+            self._guesses.tell(self.version - 1, self._payload, guesses=True)
 
     def _connect(self, resume: messages.Resume, check_links: bool) -> None:
         """Connects the workers of the generation; from now on its schedule holds."""
@@ -770,7 +730,7 @@ class Executor:
                 with self._stage.as_in_training(), self._client.busy("STEP", OpKind.STEP.value):
                     self._apply(commits)
             case Settle():
-                self._settle_with(action.step, commits)
+                self._settle_in_recovery(action.step, commits)
             case Adopt():
                 with self._client.waiting("a gradient"):
                     for buffer in self._gradients.of_step(action.step):
@@ -887,11 +847,6 @@ class Executor:
         data = self._steps[step]
         assert task.op.microbatch is not None
         return data.handle.loader.num_samples(data.handle, task.op.microbatch)
-
-
-def _norm(payloads: Mapping[int, CommitPayload]) -> float:
-    """The norm of all gradients; NaN if nobody has told of them."""
-    return sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
 
 
 def _channel(op: Op) -> Channel:

@@ -34,7 +34,8 @@ from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Microbatch, global_index
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.runtime.coroutines import different_ways
-from lightning_recycle.runtime.executor import CommitPayload, Executor
+from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.settling import CommitPayload
 
 __all__ = ["Exchange", "StepBody", "StepState", "Way", "WholeStepExecutor", "WholeStepMicrobatch"]
 
