@@ -180,9 +180,10 @@ def test_a_users_planner_is_asked(tmp_path: Path) -> None:
     [
         ({}, True),
         ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, True),
-        ({"gradient_clip_val": 0.5}, False),
+        ({"gradient_clip_val": 0.5}, True),
+        ({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, False),
     ],
-    ids=["plain", "clipped by value", "clipped by norm"],
+    ids=["plain", "clipped by value", "clipped by norm", "clipped by norm, accumulated"],
 )
 def test_the_plan_is_staggered_only_if_the_steps_are(options: dict[str, Any], staggered: bool) -> None:
     run = fit(Regression().double(), 2, 2, max_steps=1, **options)
