@@ -165,7 +165,9 @@ class _SleepRecorder(L.Callback):
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule to measure; ``failed`` is the worker that is killed before. ``costs`` in slots, None: one each."""
+    """A schedule to measure; ``failed`` is the worker that is killed before. ``costs`` in slots, None: one each.
+    ``clips``: whether gradients are clipped by their norm, which never is so large.
+    """
 
     name: str
     decoupled: bool
@@ -174,6 +176,7 @@ class Case:
     has_goal: bool = False
     grid: Grid = GRID
     costs: Costs | None = None
+    clips: bool = False
 
     @property
     def known_costs(self) -> Costs:
@@ -193,6 +196,7 @@ CASES = (
     Case("fault-free, 1F1B", decoupled=False, has_goal=True),
     Case("fault-free, decoupled", decoupled=True),
     Case("fault-free, decoupled, staggered", decoupled=True, staggered=True),
+    Case("fault-free, decoupled, staggered, clipping", decoupled=True, staggered=True, clips=True),
     Case("(1, 2) dead, adaptive only", decoupled=False, failed=Worker(1, 2)),
     Case("(1, 2) dead, decoupled", decoupled=True, failed=Worker(1, 2), has_goal=True),
     Case("(1, 2) dead, decoupled, staggered", decoupled=True, staggered=True, failed=Worker(1, 2)),
@@ -270,7 +274,15 @@ def measure(case: Case, steps: int, warmup: int = 4, slot: float = SLOT) -> Meas
         )
         recorder = _SleepRecorder(sleeps)
         callbacks.append(recorder)
-        trainer = fit(model, loader, strategy, devices=grid.num_workers, steps=first + steps, callbacks=callbacks)
+        trainer = fit(
+            model,
+            loader,
+            strategy,
+            devices=grid.num_workers,
+            steps=first + steps,
+            callbacks=callbacks,
+            gradient_clip_val=1.0 if case.clips else None,
+        )
         mean_sleep = slot * recorder.mean()
     ran = retime(strategy.schedules[-1], costs).period
     return Measurement(Spread.of(step_seconds(trainer, first)), ran, mean_sleep)

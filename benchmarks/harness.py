@@ -70,6 +70,7 @@ def fit(
     devices: int,
     steps: int,
     callbacks: Sequence[L.Callback] = (),
+    gradient_clip_val: float | None = None,
 ) -> L.Trainer:
     """Trains ``module`` for ``steps`` steps on ``devices`` CPU workers with nothing extra switched on."""
     quieten()
@@ -82,6 +83,7 @@ def fit(
         strategy=strategy,
         max_steps=steps,
         max_epochs=-1,
+        gradient_clip_val=gradient_clip_val,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

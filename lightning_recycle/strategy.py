@@ -70,8 +70,9 @@ class ReCycleStrategy(ParallelStrategy):
             ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
         decoupled: split the backward, so that weight gradients fill idle slots.
         staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
-            while others finish this one. Costs a copy of the stage's parameters and of its gradients. With clipping by
-            norm every stage still waits for all others.
+            while others finish this one. Costs a copy of the stage's parameters and of its gradients. With
+            ``16-mixed``, weights tied across stages, or clipping by norm where hooks look at what a step left, every
+            stage waits for all others all the same, and plans say so.
         shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False``
             none are kept.
         restart_workers: whether a lost worker is replaced by a new process, which gets its state from a peer.

@@ -242,6 +242,32 @@ class ControlClient:
         answer = self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
         return unpack_all(answer.payloads)
 
+    def tell(self, step: int, payload: Any, guesses: bool) -> None:
+        """As :meth:`commit`, without waiting; ``guesses``: whether this worker does not wait for :meth:`committed`."""
+        self.send(self.member.commit(step, pack(payload), guesses))
+
+    def committed(self, step: int) -> messages.Committed | None:
+        """The answer that every live worker is REDUCED in ``step``, if it is there."""
+        return self.member.committed(step)
+
+    def await_committed(self, step: int) -> messages.Committed:
+        """Waits for :meth:`committed`.
+
+        Raises:
+            Interrupted: when a generation was announced before that.
+        """
+        return self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
+
+    def undo(self, step: int, timeout: float) -> NoReturn:
+        """Says that a guess about ``step`` was wrong, and waits for the generation in which all drop what follows.
+
+        Raises:
+            Interrupted: then.
+        """
+        self.send(self.member.undo(step))
+        self.await_announcement(timeout)
+        raise Interrupted
+
     def await_loss(self, step: int) -> messages.StepLoss:
         """Waits for the mean loss of ``step`` and what was sent with the losses.
 

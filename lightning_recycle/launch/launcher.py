@@ -58,6 +58,7 @@ from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.checks import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
+from lightning_recycle.session.commitment import steps_alone
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.lightning_callbacks import show_cursor
@@ -252,7 +253,7 @@ class SupervisorLauncher(_Launcher):
         planner = RunPlanner(
             grid,
             options.planner,
-            Technique(decoupled=options.decoupled, staggered=options.staggered),
+            Technique(decoupled=options.decoupled, staggered=setup.staggered),
             options.in_flight_limit,
             costs=None if profile is None else profile.costs(),
             library=_library(options.plan_library, options.planner),
@@ -396,7 +397,14 @@ class SupervisorLauncher(_Launcher):
             )
         listens = "RECYCLE_LISTEN" in os.environ
         setup = RunSetup(
-            grid, heartbeat.interval, stages, grid.pipelines, weights_only, outsiders=listens, has_run=self._has_run
+            grid,
+            heartbeat.interval,
+            stages,
+            grid.pipelines,
+            weights_only,
+            outsiders=listens,
+            has_run=self._has_run,
+            staggered=options.staggered and (not fitting or steps_alone(trainer, parts, stages)),
         )
         return setup, heartbeat
 

@@ -136,7 +136,9 @@ class ChainParts(StepParts):
 
     @override
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
-        return self._ties
+        if hasattr(self, "_ties"):
+            return self._ties  # found before the layers of other stages were dropped
+        return _Held(self.module, self._chain, stages).ties()
 
     @override
     def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:

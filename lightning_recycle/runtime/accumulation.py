@@ -79,13 +79,24 @@ class AccumulatedGradients:
         """
         if share == Share():
             return self._gradients.squared_norm(step, without)
+        left_out = {id(parameter) for parameter in without}
+        counted = [total for parameter, total in self._totals(step, share).items() if id(parameter) not in left_out]
+        return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(counted))) if counted else 0.0
+
+    @torch.no_grad()
+    def is_finite(self, step: int, share: Share) -> bool:
+        """Whether all gradients that the optimizer gets if it steps after ``step`` are finite."""
+        whole = share == Share()
+        found = self._gradients.of_step(step) if whole else list(self._totals(step, share).values())
+        return not found or bool(torch.stack([torch.isfinite(tensor).all() for tensor in found]).all())
+
+    def _totals(self, step: int, share: Share) -> dict[nn.Parameter, Tensor]:
+        """The sums as they will be after the batch of ``step``."""
         totals = {} if share.begins else dict(self._sums)
         for parameter, gradient in self._gradients.by_parameter(step):
             part = gradient / share.batches
             totals[parameter] = totals[parameter] + part if parameter in totals else part
-        left_out = {id(parameter) for parameter in without}
-        counted = [total for parameter, total in totals.items() if id(parameter) not in left_out]
-        return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(counted))) if counted else 0.0
+        return totals
 
     def state(self) -> dict[int, Tensor]:
         """For a worker that joins this stage, by the index of the parameter."""

@@ -4,7 +4,8 @@ The schedule is data. :meth:`Executor.run_step` walks through this worker's prog
 the step and sends leave as soon as their value exists, so communication follows from the program and needs no
 operations of its own. A stage steps its optimizer when its own gradient is reduced and goes on to the next step; a copy
 of the previous version's parameters (the shadow) stays until the next STEP. If stages must know something of each other
-before they step (the norm of the whole gradient), or staggering is off, a commit through the coordinator comes first.
+before they step, or staggering is off, a commit through the coordinator comes first. If that is the norm of the whole
+gradient, a stage may instead step on the guess that it is small enough, and once more if it was wrong.
 
 When a generation is announced, whatever the executor is doing ends with :class:`Interrupted` or
 :class:`CommunicationError`. It then reports what it holds, reconnects, brings itself to the committed version, and
@@ -39,6 +40,7 @@ from lightning_recycle.control.protocol.recovery import (
     Forget,
     Give,
     Serve,
+    Settle,
     Take,
     WorkerStatus,
     actions,
@@ -62,13 +64,14 @@ from lightning_recycle.runtime.machine_errors import is_device_error, place_of, 
 from lightning_recycle.runtime.memory_meter import MemoryMeter
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
 from lightning_recycle.runtime.program import Task, worker_program
+from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
 
-__all__ = ["CommitPayload", "Executor", "Host", "RecordOutput", "StepResult"]
+__all__ = ["Executor", "Host", "RecordOutput", "StepResult"]
 
 RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 """(output, target, number of samples) of a micro-batch -> what must reach all workers."""
@@ -84,19 +87,14 @@ _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordina
 
 
 @dataclass(frozen=True)
-class CommitPayload:
-    """What a stage tells the others before they step: the squared norm of its gradient (NaN if nobody needs it)."""
-
-    squared_norm: float
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What every worker knows when it steps.
 
     Args:
         loss: the mean over all micro-batches.
-        gradient_norm: the norm of all gradients, if needed, else NaN.
+        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if it is scaled. 0 in a step on
+            the guess that it is small enough.
+        overflow: whether one of them has an infinity or a NaN, if needed, else False.
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
         after_step: what all do after this step.
     """
@@ -105,6 +103,7 @@ class StepResult:
     gradient_norm: float
     outputs: Mapping[int, bytes] = field(default_factory=dict)
     after_step: AfterStep = AfterStep.GO_ON
+    overflow: bool = False
 
 
 class Host(Protocol):
@@ -140,6 +139,17 @@ class Host(Protocol):
     def describe_step(self, step: int) -> messages.Facts:
         """Called when ``step`` was applied; returns what must be equal in other workers."""
 
+    def must_know(self, step: int) -> bool:
+        """Whether ``step`` may not be made on a guess."""
+
+    def keep_optimizer(self) -> None:
+        """The optimizer is about to step on a guess."""
+
+    def step_again(self, norm: float) -> None:
+        """The newest step was made on a guess that was wrong: the optimizer steps once more from where it was, with
+        gradients of that norm. The parameters and ``parameter.grad`` are what they were before.
+        """
+
     def take_snapshot(self) -> Any:
         """Returns all that a worker that joins this stage must have, at a step boundary."""
 
@@ -170,8 +180,11 @@ class Executor:
         gradients: the gradients of this stage.
         host: answers what is not the executor's business.
         needs_norm: whether each step needs the norm of all gradients.
+        needs_overflow: whether each step needs to know of infinities and NaNs among all gradients.
         staggered: whether a stage may step before the others hold their gradients.
         shadow_on_host: whether the previous version's parameters are kept in host memory.
+        presumes: norm of all gradients -> whether a step is what it is without knowing the norm. With it a stage steps
+            on the guess that it is, unless what is known says otherwise; without it all stages know the norm first.
         profiler: measures the stage, if it is to be profiled.
         ties: weights that several stages hold; with them all stages commit a step together.
         held: returns the tensors that this process holds between two steps besides the parameters, their gradients and
@@ -197,10 +210,12 @@ class Executor:
         gradients: GradientBuffers,
         host: Host,
         needs_norm: bool = False,
+        needs_overflow: bool = False,
         staggered: bool = True,
         shadow_on_host: bool = False,
         profiler: StageProfiler | None = None,
         ties: TieExchange | None = None,
+        presumes: Callable[[float], bool] | None = None,
         held: Callable[[], Iterable[Tensor]] | None = None,
     ) -> None:
         self.worker = worker
@@ -215,11 +230,13 @@ class Executor:
         self._gradients = gradients
         self.accumulated = AccumulatedGradients(gradients, parameters)
         self._host = host
-        self._needs_norm = needs_norm
+        self._needs_norm, self._needs_overflow = needs_norm, needs_overflow
         self._profiler = profiler
         self._ties = ties or TieExchange()
         self._leads: dict[int, int] = {}
-        self._commits = needs_norm or not staggered or bool(self._ties.ties)
+        waits = needs_overflow or not staggered or bool(self._ties.ties)
+        self._guesses = None if waits or presumes is None else Guesses(client, worker.stage, grid.stages, presumes)
+        self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
         self._parameters, self._held = parameters, held
@@ -309,6 +326,7 @@ class Executor:
         for task in program:
             if self._client.interrupted:
                 raise Interrupted
+            self._settle(waits=False)
             kind = task.op.kind
             self._client.doing(step, task.label, kind.value, task.index)
             self._place = (step, task.label)
@@ -318,6 +336,8 @@ class Executor:
                 self._forward(step, task)
                 forwards_left -= 1
                 if self._is_last and not forwards_left:
+                    if step == self.version:
+                        self._settle()
                     self._client.send(messages.Losses(self._client.rank, step, self._losses, self._outputs))
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
@@ -325,6 +345,7 @@ class Executor:
                 with self._measured(kind):
                     self._stage.backward_weight(task.index)
             elif kind is OpKind.REDUCE:
+                self._settle()
                 self._reduce(step)
             elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
@@ -383,35 +404,48 @@ class Executor:
             for buffer in self._gradients.of_step(step) or [torch.zeros(1)]:
                 self._communicator.all_reduce(buffer)
             self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
-        self._payload = CommitPayload(self._squared_norm(step))
-        self._reduced = True
+        self._payload, self._reduced = self._told(step), True
 
-    def _squared_norm(self, step: int) -> float:
-        if not self._needs_norm:
-            return math.nan
-        return self.accumulated.squared_norm(step, self._steps[step].share, without=self._ties.not_counted)
+    def _told(self, step: int) -> CommitPayload:
+        """What others must know of this stage's reduced gradient of ``step``."""
+        totals = (step, self._steps[step].share)
+        return CommitPayload(
+            self.accumulated.squared_norm(*totals, without=self._ties.not_counted) if self._needs_norm else math.nan,
+            self._needs_overflow and not self.accumulated.is_finite(*totals),
+        )
 
     def _commit_and_apply(self) -> None:
-        payloads: Mapping[int, CommitPayload] = {}
-        if self._commits:
-            payloads = self._client.commit(self.version, self._payload)
-        self._apply(payloads)
+        if self._guesses is not None:
+            self._apply_at_once_or_later(self._guesses, self.version)
+        elif self._commits:
+            self._apply(self._client.commit(self.version, self._payload))
+        else:
+            self._apply({})
 
-    def _apply(self, payloads: Mapping[int, CommitPayload]) -> None:
-        """Steps the optimizer with the reduced gradient of step :attr:`version`; ``payloads`` by stage."""
+    def _apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
+        """Steps the optimizer with the reduced gradient of step :attr:`version`; ``payloads`` by stage. ``guesses``:
+        whether they are not known yet.
+        """
         number = self.version
         step = self._steps[number]
-        norm = sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
+        norm = 0.0 if guesses else norm_of(payloads)
+        overflow = any(payload.overflow for payload in payloads.values())
         known = self._client.await_loss(number)
-        result = StepResult(known.loss, norm, known.outputs, known.after_step)
+        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow)
         self.accumulated.add(number, step.share)
         started = time.perf_counter()
         if self._shadow is not None:
             self._shadow.update()
+        if guesses:
+            self._host.keep_optimizer()
         # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
         self.version += 1
         self._reduced = False
-        self._payload = None
+        if guesses:
+            assert self._guesses is not None
+            self._guesses.unsettled = True
+        else:
+            self._payload = None
         self._is_past = True
         with self._client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
             step.apply(result)
@@ -426,6 +460,65 @@ class Executor:
         if self._meter is not None and (footprint := self._meter.footprint()) is not None:
             self._client.send(messages.Measured(self._client.rank, footprint))
             self._meter = None
+
+    # ------------------------------------------------------------------ steps on a guess
+
+    def _apply_at_once_or_later(self, guesses: Guesses, step: int) -> None:
+        """Tells the others of this stage's gradient, and applies it now if a guess may do; else when all have told."""
+        assert self._payload is not None
+        on_a_guess = guesses.is_likely(self._payload) and not self._host.must_know(step)
+        guesses.tell(step, self._payload, on_a_guess)
+        if on_a_guess and not guesses.is_known(step):
+            self._apply({}, guesses=True)
+        else:
+            self._apply(guesses.await_known(step))
+
+    def _settle(self, waits: bool = True) -> None:
+        """If the newest step was made on a guess, learns whether that was right; only if that is known already, without
+        ``waits``. Nothing that follows from a guess may be reduced, or leave the executor.
+
+        Raises:
+            Interrupted: when a generation was announced, in which a wrong guess is corrected.
+        """
+        guesses, step = self._guesses, self.version - 1
+        if guesses is not None and guesses.unsettled and (waits or guesses.is_known(step)):
+            guesses.await_known(step)
+            guesses.unsettled, self._payload = False, None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the parameters are what they will be."""
+        return self._guesses is None or not self._guesses.unsettled
+
+    def settle_newest(self) -> None:
+        """Returns when the parameters are what they will be. To be called before anything looks at them."""
+        if not self.is_settled:
+            self._retried(self._settle)
+
+    def _is_undone(self) -> bool:
+        """Whether a new generation drops what this worker has computed, which may have followed from a wrong guess."""
+        try:
+            if not self._is_past:
+                self._settle()
+        except Interrupted:
+            return True
+        return False
+
+    def _settle_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
+        """What all stages have told of ``step``, which this worker applied on a guess, is ``known``."""
+        assert self._guesses is not None
+        self._guesses.unsettled, self._payload = False, None
+        if not self._guesses.are_right(known):
+            self._step_again(step, norm_of(known))
+
+    def _step_again(self, step: int, norm: float) -> None:
+        assert self._shadow is not None
+        started = time.perf_counter()
+        with self._client.busy("STEP", OpKind.STEP.value):
+            self._shadow.restore()
+            self.accumulated.attach(step)
+            self._host.step_again(norm)
+        log.info("Step %d was made again with its true norm, %g, in %.4f s.", step, norm, time.perf_counter() - started)
 
     # ------------------------------------------------------------------ forward only
 
@@ -583,8 +676,9 @@ class Executor:
                 self._await_verdict(error)
                 recover = True
             except Exception as error:
-                with readers_may_die():
-                    self._await_another_try(error)
+                if not self._is_undone():
+                    with readers_may_die():
+                        self._await_another_try(error)
                 recover = True
             else:
                 self._client.doing(self.version, "hooks and callbacks")
@@ -595,7 +689,8 @@ class Executor:
         self._stage.clear()
         self._incoming = {}
         announced = self._client.enter_generation()
-        status = WorkerStatus(self.worker.stage, -1 if self._joining else self.version, self._reduced)
+        version = -1 if self._joining else self.version
+        status = WorkerStatus(self.worker.stage, version, self._reduced, not self.is_settled)
         self._client.doing(self.version, "recovery", _RECOVER)
         self._place = (self.version, "recovery")
         resume = self._client.report(status, self._payload)
@@ -607,6 +702,8 @@ class Executor:
         if self._profiler is not None and resume.generation == 0:
             self._measure_links(self._profiler)
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
+        if self._guesses is not None and commits:
+            self._guesses.known = commits
         for action in actions(
             self._client.rank, status, resume.decision, resume.donors, self._commits, self._redoes_whole_steps
         ):
@@ -614,6 +711,8 @@ class Executor:
                 commits = self._client.commit(action.step, self._payload)
             else:
                 self._carry_out(action, resume, commits)
+        if self._guesses is not None and self._guesses.unsettled:  # the others have yet to tell of the step
+            self._guesses.tell(self.version - 1, self._payload, guesses=True)
 
     def _connect(self, resume: messages.Resume, check_links: bool) -> None:
         """Connects the workers of the generation; from now on its schedule holds."""
@@ -651,12 +750,14 @@ class Executor:
             case Apply():
                 with self._stage.as_in_training(), self._client.busy("STEP", OpKind.STEP.value):
                     self._apply(commits)
+            case Settle():
+                self._settle_in_recovery(action.step, commits)
             case Adopt():
                 with self._client.waiting("a gradient"):
                     for buffer in self._gradients.of_step(action.step):
                         self._communicator.broadcast(buffer, action.donor)
                 if action.lacks:
-                    self._payload, self._reduced = CommitPayload(self._squared_norm(action.step)), True
+                    self._payload, self._reduced = self._told(action.step), True
             case AwaitPeers():
                 self._await_peers()
             case Forget():

@@ -39,6 +39,11 @@ class Shadow:
         """Copies the current parameters; called right before they change."""
         torch._foreach_copy_(self._copies, [p.detach() for p in self._parameters])
 
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Makes the current parameters those of the previous version again."""
+        torch._foreach_copy_([p.detach() for p in self._parameters], self._copies)
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the block, the parameters hold the values of the previous version."""

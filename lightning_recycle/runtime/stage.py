@@ -68,6 +68,7 @@ class Stage:
         loss_name: the user's function that computes the loss, for errors.
         loss_backward: the user's backward of the loss, if there is one.
         loss_is_optional: whether a micro-batch may have no loss (None); then it adds nothing to the gradient.
+        scale_loss: what makes of a loss the one that is differentiated.
         takes_target: whether the layers take the message of the previous stage, as one argument, and behind it what is
             the target elsewhere.
     """
@@ -85,7 +86,9 @@ class Stage:
         loss_backward: Callable[[Tensor], None] | None = None,
         loss_is_optional: bool = False,
         takes_target: bool = False,
+        scale_loss: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self._scale_loss = scale_loss
         self._takes_target = takes_target
         self._layers = list(layers)
         self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
@@ -228,7 +231,8 @@ class Stage:
                 f"{self._loss_name}() returned a tensor without a gradient: compute it with differentiable"
                 " operations, outside torch.no_grad()."
             )
-        self._in_flight[microbatch].outputs = (loss / divisor,)
+        share = loss / divisor
+        self._in_flight[microbatch].outputs = (share if self._scale_loss is None else self._scale_loss(share),)
         return loss.detach().reshape(())
 
     def backward(self, microbatch: int, grads: Value | None) -> Value | None:

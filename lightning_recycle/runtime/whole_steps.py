@@ -17,7 +17,6 @@ check that they have done the same so far: they end with an error instead of wai
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,8 @@ from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Microbatch, global_index
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.runtime.coroutines import different_ways
-from lightning_recycle.runtime.executor import CommitPayload, Executor
+from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.settling import CommitPayload
 
 __all__ = ["Exchange", "StepBody", "StepState", "Way", "WholeStepExecutor", "WholeStepMicrobatch"]
 
@@ -153,7 +153,7 @@ class WholeStepExecutor(Executor):
         mine = {m.index: result for m, result in zip(microbatches, done, strict=True) if m.counts}
         self._timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches))
         self._run_hooks(step, OpKind.FORWARD, OpKind.REDUCE)
-        self._reduced, self._payload = True, CommitPayload(math.nan)
+        self._reduced, self._payload = True, CommitPayload()
         way.add("the end of the step")
         self.check(way)
         if mine:
@@ -248,7 +248,7 @@ class WholeStepExecutor(Executor):
             )
 
     @override
-    def _apply(self, payloads: Mapping[int, CommitPayload]) -> None:
+    def _apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
         """The step that was done counts."""
         self._has_begun = False
-        super()._apply(payloads)
+        super()._apply(payloads, guesses)

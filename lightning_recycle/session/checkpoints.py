@@ -87,6 +87,7 @@ class Checkpoints:
 
     def state(self) -> dict[str, Any]:
         """The state dict for a checkpoint: of the whole model, or of the stage."""
+        self.collectives.settle()
         return self.module.state_dict() if self.sharded else self.whole_state()
 
     def whole_state(self) -> dict[str, Any]:

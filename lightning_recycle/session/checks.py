@@ -27,16 +27,15 @@ __all__ = [
     "warn_of_lost_compilation",
 ]
 
-_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
     """Raises UnsupportedFeatureError for settings of the Trainer that the strategy cannot honour."""
     precision = trainer.precision
     if precision not in _PRECISIONS:
-        why = "its loss scaling would need one decision of all stages" if precision == "16-mixed" else "it is untested"
         raise UnsupportedFeatureError(
-            f"strategy='recycle' does not support precision={precision!r}: {why}. Use one of"
+            f"strategy='recycle' does not support precision={precision!r}: it is untested. Use one of"
             f" {', '.join(map(repr, _PRECISIONS))}."
         )
     if trainer.num_nodes != 1 and "RECYCLE_COORDINATOR" not in os.environ:

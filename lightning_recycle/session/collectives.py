@@ -43,6 +43,8 @@ class Collectives:
         self.worker = grid.worker(client.rank)
         self.is_in_step: Callable[[], bool] = lambda: False
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
+        self.settle: Callable[[], None] = lambda: None
+        """Called before a worker's part is made: what it holds must be what it will be."""
         self._answers: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ who is who
@@ -82,6 +84,7 @@ class Collectives:
                 " after a failure they run different numbers of steps. Do that in a hook such as on_train_batch_end, or"
                 " log the value: what is logged is gathered from all workers."
             )
+        self.settle()
         return self.client.arrive(name, value)
 
     def barrier(self, name: str | None = None) -> None:
@@ -145,6 +148,7 @@ class Collectives:
         """
         if self.client.joining and self.grid.stages > 1:
             raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
+        self.settle()
         while True:
             payloads = self.gather(name, (part(),) if self.speaks else None)
             parts = {

@@ -124,6 +124,8 @@ class RunSetup:
             model in the end.
         has_run: whether this Trainer has had workers before.
         is_trial: whether the run only tries something: its weights are not wanted.
+        staggered: whether a stage steps before the others hold their gradients: the user's option, unless the stages
+            must know something of each other first.
     """
 
     grid: Grid
@@ -135,6 +137,7 @@ class RunSetup:
     outsiders: bool = False
     has_run: bool = False
     is_trial: bool = False
+    staggered: bool = True
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class StepRunner(Protocol):
 
     def log_step(self, index: int, loss: torch.Tensor, outputs: Mapping[int, bytes]) -> Any: ...
 
+    def settle(self) -> None: ...
+
     def agree_on_stop(self, place: StopPlace) -> None: ...
 
     def end_step(self) -> None: ...
@@ -208,7 +210,9 @@ class PipelineEpochLoop(_TrainingEpochLoop):
             self._runner.agree_on_stop(StopPlace.STEP_END)
         decided = super()._should_check_val_fx(data_fetcher)
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
-            return bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
+            decided = bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
+        if decided:
+            self._runner.settle()
         return decided
 
     @override
@@ -278,6 +282,11 @@ class PipelineFitLoop(_FitLoop):
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, GradientAccumulationScheduler):
                     callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+
+    @override
+    def on_advance_end(self) -> None:
+        self.runner.settle()  # hooks at the end of an epoch may look at parameters
+        super().on_advance_end()
 
     @override
     def _load_combined_loader_states(self) -> None:

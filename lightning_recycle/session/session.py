@@ -52,10 +52,12 @@ from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.commitment import needs_of
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
 from lightning_recycle.session.gradient_norms import complete_norms
+from lightning_recycle.session.guesses import OptimizerStep, clip_factor
 from lightning_recycle.session.interruption import SaveAndEnd
 from lightning_recycle.session.lightning_callbacks import (
     keep_monitors_going,
@@ -65,6 +67,7 @@ from lightning_recycle.session.lightning_callbacks import (
 )
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, ends_step, tell_batch_sizes
+from lightning_recycle.session.loss_scaling import overflow_of_all, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.moments import Moment
@@ -125,6 +128,8 @@ class Session:
         self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._loaders: list[StepLoader] = []
         self._gradient_norm = 0.0
+        self._newest_loss = 0.0
+        self._newest_step = OptimizerStep()
         self._joined_with: WorkerSnapshot | None = None
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
@@ -201,6 +206,7 @@ class Session:
             names = {id(p): ties.copies.get((stage, name), name) for name, p in module.named_parameters()}
             complete_norms(self.collectives.gather_stages, names)
         self.executor = self._build_executor(ties)
+        self.collectives.settle = self.executor.settle_newest
         self._whole_forward = WholeForward(module, self.collectives, self.executor)
         self.checkpoints = Checkpoints(
             self.parts,
@@ -264,6 +270,7 @@ class Session:
         # Only fit trains them, and only by the schedule has this strategy something to keep for each.
         parameters = list(module.parameters()) if self._fitting and not by_itself else []
         training_parts = self.parts.training_parts(owned, self._recorder)
+        scaler = scaler_of(trainer)
         stage = Stage(
             training_parts,
             owned.start,
@@ -276,6 +283,7 @@ class Session:
             loss_backward=self.parts.loss_backward,
             loss_is_optional=self.parts.loss_is_optional,
             takes_target=self.parts.takes_target,
+            scale_loss=None if scaler is None else scaler.scale,
         )
         common = (
             self.worker,
@@ -298,20 +306,25 @@ class Session:
                 self.grid.global_microbatches,
             )
             return WholeStepExecutor(*common, body=self.manual, state=ManualStepState(trainer))
+        needs = needs_of(trainer, module, self.grid.stages)
         return Executor(
             *common,
-            staggered=self.options.staggered,
+            staggered=self.run.staggered,
             shadow_on_host=self.options.shadow == "host",
             profiler=StageProfiler(parameters) if self.run.profiles else None,
             ties=ties,
             held=self._held_besides if parameters else None,
-            needs_norm=is_overridden("configure_gradient_clipping", module)
-            or (trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"),
+            needs_norm=needs.norm,
+            needs_overflow=needs.overflow,
+            presumes=self._leaves_gradients_alone if needs.afterwards else None,
         )
 
     def _held_besides(self) -> Iterator[torch.Tensor]:
-        """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states."""
+        """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states with
+        those before the newest step.
+        """
         yield from self.module.buffers()
+        yield from self._newest_step.tensors()
         for optimizer in self.trainer.strategy.optimizers:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
@@ -325,11 +338,16 @@ class Session:
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips by the norm over all stages, which the commit delivered; the plugin itself sees one stage only."""
-        scale = min(1.0, clip_val / (self._gradient_norm + 1e-6))  # the formula of torch.nn.utils.clip_grad_norm_
+        scale = clip_factor(clip_val, self._gradient_norm)
         plugin = self.trainer.strategy.precision_plugin
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
-        if grads and scale < 1.0:
+        if grads and not scale >= 1.0:  # a norm that is NaN reaches all parameters, as on one device
             torch._foreach_mul_(grads, scale)
+
+    def _leaves_gradients_alone(self, norm: float) -> bool:
+        """Whether gradients of that norm, over all stages, are not clipped."""
+        assert self.trainer.gradient_clip_val is not None
+        return clip_factor(self.trainer.gradient_clip_val, norm) >= 1.0
 
     # ------------------------------------------------------------------ data
 
@@ -416,9 +434,13 @@ class Session:
             self._recorder.collected.load_state(self._joined_with.collected)
             self._joined_with, self.client.member.joining = None, False
 
+        scaler = scaler_of(self.trainer)
+
         def apply_with_hooks(result: StepResult) -> None:
-            self._gradient_norm = result.gradient_norm
-            with self.module.logging_allowed(True):
+            # Whoever asks for the norm has unscaled gradients before him.
+            self._newest_loss = result.loss
+            self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
+            with self.module.logging_allowed(True), overflow_of_all(scaler, result.overflow):
                 apply(result)
 
         number = self.executor.version
@@ -428,6 +450,10 @@ class Session:
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._after_step = result.after_step
         return result
+
+    def settle(self) -> None:
+        """Returns when the parameters are what they will be."""
+        self.executor.settle_newest()
 
     def agree_on_stop(self, place: StopPlace) -> None:
         self.stop_requests.agree(place)
@@ -533,14 +559,35 @@ class Session:
 
     def describe_step(self, step: int) -> Facts:
         trainer = self.trainer
-        counters = {"trainer.global_step": trainer.global_step, "trainer.current_epoch": trainer.current_epoch}
+        counters: dict[str, float] = {
+            "trainer.global_step": trainer.global_step,
+            "trainer.current_epoch": trainer.current_epoch,
+        }
         if self.stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(trainer.strategy.optimizers)
-        if step % DIGEST_EVERY == 0 or self._digested != self.client.generation:
+        if (scaler := scaler_of(trainer)) is not None:
+            counters["loss scale"] = scaler.get_scale()
+        if self._digests(step) and self.executor.is_settled:
             self._digested = self.client.generation
             options["digest of the parameters"] = digest(self.module.parameters())
         return Facts(counters, options)
+
+    def must_know(self, step: int) -> bool:
+        return self._digests(step) or self._newest_step.is_watched(self.trainer.strategy.optimizers)
+
+    def _digests(self, step: int) -> bool:
+        """Whether workers compare their parameters after ``step``."""
+        return step % DIGEST_EVERY == 0 or self._digested != self.client.generation
+
+    def keep_optimizer(self) -> None:
+        self._newest_step.keep(self.trainer.strategy.optimizers)
+
+    def step_again(self, norm: float) -> None:
+        assert self.trainer.gradient_clip_val is not None
+        factor = clip_factor(self.trainer.gradient_clip_val, norm)
+        loss = self.as_loss(self._newest_loss)
+        self._newest_step.again(self.trainer.strategy.optimizers, factor, lambda: loss)
 
     def take_snapshot(self) -> WorkerSnapshot:
         return take_snapshot(

@@ -23,10 +23,12 @@ from lightning.pytorch.loops.progress import _Progress
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.session.attributes import AttributeCarrier, Pickles
+from lightning_recycle.session.loss_scaling import restore_scale
 
-__all__ = ["ManualStepState"]
+__all__ = ["ManualStepState", "OptimizerState"]
 
 _HOOKS_OF_STEPS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _PLAIN = (bool, int, float, str, type(None))  # attributes that a submodule may count with
@@ -40,7 +42,7 @@ class ManualStepState:
         self._tensors: dict[Tensor, Tensor] = {}
         self._gradients: dict[nn.Parameter, tuple[bool, Tensor | None]] = {}
         self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._optimizers: list[_OptimizerState] = []
+        self._optimizers: list[OptimizerState] = []
         self._schedulers: list[dict[str, Any]] = []
         self._others: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self._callbacks: list[tuple[Callback, Pickles]] = []
@@ -65,7 +67,7 @@ class ManualStepState:
             if owner is not module
         ]
         old = self._optimizers[: len(trainer.optimizers)]
-        self._optimizers = [_OptimizerState(*pair) for pair in itertools.zip_longest(trainer.optimizers, old)]
+        self._optimizers = [OptimizerState(*pair) for pair in itertools.zip_longest(trainer.optimizers, old)]
         self._schedulers = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         self._others = deepcopy((self._progress.state_dict(), trainer.precision_plugin.state_dict()))
         watching = [c for c in trainer.callbacks if _sees_steps(c)]  # type: ignore[attr-defined]
@@ -91,28 +93,42 @@ class ManualStepState:
             config.scheduler.load_state_dict(deepcopy(scheduler))
         progress, precision = deepcopy(self._others)
         self._progress.load_state_dict(progress)
-        trainer.precision_plugin.load_state_dict(precision)
+        restore_scale(trainer, precision)
         if self._callbacks:
             carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
             for callback, pickles in self._callbacks:
                 carrier.restore(callback, pickles)
 
 
-class _OptimizerState:
-    """The state of one optimizer; the memory of ``old`` is used again."""
+class OptimizerState:
+    """The state of one optimizer; the memory of ``old`` is used again.
 
-    def __init__(self, optimizer: Optimizer, old: _OptimizerState | None) -> None:
+    Args:
+        optimizer: the optimizer.
+        old: an earlier state of it that is not needed any more.
+        options_only: whether only the options of its groups are kept.
+    """
+
+    def __init__(self, optimizer: Optimizer, old: OptimizerState | None, options_only: bool = False) -> None:
         self._optimizer = optimizer
         before: dict[Any, Any] = {} if old is None else old._states
-        self._states: dict[Any, Any] = {p: _copied(state, before.get(p)) for p, state in optimizer.state.items()}
+        states = {} if options_only else optimizer.state
+        self._states: dict[Any, Any] = {p: _copied(state, before.get(p)) for p, state in states.items()}
         self._groups = [(group, {**group, "params": list(group["params"])}) for group in optimizer.param_groups]
         self._options = [_copied({k: v for k, v in group.items() if k != "params"}) for group, _ in self._groups]
+
+    def tensors(self) -> list[Tensor]:
+        """What it keeps copies of."""
+        return [leaf for leaf in tree_leaves(list(self._states.values())) if isinstance(leaf, Tensor)]
 
     def rewind(self) -> None:
         optimizer = self._optimizer
         optimizer.state.clear()
         optimizer.state.update({p: _copied(state) for p, state in self._states.items()})
-        optimizer.param_groups[:] = [group for group, _ in self._groups]
+        self.rewind_options()
+
+    def rewind_options(self) -> None:
+        self._optimizer.param_groups[:] = [group for group, _ in self._groups]
         for (group, before), options in zip(self._groups, self._options, strict=True):
             group.clear()
             group.update({**_copied(options), "params": before["params"]})

@@ -95,6 +95,10 @@ class Run:
         self.whole = self.grid.stages == 1 and random.Random(f"whole {seed}").random() < 0.5
         self.commits = self.commits or self.whole
         self.tied = self.commits and not self.whole and random.Random(f"ties {seed}").random() < 0.5
+        guesses = random.Random(f"guesses {seed}")
+        self.guesses = not self.commits and guesses.random() < 0.5
+        self._wrong = frozenset(step for step in range(4) if guesses.random() < 0.4)  # where guesses turn out wrong
+        self._guesses = guesses
         self.steps = self.chance.choice((2, 3, 3, 4))
         self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
         self.duplicates = self.random() < 0.5
@@ -587,6 +591,12 @@ class Run:
             worker = self._mishaps.choice(alive)
             worker.mishap, worker.loses_device = self._mishaps.randrange(1, 8), self._mishaps.random() < 0.25
             self._say(f"fault: {worker} raises after {worker.mishap} actions")
+
+    def is_wrong(self, step: int) -> bool:
+        return step in self._wrong
+
+    def may_guess(self, worker: SimulatedWorker) -> bool:
+        return self._guesses.random() < 0.7
 
     def has_bug(self, worker: SimulatedWorker, step: int) -> bool:
         return (worker.stage, step) == self._bug

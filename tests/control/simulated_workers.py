@@ -73,6 +73,7 @@ class Network(Protocol):
     commits: bool
     tied: bool
     whole: bool
+    guesses: bool
     between: tuple[str, ...]
     facts: dict[Fact, Any]
 
@@ -91,6 +92,10 @@ class Network(Protocol):
     def unreachable(self, worker: SimulatedWorker) -> tuple[int, ...]: ...
 
     def has_bug(self, worker: SimulatedWorker, step: int) -> bool: ...
+
+    def is_wrong(self, step: int) -> bool: ...
+
+    def may_guess(self, worker: SimulatedWorker) -> bool: ...
 
     def wants_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
 
@@ -198,6 +203,9 @@ class SimulatedWorker:
         self.just_joined = joins
         self.has_state = not joins
         self.payloads: Mapping[int, Any] = {}  # of the commit that is being applied
+        self.guesses = False  # whether it goes on without the answer to its commit of this step
+        self.unsettled = False  # and has done so
+        self.committed_in = (-1, -1)  # generation and step of its newest commit
         self.parameters: list[int] = []  # the gradients applied, by step
         self.shadow = -1  # version that the shadow holds
         self.buffers: list[tuple[int, int]] = [(-1, 0), (-1, 0)]  # (step, reduced gradient), of even and odd steps
@@ -404,6 +412,7 @@ class SimulatedWorker:
 
     def arrive(self, name: str, payload: Any, regroups: bool = True) -> Waits:
         """ControlClient.arrive."""
+        yield from self.settled()
         message = self.member.arrive(name, payload)
         self.send(message)
         while True:
@@ -428,6 +437,7 @@ class SimulatedWorker:
 
         def run() -> Waits:
             self.place = (self.version, f"validation {number}")
+            yield from self.know_newest()
             plan = plan_for(self.grid, self.schedule, self.rank)
             if plan.before:
                 yield from self.exchange("V", number, plan.before)
@@ -460,7 +470,8 @@ class SimulatedWorker:
         self.broken = set()
         self.place = (self.version, "recovery")
         self.network.entered(self)
-        status = recovery.WorkerStatus(self.stage, self.version if self.has_state else -1, self.reduced)
+        version = self.version if self.has_state else -1
+        status = recovery.WorkerStatus(self.stage, version, self.reduced, self.unsettled)
         self.send(self.member.report(status, self.payload))
         yield from self.wait(lambda: self.member.resumed() is not None)
         resume = self.member.resumed()
@@ -476,6 +487,8 @@ class SimulatedWorker:
             self.rank, status, resume.decision, resume.donors, network.commits, network.tied or network.whole
         ):
             yield from self.carry_out(action, resume)
+        if self.unsettled:
+            self.tell_of(self.version - 1)
         assert self.has_state, "it is to go on without a state"
         assert self.version - resume.decision.version in (0, 1), "it goes on from another version than the others"
 
@@ -496,6 +509,7 @@ class SimulatedWorker:
             case recovery.Give():
                 assert self.has_state, "it gives a state that it does not have"
                 assert self.version == version, "it gives the state of another step"
+                assert not self.unsettled, "it gives a state that is a guess"
                 member = self.member
                 state = (list(self.parameters), self.position, member.next_collective, self.version, self.stop_agreed)
                 self.tell("state", version, state)
@@ -510,6 +524,9 @@ class SimulatedWorker:
                 self.send(messages.Entered(self.rank, self.generation))
             case recovery.Apply():
                 yield from self.apply()
+            case recovery.Settle():
+                self.payloads = resume.commits
+                self.settle_step(action.step)
             case recovery.Adopt() if self.network.whole:  # WholeStepExecutor._carry_out
                 assert not action.lacks or action.step == version, "it has not done a step that is to be applied"
             case recovery.Adopt():
@@ -553,13 +570,19 @@ class SimulatedWorker:
             yield from self.exchange("begins", step, plan.peers)
         if plan.before:
             yield from self.exchange("F", step, plan.before)
-        self.tell("F", step)
+        right = self.is_right(step) and all(self.received("F", step, plan.before))
+        self.tell("F", step, right)
+        if step == self.version:
+            yield from self.know_newest()
         if self.is_last:
+            assert right, f"it tells losses of step {step} that follow from a wrong guess"
             self.send(messages.Losses(self.rank, step, {m: loss_of(step, m) for m in plan.microbatches}))
         elif plan.after:
             yield from self.exchange("B", step, plan.after)
-        self.tell("B", step)
+            right = right and all(self.received("B", step, plan.after))
+        self.tell("B", step, right)
         if part.reduces:
+            assert right or not plan.microbatches, f"it reduces what follows from a wrong guess before step {step}"
             self.tell("W", step, sum(16**m for m in plan.microbatches))
             yield from self.exchange("W", step, plan.peers)
             self.buffers[step % 2] = (step, sum(self.received("W", step, plan.peers)))
@@ -570,7 +593,68 @@ class SimulatedWorker:
         if part.applies:
             if self.network.commits:
                 yield from self.commit(step)
-            yield from self.apply()
+            if self.network.guesses:
+                yield from self.step_on_a_guess(step)
+            else:
+                yield from self.apply()
+
+    # ------------------------------------------------------------------ guesses
+
+    def is_right(self, step: int) -> bool:
+        """Whether the parameters with which it computes ``step`` are what they will be."""
+        return not (self.unsettled and step == self.version and self.network.is_wrong(step - 1))
+
+    def tell_of(self, step: int) -> None:
+        """Executor._tell."""
+        self.committed_in = (self.generation, step)
+        self.send(self.member.commit(step, (self.stage, step), self.guesses))
+
+    def step_on_a_guess(self, step: int) -> Waits:
+        """Executor._commit_and_apply, where the optimizer may step before all are REDUCED."""
+        self.guesses = self.network.may_guess(self)
+        self.tell_of(step)
+        if not self.guesses:
+            yield from self.wait(lambda: self.member.committed(step) is not None)
+        committed = self.member.committed(step)
+        if committed is None:
+            yield from self.apply(guess=True)
+            return
+        yield from self.undo_if_wrong(step)
+        self.payloads = committed.payloads
+        yield from self.apply()
+
+    def undo_if_wrong(self, step: int) -> Waits:
+        """All have told of ``step``: if somebody has made a wrong guess, a new generation begins."""
+        committed = self.member.committed(step)
+        assert committed is not None
+        if committed.guessed and self.network.is_wrong(step):
+            self.send(self.member.undo(step))
+            yield from self.wait(lambda: self.interrupted, interruptible=False)
+            raise Interrupted
+
+    def know_newest(self) -> Waits:
+        """Executor._settle: waits until it knows whether its guess was right."""
+        if self.unsettled:
+            step = self.version - 1
+            yield from self.wait(lambda: self.member.committed(step) is not None)
+            yield from self.undo_if_wrong(step)
+            self.unsettled = False
+
+    def settle_step(self, step: int) -> None:
+        """Executor._correct: what all have told of ``step`` is in :attr:`payloads`."""
+        expected = {stage: (stage, step) for stage in range(self.grid.stages)}
+        assert dict(self.payloads) == expected, f"it settles step {step} with the norms {dict(self.payloads)}"
+        assert self.unsettled, "it has made no guess"
+        assert step == self.version - 1
+        self.unsettled = False
+
+    def settled(self) -> Waits:
+        """Before anything that others see: Executor.settle_newest, with the regroup that it may need."""
+        while self.unsettled:
+            try:
+                yield from self.know_newest()
+            except Interrupted:
+                yield from self.regroup()
 
     def whole_step(self, step: int, plan: Plan) -> Waits:
         """WholeStepExecutor._run_program: reductions in the middle of the step, and a last one when it is done."""
@@ -600,7 +684,7 @@ class SimulatedWorker:
         assert committed is not None
         self.payloads = committed.payloads
 
-    def apply(self) -> Waits:
+    def apply(self, guess: bool = False) -> Waits:
         """Executor._apply."""
         step = self.version
         assert self.reduced, "it applies a gradient that it does not hold"
@@ -608,14 +692,15 @@ class SimulatedWorker:
         loss = self.member.loss(step)
         assert loss is not None
         self.after_step = loss.after_step
-        if self.network.commits:
+        if self.network.commits or (self.network.guesses and not guess):
             expected = {stage: (stage, step) for stage in range(self.grid.stages)}
             assert dict(self.payloads) == expected, f"it applies step {step} with the norms {dict(self.payloads)}"
         self.is_past = True
         gradient = self.gradient_of(step)
         self.network.applied(self, step, gradient)
         self.parameters.append(gradient)
-        self.shadow, self.version, self.reduced, self.payload = step, step + 1, False, None
+        self.shadow, self.version, self.reduced = step, step + 1, False
+        self.payload, self.unsettled = (self.payload, True) if guess else (None, False)
         self.burn()
         self.send(messages.Applied(self.rank, step, {}))
         self.is_past = False

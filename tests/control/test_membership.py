@@ -21,7 +21,7 @@ from membership_feed import (
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import MAX_DISTURBANCES, transition
-from lightning_recycle.control.protocol.recovery import Adoption, Decision
+from lightning_recycle.control.protocol.recovery import Adoption, Decision, WorkerStatus
 
 # ---------------------------------------------------------------------- start
 
@@ -226,6 +226,31 @@ def test_commits_of_an_old_generation_do_not_count_in_the_next() -> None:
     assert commands == []
     state, commands = feed(state, *commits((0, 1), 1, 0))
     assert [c.step for c in messages(commands, m.Committed)] == [0]
+
+
+@pytest.mark.parametrize("who", [(), (2,), (0, 2)])
+def test_all_learn_whether_somebody_has_stepped_on_a_guess(who: tuple[int, ...]) -> None:
+    events = [m.Commit(rank, 0, 0, f"payload of {rank}", guesses=rank in who) for rank in range(4)]
+    _, commands = feed(running(), *events)
+    assert messages(commands, m.Committed) == [m.Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}, bool(who))]
+
+
+def test_a_wrong_guess_begins_a_generation_with_the_same_workers_once() -> None:
+    state, commands = feed(running(), *commits((0, 1, 2, 3), 0, 0), m.Undo(2, 0, 0), m.Undo(1, 0, 0))
+    assert [(r.generation, r.roster) for r in messages(commands, m.Regroup)] == [(1, (0, 1, 2, 3))]
+    assert records(commands, "undone") == [s.Record("undone", 0)]
+    assert state.disturbances == 0
+    _, commands = feed(state, *reports((0, 1, 2, 3), 1), m.Undo(1, 0, 0))
+    assert not messages(commands, m.Regroup)
+
+
+def test_what_those_tell_who_have_guessed_is_passed_on_to_those_that_have_not_stepped() -> None:
+    guessed = [m.Report(rank, 1, WorkerStatus(1, 1, False, unsettled=True), f"commit of {rank}") for rank in (1, 3)]
+    state, _ = feed(running(), all_losses(0), s.Lost(2, "gone"))
+    _, commands = feed(state, report(0, 1, 0, reduced=True), *guessed)
+    (resume,) = messages(commands, m.Resume)
+    assert resume.decision.version == 1
+    assert resume.commits == {0: "commit of 0", 1: "commit of 1"}
 
 
 def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> None:

@@ -18,6 +18,7 @@ from lightning_recycle.control.protocol.recovery import (
     Give,
     Part,
     Serve,
+    Settle,
     Take,
     WorkerStatus,
     actions,
@@ -245,6 +246,24 @@ def test_actions_of_a_worker_in_a_recovery(
 ) -> None:
     arguments = {"donors": {}, "commits": False, "tied": False, **options}
     assert actions(0, WorkerStatus(0, *status), decision, **arguments) == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("decision", "options", "expected"),
+    [
+        (AHEAD, {}, [Serve(T)]),  # it stays a guess
+        (Decision(T + 1, frozenset(), ()), {}, [Settle(T)]),
+        (ROLLED_FORWARD, {}, [Settle(T), Adopt(T, 2, lacks=False), AwaitPeers()]),
+        (Decision(T + 1, frozenset(), ()), {"donors": {2: 0}}, [Settle(T), Give((2,))]),
+    ],
+)
+def test_a_guess_is_settled_first_if_the_step_is_committed(
+    decision: Decision, options: dict[str, Any], expected: list[Action]
+) -> None:
+    arguments = {"donors": {}, "commits": False, "tied": False, **options}
+    status = WorkerStatus(0, T + 1, False, unsettled=True)
+    assert status.tells_of == T
+    assert actions(0, status, decision, **arguments) == tuple(expected)
 
 
 def test_a_worker_never_applies_a_gradient_that_it_lacks() -> None:

@@ -51,6 +51,7 @@ MEETS = {  # what the sample must have met, or it says nothing about it
     "rejoined",
     "replanned",
     "retried",
+    "undone",
 }
 
 
@@ -152,6 +153,10 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "min(state.applied", "max(state.applied"),
     ("a commit does not wait for all", agreements, "add_commit", "state.commits.keys() != state.live", "False"),
     ("commits that come twice count twice", agreements, "add_commit", "or event.step <= state.committed", ""),
+    ("nobody is told that some have guessed", agreements, "add_commit", "guessed = any(", "guessed = False and any("),
+    ("a wrong guess changes nothing for the others", membership, "_undo", "_begin_generation(state)", "(state, ())"),
+    ("what those who have guessed tell is dropped", recovery.WorkerStatus, "tells_of",
+     "self.version - 1 if self.unsettled else None", "None"),
     ("a collective does not wait for all", agreements, "_answer_if_complete",
      "not state.live <= arrived.keys()", "False"),
     ("a collective is answered twice", agreements, "add_arrival", "event.number < state.next_collective", "False"),
@@ -184,6 +189,11 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
     ("nobody waits for a worker without micro-batches", recovery, "part_of", "idle_peer)", "False)"),
     ("a worker goes on without the others' redo", recovery, "actions", "version > decision.version", "False"),
     ("a worker keeps its part of a sum over tied stages", recovery, "actions", "if tied and", "if False and"),
+    ("a guess is settled before all have told", recovery, "actions",
+     "status.unsettled and version == decision.version", "status.unsettled"),
+    ("a guess is never settled in a recovery", recovery, "actions", "if status.unsettled and", "if False and"),
+    ("losses are told that may follow from a guess", SimulatedWorker, "program",
+     "if step == self.version:\n        yield from self.know_newest()", "if False:\n        pass"),
     ("a joiner does not take its state", recovery, "actions", "found.append(Take(donors[rank]))", "pass"),
     ("a donor gives nothing", recovery, "actions", "found.append(Give(receivers))", "pass"),
     ("a worker does not apply what it adopted", recovery, "actions", "if version < decision.version:", "if False:"),
@@ -192,7 +202,7 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
     ("a joiner begins at the first step", SimulatedWorker, "carry_out",
      "list(self.parameters), self.position", "list(self.parameters), 1"),
 ]
-"""As above, for the worker's half: the product's, but for the last two, which are of the simulated world."""
+"""As above, for the worker's half: the product's, but for those of SimulatedWorker, which is the simulated world's."""
 
 STOPPING: list[tuple[str, Any, str, str, str]] = [
     ("one wish stops all at once", stopping, "settle_stop", "not state.live <= stop.wanted", "False"),
@@ -219,14 +229,16 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
 
 def broken(owner: Any, name: str, old: str, new: str) -> Any:
     """Function ``name`` of a module or class, with ``old`` replaced by ``new`` in its source."""
-    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    original = getattr(owner, name)
+    is_property = isinstance(original, property)
+    source = textwrap.dedent(inspect.getsource(original.fget if is_property else original))
     assert source.count(old) == 1, f"{name} has changed: it contains {old!r} {source.count(old)} times"
     module = owner if isinstance(owner, ModuleType) else inspect.getmodule(owner)
     assert module is not None
     names: dict[str, Any] = {}
-    code = "from __future__ import annotations\n" + source.replace(old, new)
+    code = "from __future__ import annotations\n" + source.replace("@property\n", "").replace(old, new)
     exec(compile(code, f"{name}, broken", "exec"), vars(module), names)
-    return names[name]
+    return names[name] if not is_property else property(names[name])
 
 
 def assert_noticed(mutation: str) -> None:

@@ -63,4 +63,5 @@ def test_copies_on_two_stages_train_as_one_parameter(
     model = AutoEncoder().double()
     run = exact_fit(model, *grid, faults, gradient_clip_val=clip)
     assert sorted(failures(run)) == sorted((f.pipeline, f.stage) for f in faults)
+    assert not run.strategy.schedules[0].problem.technique.staggered
     assert torch.equal(model.state_dict()["layers.0.weight"], model.state_dict()["layers.5.weight"])

@@ -10,7 +10,7 @@ import same_script as same
 import torch
 from lightning.pytorch.utilities import grad_norm
 from support.growth import AwaitReplacement
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
@@ -82,3 +82,29 @@ def test_grad_norm_is_complete_whoever_dies(tmp_path: Path, stage: int, at: str)
     grid = same.on_a_grid(logged(LogsNorms, fault), tmp_path / "grid", restart_workers=True)
     same.assert_same(one.metrics, grid.metrics)
     same.assert_same(one.weights, grid.weights)
+
+
+class NotANumber(nn.Module):
+    """Adds zero, but the gradient of its parameter is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (0.0 * self.scale).sqrt()
+
+
+class HasNaN(same.Classifier):
+    def configure_pipeline(self) -> list[Any]:
+        return [NotANumber(), *super().configure_pipeline()]
+
+
+def clipped_once(session: same.Session) -> None:
+    session.fit(HasNaN(), max_steps=1, gradient_clip_val=0.1)
+
+
+def test_clipping_by_a_norm_that_is_no_number_ruins_all_stages_as_on_one_device(tmp_path: Path) -> None:
+    one, grid = same.run_both(clipped_once, tmp_path)
+    assert all(weight.isnan().all() for weight in one.weights.values())
+    assert all(weight.isnan().all() for weight in grid.weights.values())

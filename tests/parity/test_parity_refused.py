@@ -70,12 +70,6 @@ def fit_with(trainer: dict[str, Any]) -> Callable[[Session], None]:
     return fit(max_steps=1, **trainer)
 
 
-def half_mixed(session: Session) -> None:
-    trainer = session.trainer(max_steps=1)
-    trainer.precision_plugin.precision = "16-mixed"  # Lightning itself replaces it on a CPU
-    trainer.fit(Classifier(), session.data.training())
-
-
 def in_loss(session: Session) -> None:
     session.fit(LogsInLoss(), max_steps=1)
 
@@ -145,7 +139,6 @@ def combined_by_a_data_module(session: Session) -> None:
 
 BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] = {
     "precision 16-true": (fit_with({"precision": "16-true"}), ["precision='16-true'", "'bf16-true'"]),
-    "precision 16-mixed": (half_mixed, ["precision='16-mixed'", "loss scaling", "'bf16-mixed'"]),
     "num_nodes": (fit_with({"num_nodes": 2}), ["num_nodes=2"]),
     "sync_batchnorm": (fit_with({"sync_batchnorm": True}), ["sync_batchnorm=True", "LayerNorm"]),
     "StochasticWeightAveraging with BatchNorm": (

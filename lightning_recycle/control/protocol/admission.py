@@ -40,6 +40,7 @@ _OF_MEMBERS = (
     messages.Profiled,
     messages.Measured,
     messages.Commit,
+    messages.Undo,
     messages.Arrive,
     messages.RequestStop,
     messages.GoesOn,
@@ -82,7 +83,14 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
                 return "it has no losses: it is not of the last stage"
             # It applies a step only once the loss of that step is known.
             return _unless(0 <= message.step <= state.summed, f"step {message.step} cannot have begun")
-        case messages.Commit() | messages.Paused() | messages.AtBoundary() | messages.Saved() | messages.Raised():
+        case (
+            messages.Commit()
+            | messages.Undo()
+            | messages.Paused()
+            | messages.AtBoundary()
+            | messages.Saved()
+            | messages.Raised()
+        ):
             return _unless(-1 <= message.step <= newest, f"step {message.step} cannot have begun")
         case messages.Report():
             return _impossible(state, rank, message.status, applied) or _unless(

@@ -166,8 +166,9 @@ def add_commit(state: MembershipState, event: messages.Commit) -> tuple[Membersh
     payloads: dict[int, Any] = {}
     for rank, commit in sorted(state.commits.items()):
         payloads.setdefault(state.stage_of(rank), commit.payload)
+    guessed = any(commit.guesses for commit in state.commits.values())
     state = replace(state, commits={}, committed=event.step, answered=(event.step, payloads))
-    return state, (Send(state.roster, messages.Committed(state.generation, event.step, payloads)),)
+    return state, (Send(state.roster, messages.Committed(state.generation, event.step, payloads, guessed)),)
 
 
 def add_arrival(state: MembershipState, event: messages.Arrive) -> tuple[MembershipState, tuple[Command, ...]]:

@@ -225,9 +225,13 @@ class Member:
         self._said = place
         return Hold((*replies, messages.AtBoundary(self.rank, self.generation, step)), self.pause)
 
-    def commit(self, step: int, payload: Any) -> messages.Commit:
-        """The message that this worker is REDUCED in ``step``."""
-        return messages.Commit(self.rank, self.generation, step, payload)
+    def commit(self, step: int, payload: Any, guesses: bool = False) -> messages.Commit:
+        """The message that this worker is REDUCED in ``step``; ``guesses``: and does not wait for the answer."""
+        return messages.Commit(self.rank, self.generation, step, payload, guesses)
+
+    def undo(self, step: int) -> messages.Undo:
+        """The message that the guess of some worker about ``step`` was wrong."""
+        return messages.Undo(self.rank, self.generation, step)
 
     def committed(self, step: int) -> messages.Committed | None:
         """The answer that every live worker is REDUCED in ``step``."""

@@ -20,6 +20,9 @@ An exception that a fault of the machine may explain (Raised) is settled by runn
 the worker that raised is evicted, or in place, when it is the last holder of its stage
 (:mod:`~lightning_recycle.control.protocol.blame`).
 
+If a guess was wrong with which workers had stepped (Undo), the same workers connect again, too; it counts as no trouble
+of the network.
+
 Another plan for the same workers (PlanReady) also begins at a step boundary, but nobody stops there: the Boundary
 carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
 holds, which is the shell's business (Resume).
@@ -131,6 +134,8 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return agreements.add_applied(state, event)
         case messages.Commit():
             return agreements.add_commit(state, event)
+        case messages.Undo():
+            return _undo(state, event)
         case messages.Arrive():
             return agreements.add_arrival(state, event)
         case messages.Heartbeat():
@@ -236,7 +241,7 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         donors[rank] = min(holders)
     commits: dict[int, Any] = {}
     for _, report in sorted(state.reports.items()):
-        if report.status.version == decision.version - 1 and report.status.reduced:
+        if report.status.tells_of == decision.version - 1:
             commits.setdefault(report.status.stage, report.commit)
     if state.answered[0] == decision.version - 1:
         commits.update(state.answered[1])
@@ -252,6 +257,13 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors)),
         Record("resumed", decision.version, None, details),
     )
+
+
+def _undo(state: MembershipState, event: messages.Undo) -> _Next:
+    """A guess was wrong: all drop what was computed with it, and whoever made it corrects it."""
+    if event.generation != state.generation or state.regrouping:
+        return state, ()
+    return _with((Record("undone", event.step),), _begin_generation(state))
 
 
 # ---------------------------------------------------------------------- exceptions

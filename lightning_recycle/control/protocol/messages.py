@@ -163,8 +163,8 @@ class Confirm:
 class Report:
     """A survivor stopped for ``generation`` and says what it holds.
 
-    ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for. ``begun``: the
-    newest step that it has begun.
+    ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; if it has
+    applied its newest step on a guess, that to the commit of this step. ``begun``: the newest step that it has begun.
     """
 
     rank: int
@@ -253,15 +253,28 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The worker is REDUCED in ``step`` and waits until all are; ``payload`` reaches everybody with the answer.
+    """The worker is REDUCED in ``step``; ``payload`` reaches everybody with the answer, which comes when all are.
 
-    Only if a stage must know something of the others before it steps, or the optimizer is not staggered.
+    Only if a stage must know something of the others before it steps, or the optimizer is not staggered. ``guesses``:
+    whether it steps before it knows that, on a guess that the answer may prove wrong.
     """
 
     rank: int
     generation: int
     step: int
     payload: Payload | None
+    guesses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """What all told each other about ``step`` proves a guess wrong: what was computed with it since is worthless, and
+    the same workers connect again.
+    """
+
+    rank: int
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,11 +492,15 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Everybody is REDUCED in ``step``: apply it. ``payloads``: one of each stage, by stage."""
+    """Everybody is REDUCED in ``step``: apply it.
+
+    ``payloads``: one of each stage, by stage. ``guessed``: whether some have applied it already, on a guess.
+    """
 
     generation: int
     step: int
     payloads: Mapping[int, Payload | None]
+    guessed: bool = False
 
 
 class AfterStep(Enum):
@@ -575,6 +592,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Profiled,
     Measured,
     Commit,
+    Undo,
     Arrive,
     RequestStop,
     GoesOn,

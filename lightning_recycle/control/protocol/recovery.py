@@ -17,6 +17,12 @@ reduced is ever dropped.
 A step whose loss is not known cannot be committed: losses travel apart from the gradients and can die with a worker.
 Where all stages hold the gradient of such a step, all are ahead, and compute it once more for its losses.
 
+A worker may apply a step on a *guess*: that it is what it will be when all stages have told each other of their
+gradients. Until they have, its newest version is unsettled. It does not REDUCE the next step, and tells nobody of
+losses or other results of it, so nothing that follows from a guess is ever kept. The decision needs not know of it: if
+it commits the guessed step, every stage holds the gradient of it and has told so; if it does not, the step stays a
+guess, and is told of once more.
+
 A worker that lacks a gradient which a peer holds adopts it. A worker keeps the gradient of a step until it begins the
 step after the next.
 """
@@ -41,6 +47,7 @@ __all__ = [
     "Give",
     "Part",
     "Serve",
+    "Settle",
     "Take",
     "WorkerStatus",
     "actions",
@@ -57,11 +64,19 @@ class WorkerStatus:
         stage: its stage.
         version: optimizer steps applied to its parameters.
         reduced: whether it holds the complete reduced gradient of step ``version``.
+        unsettled: whether it has applied its newest step on a guess that nothing has confirmed yet; then it is not
+            ``reduced``.
     """
 
     stage: int
     version: int
     reduced: bool
+    unsettled: bool = False
+
+    @property
+    def tells_of(self) -> int | None:
+        """The step of which it tells the others what they must know to commit it."""
+        return self.version if self.reduced else self.version - 1 if self.unsettled else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +165,13 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
+class Settle:
+    """What all have told of ``step``, which this worker applied on a guess, is known: correct it if it was wrong."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Adopt:
     """The stage gets the reduced gradient of ``step`` from ``donor``; with it a worker that ``lacks`` it is REDUCED."""
 
@@ -186,7 +208,7 @@ class Serve:
     step: int
 
 
-Action: TypeAlias = Give | Take | Apply | Adopt | AwaitPeers | CommitTogether | Forget | Serve
+Action: TypeAlias = Give | Take | Apply | Settle | Adopt | AwaitPeers | CommitTogether | Forget | Serve
 
 
 def actions(
@@ -215,6 +237,8 @@ def actions(
         found.append(Apply())
         version, reduced = version + 1, False
 
+    if status.unsettled and version == decision.version:
+        found.append(Settle(version - 1))
     if receivers := tuple(sorted(other for other, donor in donors.items() if donor == rank)):
         found.append(Give(receivers))
     if rank in donors:

@@ -99,6 +99,7 @@ MembershipEvent: TypeAlias = (
     | messages.Losses
     | messages.Applied
     | messages.Commit
+    | messages.Undo
     | messages.Arrive
     | messages.Heartbeat
     | messages.RequestStop

@@ -1,0 +1,97 @@
+"""What the stages tell each other before they step, and steps that do not wait for it.
+
+Concept: a worker that is REDUCED tells all others what its stage's gradient adds to the whole. If nothing but the norm
+of the whole matters, and only if that is large, it may step on the guess that it is not. Its newest step is then
+*unsettled* until all have told.
+
+Contract: all workers of a generation find the same answer right or wrong. If it proves a guess wrong, whoever learns of
+it ends in the generation that is begun for that, whether it has guessed or not: what it has received may follow from
+the guess of another. Must not know: optimizers, and how a step is corrected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.payload import unpack_all
+
+__all__ = ["CommitPayload", "Guesses", "norm_of"]
+
+_GROWTH = 1.1  # of the norm since the step before, which a guess allows for
+_ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong guess to the new generation
+
+
+@dataclass(frozen=True)
+class CommitPayload:
+    """What a stage tells the others before they step.
+
+    Args:
+        squared_norm: the squared norm of its gradient; NaN if nobody needs it.
+        overflow: whether its gradient has an infinity or a NaN; False if nobody needs it.
+    """
+
+    squared_norm: float = math.nan
+    overflow: bool = False
+
+
+def norm_of(payloads: Mapping[int, CommitPayload]) -> float:
+    """The norm of all gradients, from what each stage has told; NaN if none has."""
+    return sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
+
+
+class Guesses:
+    """A worker's guesses, and what it knows.
+
+    Args:
+        client: the connection to the coordinator.
+        stage: the stage of this worker.
+        num_stages: how many there are.
+        hold: norm of all gradients -> whether a step is what it is without knowing the norm.
+
+    Attributes:
+        unsettled: whether the newest step was made on a guess that nothing has confirmed yet.
+        known: what all stages have told of a step, by stage: of the newest one of which they have.
+    """
+
+    def __init__(self, client: ControlClient, stage: int, num_stages: int, hold: Callable[[float], bool]) -> None:
+        self.unsettled = False
+        self.known: Mapping[int, CommitPayload] = {}
+        self._client, self._stage, self._num_stages, self._hold = client, stage, num_stages, hold
+        self._told_in = (-1, -1)  # the generation and the step in which this worker has told
+
+    def is_likely(self, own: CommitPayload) -> bool:
+        """Whether a guess will hold, with what the other stages told of the step before; the same in all workers of a
+        stage.
+        """
+        others = {stage: payload for stage, payload in self.known.items() if stage != self._stage}
+        enough = len(others) == self._num_stages - 1
+        return enough and self._hold(_GROWTH * norm_of({**others, self._stage: own}))
+
+    def are_right(self, known: Mapping[int, CommitPayload]) -> bool:
+        """Whether guesses about a step of which all have told that were right."""
+        return self._hold(norm_of(known))
+
+    def tell(self, step: int, own: CommitPayload | None, guesses: bool) -> None:
+        """Tells of ``step``, once in a generation; ``guesses``: whether this worker does not wait for the others."""
+        if self._told_in != (self._client.generation, step):
+            self._told_in = (self._client.generation, step)
+            self._client.tell(step, own, guesses)
+
+    def is_known(self, step: int) -> bool:
+        """Whether all have told of ``step``."""
+        return self._client.committed(step) is not None
+
+    def await_known(self, step: int) -> Mapping[int, CommitPayload]:
+        """Waits until all have told of ``step``.
+
+        Raises:
+            Interrupted: when a generation was announced; if somebody has made a wrong guess, it is the one for that.
+        """
+        answer = self._client.await_committed(step)
+        self.known = unpack_all(answer.payloads)
+        if answer.guessed and not self.are_right(self.known):
+            self._client.undo(step, _ANNOUNCEMENT_TIMEOUT)
+        return self.known
