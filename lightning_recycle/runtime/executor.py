@@ -449,7 +449,7 @@ class Executor:
         call it at the same place outside of steps, or in the hooks of STEP.
 
         Args:
-            value: input of the first layer; several are a tuple.
+            value: input of the first layer; several are a tuple. It is also the target where layers take one.
             draw: tells the randomness of this call from that of others in the same version, and of micro-batches.
             deliver: called with the output of the last layer where it was computed.
 
@@ -482,11 +482,12 @@ class Executor:
         stage, leads, tag = self.worker.stage, self._leads, self.grid.global_microbatches  # beyond any micro-batch
         if leads[stage] != self._client.rank:
             return None
+        inputs = value
         if stage > 0:
             incoming = self._communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], tag)
             with self._client.waiting(f"rank {leads[stage - 1]}"):
-                value = self._communicator.receive(incoming)
-        output = self._stage.run(self.version, draw, value)
+                inputs = self._communicator.receive(incoming)
+        output = self._stage.run(self.version, draw, inputs, value)
         if not self._is_last:
             self._communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], tag)
         return output

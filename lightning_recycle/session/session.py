@@ -201,7 +201,7 @@ class Session:
             names = {id(p): ties.copies.get((stage, name), name) for name, p in module.named_parameters()}
             complete_norms(self.collectives.gather_stages, names)
         self.executor = self._build_executor(ties)
-        self._whole_forward = WholeForward(module, self.collectives, self.executor)
+        self._whole_forward = WholeForward(self.parts, self._recorder, module, self.collectives, self.executor)
         self.checkpoints = Checkpoints(
             self.parts,
             self.collectives,
@@ -272,6 +272,7 @@ class Session:
             loss=self.parts.loss if self.worker.stage == self.grid.stages - 1 else None,
             forward_context=self._forward_context,
             evaluation_layers=self.parts.evaluation_parts(owned, self._recorder),
+            forward_layers=self.parts.forward_parts(owned, self._recorder),
             loss_name=self.parts.loss_name,
             loss_backward=self.parts.loss_backward,
             loss_is_optional=self.parts.loss_is_optional,
