@@ -45,6 +45,7 @@ from lightning_recycle.control.protocol.recovery import (
 )
 from lightning_recycle.control.protocol.state import stage_leads
 from lightning_recycle.data.steps import StepHandle, StepSource
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
@@ -420,18 +421,27 @@ class Executor:
 
         Returns:
             What ``record`` returned, by global micro-batch, on every worker.
+
+        Raises:
+            ConfigurationError: if workers have read different samples.
         """
 
         self._reads_from = handle.loader
 
-        def run() -> Mapping[int, dict[int, bytes]]:
+        def run() -> Mapping[int, tuple[int, dict[int, bytes]]]:
             if self._client.interrupted:
                 raise Interrupted
             self._place = (self.version, f"evaluation of batch {handle.index}")
-            return self._exchanged(f"batch {handle.index}", self._run_forwards(handle, split, record))
+            recorded = self._run_forwards(handle, split, record)
+            return self._exchanged(f"batch {handle.index}", (handle.loader.digest(handle), recorded))
 
         parts = self._retried(run)
-        return {index: data for _, part in sorted(parts.items()) for index, data in part.items()}
+        if len({digest for digest, _ in parts.values()}) > 1:
+            raise ConfigurationError(
+                f"Workers have read different samples for batch {handle.index} of an evaluation, or before it. A stream"
+                " must give every process the same: not depend on its rank, the time, or the order of a set."
+            )
+        return {index: data for _, (_, part) in sorted(parts.items()) for index, data in part.items()}
 
     def _exchanged(self, name: str, mine: Any) -> Mapping[int, Any]:
         """The parts of all workers of the generation; a failure before they are complete ends with Interrupted."""
