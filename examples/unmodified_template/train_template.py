@@ -32,7 +32,7 @@ def train(config: DictConfig) -> dict[str, float]:
         logger.log_hyperparams({"seed": config.seed, "parameters": sum(p.numel() for p in model.parameters())})
     trainer.fit(model, datamodule=data)
     metrics = dict(trainer.callback_metrics)
-    # The optimizer's recipe is among the checkpoint's hyper-parameters; torch allows such objects in trusted files only.
+    # The optimizer's recipe is among its hyper-parameters, and torch allows such objects in trusted files only.
     trainer.test(model, datamodule=data, ckpt_path="best", weights_only=False)
     return {name: float(value) for name, value in {**metrics, **trainer.callback_metrics}.items()}
 
