@@ -1,14 +1,15 @@
 """What a user's DataLoader says about its data, and the errors for unusable ones.
 
 Any worker must be able to get any sample, even a second time. So the data has addresses (a map-style dataset, or an
-IterableDataset that can be indexed), or it is a *stream* that can be rewound: its dataset or its iterator has
-``state_dict`` and ``load_state_dict`` as in torchdata's protocol, or the loader itself has them (torchdata's
-``StatefulDataLoader``), which says that reading again gives the same samples.
+IterableDataset that can be indexed), or it is a *stream*: its dataset or its iterator has ``state_dict`` and
+``load_state_dict`` as in torchdata's protocol, or reading it again gives the same samples. The loader may say so by
+having them itself (torchdata's ``StatefulDataLoader``).
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "is_sequence",
     "is_stateful",
     "is_stream",
+    "promises_nothing",
     "samples_in",
     "yields_batches",
 ]
@@ -54,6 +56,19 @@ def is_stream(dataloader: Any) -> bool:
     return isinstance(dataset, IterableDataset) and not (
         type(dataset).__getitem__ is not Dataset.__getitem__ and hasattr(type(dataset), "__len__")
     )
+
+
+def promises_nothing(dataloader: DataLoader[Any]) -> bool:
+    """Whether a stream neither has a state nor is said to give the same samples again."""
+    dataset = dataloader.dataset
+    if is_stateful(dataset) or is_stateful(dataloader):
+        return False
+    if inspect.isgeneratorfunction(getattr(type(dataset), "__iter__", None)):
+        return True
+    try:
+        return not is_stateful(iter(copy.deepcopy(dataset)))  # a copy, since to begin may change it
+    except Exception:  # it holds what cannot be copied: nothing can be said before it is read
+        return True
 
 
 def yields_batches(loader: Any) -> bool:
@@ -211,13 +226,6 @@ def _check_stream(dataloader: DataLoader[Any], training: bool) -> None:
         raise UnsupportedFeatureError(
             f"The data is an IterDataPipe ({name}), which needs a DataLoader that knows how to divide it among"
             " processes. Wrap it in an IterableDataset, or use a map-style dataset."
-        )
-    if not (is_stateful(dataset) or is_stateful(dataloader) or is_stateful(iter(dataset))):
-        raise UnsupportedFeatureError(
-            f"{name} is an IterableDataset without state: a survivor could not read the samples of a dead worker a"
-            " second time. Give it (or the iterator that it returns) state_dict() and load_state_dict(), so that it"
-            " can continue at the next sample; or, if reading it again gives the same samples, use torchdata's"
-            " StatefulDataLoader; or give it __getitem__() and __len__()."
         )
     if training and dataloader.persistent_workers and is_stateful(dataset):
         raise UnsupportedFeatureError(

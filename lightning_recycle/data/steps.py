@@ -148,6 +148,10 @@ class StepSource(ABC):
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
         """Number of samples in a micro-batch; may be 0 in evaluation."""
 
+    def digest(self, handle: StepHandle) -> int:
+        """Of all that was read up to this step, to be equal on all workers; 0 where samples have addresses."""
+        return 0
+
     @property
     @abstractmethod
     def can_read_again(self) -> bool:

@@ -5,8 +5,9 @@ read a part in turns, as with a ``DataLoader``. Randomness in the stream depends
 the sample).
 
 The state of a part is that of the user's dataset and iterator, if they can save it; otherwise the part is read again
-from the start and skipped up to its place. The state of a reader holds only what the user's ``state_dict`` methods
-return, numbers, lists and dicts, so a checkpoint can hold it.
+from the start and skipped up to its place. A digest of what was read tells whether that gave the same samples. The
+state of a reader holds only what the user's ``state_dict`` methods return, numbers, lists and dicts, so a checkpoint
+can hold it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_recycle.data.addressed import WorkerInit
 from lightning_recycle.data.batching import is_stateful
 from lightning_recycle.data.huggingface_streams import has_shuffle_buffer, is_huggingface
+from lightning_recycle.data.sample_digests import add_sample
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
 __all__ = ["StreamReader"]
@@ -41,10 +44,11 @@ class StreamReader:
 
     Attributes:
         ended: whether the pass has ended.
+        digest: of all that was read in this pass of the part of which the newest batch is.
     """
 
     def __init__(self, dataloader: DataLoader[Any], batch_size: int, seed: int, independent: bool = False) -> None:
-        self.ended = False
+        self.ended, self.digest = False, 0
         self._dataloader = dataloader
         self._batch_size = batch_size
         self._seed = seed
@@ -59,7 +63,7 @@ class StreamReader:
     def begin(self, epoch: int, state: dict[str, Any] | None = None) -> None:
         """Begins the pass of ``epoch``, or resumes it from a state."""
         self.close()
-        self.ended = False
+        self.ended, self.digest = False, 0
         self._parts = list(state["parts"]) if state else [None] * max(1, self._dataloader.num_workers)
         self._round, self._last, self._taken = list(self._parts), -1, 0
         self._batches = self._start(epoch)
@@ -73,6 +77,7 @@ class StreamReader:
             self.ended = True
             return None
         part, samples, state = batch
+        self.digest = state["digest"]
         if part <= self._last:
             self._round, self._taken = list(self._parts), 0
         self._parts[part] = state
@@ -142,7 +147,7 @@ class _Part:
         self.ended = False
         self._dataset = dataset
         self._seeds = seed, epoch, number
-        self._read = 0
+        self._read = self._digest = 0
         state = copy.deepcopy(state) or {"read": 0, "ended": False, "dataset": None, "iterator": None}
         with seeded_everything() as reseed:
             reseed(derive_seed(*self._seeds, -1))
@@ -153,9 +158,17 @@ class _Part:
                 self._samples.load_state_dict(state["iterator"])
         self.ended = state["ended"]
         if state["dataset"] is not None or state["iterator"] is not None:
-            self._read = state["read"]
+            self._read, self._digest = state["read"], state.get("digest", 0)
         while self._read < state["read"] and not self.ended:
             self.take(min(state["read"] - self._read, 1000))
+        if self._digest != state.get("digest", self._digest):  # older checkpoints have none
+            raise ConfigurationError(
+                f"{type(dataset).__name__} gave other samples when the first {state['read']} of epoch {epoch} were read"
+                " again, for a worker that joins or a run that resumes. A stream without state must give the same"
+                " samples in each epoch whenever it is read, by any process: not depend on the time, the process, the"
+                " order of a set, or on earlier epochs (with num_workers=1 each epoch begins with the dataset as it was"
+                " given). Otherwise give it state_dict() and load_state_dict()."
+            )
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` samples; fewer at the end."""
@@ -166,6 +179,7 @@ class _Part:
                 try:
                     samples.append(next(self._samples))
                     self._read += 1
+                    self._digest = add_sample(self._digest, samples[-1])
                 except StopIteration:
                     self.ended = True
         return samples
@@ -174,6 +188,7 @@ class _Part:
         return {
             "read": self._read,
             "ended": self.ended,
+            "digest": self._digest,
             "dataset": _state_of(self._dataset) if self._samples is not self._dataset else None,
             "iterator": _state_of(self._samples),
         }

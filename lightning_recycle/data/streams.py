@@ -1,4 +1,4 @@
-"""Micro-batch data of a stream: an IterableDataset without indices that can be rewound.
+"""Micro-batch data of a stream: an IterableDataset without indices.
 
 Every worker reads the whole stream, even in middle stages, which must know when it ends. One batch of the reader is
 what a run on one device would read with ``batch_size`` times the number of pipelines, so the samples come in the order
@@ -7,7 +7,8 @@ of such a run, also where several DataLoader processes read in turns; the grid h
 Redone steps and the reader's own look-ahead need the samples of at most three steps, which are kept. The reader
 therefore only moves forward, and a dataset sees what it sees on one device: one pass per epoch, each sample once.
 A worker that joins, or a run that resumes, rewinds its dataset to the start of the newest step whose state could be
-saved, and reads again what has been read since.
+saved, and reads again what has been read since; a dataset without state is read again from the start of the epoch.
+Digests of what was read show whether all workers read the same, and the same again.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ _KEPT_STEPS = 3  # the current one, the previous one, which others may have to r
 
 @dataclass(frozen=True)
 class _Step:
-    """The data read for a step, and the reader's state before it."""
+    """The data read for a step, the reader's state before it, and the digest of what was read with it."""
 
     samples: list[Any]
     start: dict[str, Any]
+    digest: int
 
 
 class StreamLoader(SampleLoader):
@@ -45,14 +47,14 @@ class StreamLoader(SampleLoader):
 
     Its state is a place in the stream, the same on every worker and for every grid: ``reader`` is the reader's state at
     the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), and ``passes`` says for
-    that epoch and later ones how many steps were read and whether the stream ended. No state is saved at the very
-    start of a pass, when a generator has not yet run any of its code.
+    that epoch and later ones how many steps were read and whether the stream ended; ``digest`` is that of what was read
+    with the step. No state is saved at the very start of a pass, when a generator has not yet run any of its code.
 
     Args:
         dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.SampleLoader`.
 
     Raises:
-        UnsupportedFeatureError: for a stream that cannot be rewound.
+        UnsupportedFeatureError: for a stream that cannot be read a second time.
         ConfigurationError: if a training batch cannot be split into M micro-batches; later, if the training stream does
             not yield a single global batch.
     """
@@ -126,7 +128,7 @@ class StreamLoader(SampleLoader):
         if self._place_to_find is None:
             self._keep_account()
         place = copy.deepcopy(self._place_to_find or self._place)
-        if is_huggingface(self.dataset):
+        if self._is_told_epoch:
             place["dataset_epoch"] = self.dataset.epoch
         return place
 
@@ -149,10 +151,17 @@ class StreamLoader(SampleLoader):
                 f"{self.dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
                 f" Resume with num_workers={parts}" + (" or 0." if parts == 1 else ".")
             )
-        if is_huggingface(self.dataset):  # a joining worker has not called what sets it
+        if self._is_told_epoch:  # a joining worker has not called what sets it
             self.dataset.set_epoch(state.get("dataset_epoch", 0))
         self._place_to_find = copy.deepcopy(state)
         self._steps.clear()
+
+    @property
+    def _is_told_epoch(self) -> bool:
+        """Whether the user tells the dataset the number of the epoch, on which its order depends."""
+        return is_huggingface(self.dataset) or (
+            not is_stateful(self.dataset) and hasattr(self.dataset, "epoch") and hasattr(self.dataset, "set_epoch")
+        )
 
     # ------------------------------------------------------------------ what the executor sees
 
@@ -160,7 +169,13 @@ class StreamLoader(SampleLoader):
         step = self._step(handle)
         self._begun = handle.epoch, handle.index
         if handle.index > 0:
-            self._place = {"epoch": handle.epoch, "step": handle.index, "reader": step.start, "passes": [[]]}
+            self._place = {
+                "epoch": handle.epoch,
+                "step": handle.index,
+                "reader": step.start,
+                "passes": [[]],
+                "digest": step.digest,
+            }
 
     def read_ahead(self, handle: StepHandle) -> None:
         if self.dataloader.num_workers == 0 and handle.epoch == self._pass and handle.index + 1 < self.end_step:
@@ -174,6 +189,9 @@ class StreamLoader(SampleLoader):
 
     def samples_in(self, handle: StepHandle) -> int:
         return len(self._step(handle).samples) if self.evaluation else self.global_batch_size
+
+    def digest(self, handle: StepHandle) -> int:
+        return self._step(handle).digest
 
     @property
     def can_read_again(self) -> bool:
@@ -258,10 +276,21 @@ class StreamLoader(SampleLoader):
                         f"{type(self.dataset).__name__} ended before step {self._next} of epoch {self._pass}, where it"
                         " did not end before. After load_state_dict() a stream must continue with the same samples."
                     )
+                if number == 0 and self._next == place["step"] + 1:
+                    self._check_place()
             if self._pass == epoch:
                 return
             if ended:
                 self._read_step()
+
+    def _check_place(self) -> None:
+        """The step of the place was read again."""
+        if self._place.get("digest", self._reader.digest) != self._reader.digest:  # older checkpoints have none
+            raise ConfigurationError(
+                f"{type(self.dataset).__name__} gave other samples for step {self._place['step']} of epoch"
+                f" {self._place['epoch']} when they were read again. A stream must continue with the same samples, from"
+                " its state or from the start of the epoch, in any process."
+            )
 
     def _read_step(self) -> bool:
         """Reads the next step of the pass; False if there is none."""
@@ -269,7 +298,7 @@ class StreamLoader(SampleLoader):
         start, samples = self._reader.state(), self._read_batch()
         if samples is None:
             return False
-        self._steps[self._pass, self._next] = _Step(samples, start)
+        self._steps[self._pass, self._next] = _Step(samples, start, self._reader.digest)
         self._next += 1
         if len(self._steps) > _KEPT_STEPS:
             del self._steps[next(iter(self._steps))]

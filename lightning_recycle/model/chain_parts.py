@@ -34,6 +34,7 @@ from lightning_recycle.model.parts import Recorder, StepParts
 from lightning_recycle.model.tying import Tie
 from lightning_recycle.model.walk import AbsentPart, Call, PassedLayer, Passing, Reached, Shape, Walk, watch
 from lightning_recycle.model.weights import set_weights
+from lightning_recycle.model.whole_calls import WholeStep, ask_instead, ask_no_more
 
 __all__ = ["ChainParts"]
 
@@ -117,6 +118,7 @@ class ChainParts(StepParts):
                 _release(part)
         last = len(layers) - 1
         self._watched = [handle for index in owned for handle in watch(layers[index], index, last=index == last)]
+        ask_instead(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
 
     def _drop(self, parent: nn.Module, name: str, stub: AbsentPart) -> None:
         self._dropped.append((parent, name, parent.get_submodule(name)))
@@ -150,6 +152,11 @@ class ChainParts(StepParts):
         (step,) = super().evaluation_parts(owned, recorder)
         return [self._part(step, lambda: f"{self._evaluation.kind}_step")]
 
+    @override
+    def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        step = WholeStep(self.module, recorder, self._take)
+        return [self._part(step, lambda: step.name)]
+
     def _part(self, step: nn.Module, name: Callable[[], str]) -> nn.Module:
         def full_name() -> str:
             return f"{type(self.module).__name__}.{name()}()"
@@ -175,6 +182,7 @@ class ChainParts(StepParts):
 
     @override
     def rebuild(self, state: Mapping[str, Any]) -> None:
+        ask_no_more(self.module)
         for handle in self._watched:
             handle.remove()
         for parent, name, original in self._dropped:
@@ -325,7 +333,7 @@ class _LastStage(nn.Module):
         walk = Walk(self._chain, self._name(), self._edge, (hidden, shape))
         with walk.on():
             output = self.step(*arguments)
-        walk.finish()
+        walk.finish(output)
         return output
 
 

@@ -131,6 +131,14 @@ class ModelParts(ABC):
         """What runs in an evaluation, in order."""
 
     @abstractmethod
+    def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        """What runs in a call of the model outside of steps, in order, where a worker has one stage of it."""
+
+    @abstractmethod
+    def record_forward(self, recorder: Recorder, output: Any) -> bytes:
+        """What the last of these parts returned, for all workers: its ``result``, and what the user's code did."""
+
+    @abstractmethod
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
         """A collated micro-batch, of the step ``index`` of an epoch -> (input of the first part, target of the loss)"""
 
@@ -270,6 +278,14 @@ class LayerParts(ModelParts):
         return self.training_parts(owned, recorder)
 
     @override
+    def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        return self.training_parts(owned, recorder)
+
+    @override
+    def record_forward(self, recorder: Recorder, output: Any) -> bytes:
+        return recorder.record(lambda: output, samples=1)
+
+    @override
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
         place = BatchPlace(index)
         inputs, target = call_at(place, self.module.split_batch, batch)
@@ -389,6 +405,14 @@ class StepParts(ModelParts):
     def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
         self._evaluation = _EvaluationStep(self.module, recorder, self._take)
         return [self._evaluation]
+
+    @override
+    def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+        return []  # each worker has the whole model
+
+    @override
+    def record_forward(self, recorder: Recorder, output: Any) -> bytes:
+        return self.record_training(recorder, output, None, samples=1)
 
     def _take(self, recording: Any) -> None:
         self._taken = recording

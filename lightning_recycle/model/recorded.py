@@ -14,7 +14,7 @@ from numbers import Number
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -22,7 +22,7 @@ from lightning_recycle.data.combined import as_one_step
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
-__all__ = ["RecordedModule", "as_it_was", "recorded"]
+__all__ = ["RecordedModule", "as_it_was", "disguised", "recorded"]
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOG_DEFAULTS = {name: p.default for name, p in list(_LOG_SIGNATURE.parameters.items())[3:]}
@@ -89,29 +89,31 @@ class RecordedModule(pl.LightningModule):
 def recorded(module: pl.LightningModule) -> RecordedModule:
     """``module`` itself, as a :class:`RecordedModule`."""
     if not isinstance(module, RecordedModule):
-        module.__class__ = _recorded_class(type(module))  # type: ignore[arg-type]
+        module.__class__ = disguised(type(module), RecordedModule)  # type: ignore[arg-type]
     assert isinstance(module, RecordedModule)
     return module
 
 
-def as_it_was(module: pl.LightningModule) -> None:
-    """Gives ``module`` the class back that it had before :func:`recorded`."""
-    original = getattr(type(module), "_recorded_from", None)
+def as_it_was(module: nn.Module) -> None:
+    """Gives ``module`` the class back that it had before it became an object of a :func:`disguised` one."""
+    original = getattr(type(module), "_disguised_from", None)
     if original is not None:
         module.__class__ = original
 
 
 @cache
-def _recorded_class(cls: type[pl.LightningModule]) -> type[RecordedModule]:
+def disguised(cls: type[Any], also: type[Any]) -> type[Any]:
+    """A class that passes for ``cls`` and has the methods of ``also`` before those of ``cls``; pickles and copies of
+    its objects are of ``cls``.
+    """
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    made = type(cls.__name__, (RecordedModule, cls), {**names, "_recorded_from": cls, "__reduce_ex__": _as_it_was})
-    assert issubclass(made, RecordedModule)
-    return made
+    original = getattr(cls, "_disguised_from", cls)
+    return type(cls.__name__, (also, cls), {**names, "_disguised_from": original, "__reduce_ex__": _as_it_was})
 
 
 def _as_it_was(module: Any, protocol: Any) -> tuple[Any, ...]:
     """Pickles and copies a module with the class that it had before."""
-    double = object.__new__(type(module)._recorded_from)
+    double = object.__new__(type(module)._disguised_from)
     double.__dict__.update(module.__dict__)
     _, (cls, *arguments), *state = double.__reduce_ex__(protocol)
     return (_new, (cls, *arguments), *state)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -27,7 +28,18 @@ from lightning_recycle.model.chains import Chain
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.randomness import draw_for_layer
 
-__all__ = ["AbsentPart", "Call", "PassedLayer", "Passing", "Reached", "Shape", "Walk", "watch"]
+__all__ = [
+    "AbsentPart",
+    "Call",
+    "PassedLayer",
+    "Passing",
+    "Reached",
+    "Shape",
+    "Walk",
+    "is_cache",
+    "is_walking",
+    "watch",
+]
 
 _REMEDY = (
     "A module of several stages calls each layer of its chain once, in order, with what the one before returned, and"
@@ -185,7 +197,7 @@ class Walk:
                     " it, or gives that something else, as with a residual connection or a change of shape"
                 )
         elif self.received is None:
-            self._caches = {id(v): copy.deepcopy(v) for v in (*args, *kwargs.values()) if _is_cache(v)}
+            self._caches = {id(v): copy.deepcopy(v) for v in (*args, *kwargs.values()) if is_cache(v)}
         return hidden
 
     def leave(self, index: int, output: Any) -> None:
@@ -220,14 +232,17 @@ class Walk:
         self.leave(index, output)
         return output
 
-    def finish(self) -> None:
-        """The step is over.
+    def finish(self, output: Any = None) -> None:
+        """The step is over, and returned ``output``.
 
         Raises:
-            ConfigurationError: if it has not called all layers.
+            ConfigurationError: if it has not called all layers, or returns something of another stage.
         """
         if self._next < len(self.chain.paths):
             raise self.error(f"never calls layer {self.chain.paths[self._next]!r}")
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Passing):
+                raise self.error(f"returns {leaf.what}, which is on another stage")
 
     @property
     def before_next(self) -> str:
@@ -239,7 +254,12 @@ class Walk:
         return ConfigurationError(f"{self.step} {what}. {_REMEDY}")
 
 
-def _is_cache(value: Any) -> bool:
+def is_walking() -> bool:
+    """Whether a step is running, so that calls of the chain's layers are part of it."""
+    return _walk is not None
+
+
+def is_cache(value: Any) -> bool:
     """Whether ``value`` is a cache of transformers, into which each layer puts its keys and values. The layers of other
     stages get it as it was before the first one; what is put into it does not leave a worker.
     """
@@ -347,7 +367,8 @@ class AbsentPart(AbsentLayer):
     def _why_not(self) -> str:
         return (
             f"{self.path!r} was called outside of a training or evaluation step, in a worker that has one stage of the"
-            " model. Call the model in steps only, or use pipeline_parallel_size=1."
+            " model. Call the whole model, self(x), or a submodule with all layers of the chain in it, which all stages"
+            " evaluate together; or use pipeline_parallel_size=1."
         )
 
     @override

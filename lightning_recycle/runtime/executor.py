@@ -48,6 +48,7 @@ from lightning_recycle.control.protocol.recovery import (
 )
 from lightning_recycle.control.protocol.state import stage_leads
 from lightning_recycle.data.steps import StepHandle, StepSource
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
@@ -534,18 +535,27 @@ class Executor:
 
         Returns:
             What ``record`` returned, by global micro-batch, on every worker.
+
+        Raises:
+            ConfigurationError: if workers have read different samples.
         """
 
         self._reads_from = handle.loader
 
-        def run() -> Mapping[int, dict[int, bytes]]:
+        def run() -> Mapping[int, tuple[int, dict[int, bytes]]]:
             if self._client.interrupted:
                 raise Interrupted
             self._place = (self.version, f"evaluation of batch {handle.index}")
-            return self._exchanged(f"batch {handle.index}", self._run_forwards(handle, split, record))
+            recorded = self._run_forwards(handle, split, record)
+            return self._exchanged(f"batch {handle.index}", (handle.loader.digest(handle), recorded))
 
         parts = self._retried(run)
-        return {index: data for _, part in sorted(parts.items()) for index, data in part.items()}
+        if len({digest for digest, _ in parts.values()}) > 1:
+            raise ConfigurationError(
+                f"Workers have read different samples for batch {handle.index} of an evaluation, or before it. A stream"
+                " must give every process the same: not depend on its rank, the time, or the order of a set."
+            )
+        return {index: data for _, (_, part) in sorted(parts.items()) for index, data in part.items()}
 
     def _exchanged(self, name: str, mine: Any) -> Mapping[int, Any]:
         """The parts of all workers of the generation; a failure before they are complete ends with Interrupted."""
@@ -563,7 +573,7 @@ class Executor:
         call it at the same place outside of steps, or in the hooks of STEP.
 
         Args:
-            value: input of the first layer; several are a tuple.
+            value: input of the first layer; several are a tuple. It is also the target where layers take one.
             draw: tells the randomness of this call from that of others in the same version, and of micro-batches.
             deliver: called with the output of the last layer where it was computed.
 
@@ -596,11 +606,12 @@ class Executor:
         stage, leads, tag = self.worker.stage, self._leads, self.grid.global_microbatches  # beyond any micro-batch
         if leads[stage] != self._client.rank:
             return None
+        inputs = value
         if stage > 0:
             incoming = self._communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], tag)
             with self._client.waiting(f"rank {leads[stage - 1]}"):
-                value = self._communicator.receive(incoming)
-        output = self._stage.run(self.version, draw, value)
+                inputs = self._communicator.receive(incoming)
+        output = self._stage.run(self.version, draw, inputs, value)
         if not self._is_last:
             self._communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], tag)
         return output

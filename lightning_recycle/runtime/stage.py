@@ -65,6 +65,7 @@ class Stage:
         loss: on the last stage, maps (output, target) to the scalar mean over the micro-batch; else None.
         forward_context: context entered around every forward (from the precision plugin).
         evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
+        forward_layers: what :meth:`run` runs instead of ``layers``, likewise.
         loss_name: the user's function that computes the loss, for errors.
         loss_backward: the user's backward of the loss, if there is one.
         loss_is_optional: whether a micro-batch may have no loss (None); then it adds nothing to the gradient.
@@ -82,6 +83,7 @@ class Stage:
         loss: Callable[[Any, Any], Tensor | None] | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         evaluation_layers: Sequence[nn.Module] | None = None,
+        forward_layers: Sequence[nn.Module] | None = None,
         loss_name: str = "loss",
         loss_backward: Callable[[Tensor], None] | None = None,
         loss_is_optional: bool = False,
@@ -92,6 +94,7 @@ class Stage:
         self._takes_target = takes_target
         self._layers = list(layers)
         self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
+        self._forward_layers = self._layers if forward_layers is None else list(forward_layers)
         self._first_layer = first_layer
         self._seed = seed
         self._device = device
@@ -183,12 +186,15 @@ class Stage:
             self._check_output(output)
         return output  # type: ignore[no-any-return]
 
-    def run(self, step: int, draw: int, value: Any) -> Value:
+    def run(self, step: int, draw: int, value: Any, target: Any = None) -> Value:
         """Runs the layers on ``value`` for a hook of the user's: in the context of the caller, as on one device.
 
         Arguments as for :meth:`forward`; ``draw`` stands for the micro-batch.
         """
-        output = self._run(self._layers, step, draw, value if isinstance(value, tuple) else (value,))
+        inputs = value if isinstance(value, tuple) else (value,)
+        if self._takes_target:
+            inputs = (inputs, *target)
+        output = self._run(self._forward_layers, step, draw, inputs)
         if self._loss is None:
             self._check_output(output)
         return output  # type: ignore[no-any-return]

@@ -101,8 +101,10 @@ def _is_known(known: _Cells, metrics: Mapping[str, Any], step: int | None = None
 
 
 def _keep_file(logger: Logger) -> _Cells:
-    """Makes a CSV logger append: on its first use it deletes the previous leader's rows. Returns those."""
-    if not isinstance(logger, CSVLogger) or logger._experiment is not None:
+    """Makes a CSV logger append: on its first use it deletes the previous leader's rows, and a writer that comes from
+    the launching process, which has used it, does not know the columns. Returns those rows.
+    """
+    if not isinstance(logger, CSVLogger):
         return set()
     path = Path(logger.log_dir) / "metrics.csv"
     try:

@@ -29,7 +29,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
 from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
-from lightning_recycle.data.batching import batching_of, is_stream, yields_batches
+from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
 from lightning_recycle.data.given import GivenBatchLoader
 from lightning_recycle.data.iterables import BatchIterableLoader
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
@@ -138,6 +138,7 @@ class Session:
         self.pruning = Pruning(trainer)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._moments: dict[int, Moment] = {}  # of the current step and the one before
+        self._handle: StepHandle  # of the current step
         self._dataloader_idx = 0  # of the current evaluation
         self.manual: ManualSteps | None = None
         self._follow_leader()
@@ -207,7 +208,7 @@ class Session:
             complete_norms(self.collectives.gather_stages, names)
         self.executor = self._build_executor(ties)
         self.collectives.settle = self.executor.settle_newest
-        self._whole_forward = WholeForward(module, self.collectives, self.executor)
+        self._whole_forward = WholeForward(self.parts, self._recorder, module, self.collectives, self.executor)
         self.checkpoints = Checkpoints(
             self.parts,
             self.collectives,
@@ -279,6 +280,7 @@ class Session:
             loss=self.parts.loss if self.worker.stage == self.grid.stages - 1 else None,
             forward_context=self._forward_context,
             evaluation_layers=self.parts.evaluation_parts(owned, self._recorder),
+            forward_layers=self.parts.forward_parts(owned, self._recorder),
             loss_name=self.parts.loss_name,
             loss_backward=self.parts.loss_backward,
             loss_is_optional=self.parts.loss_is_optional,
@@ -369,6 +371,13 @@ class Session:
                 )
         elif is_stream(dataloader):
             loader = StreamLoader(dataloader, grid, seed, **steps)
+            if grid.num_workers > 1 and promises_nothing(dataloader):
+                rank_zero_warn(
+                    f"{type(dataloader.dataset).__name__} is an IterableDataset without state. Every worker reads all"
+                    " of it, and a worker that joins, or a run that resumes, reads the epoch again up to its place:"
+                    " it must give the same samples each time, in every process, or the run ends with an error. Give"
+                    " it state_dict() and load_state_dict(), or __getitem__() and __len__(), to save that reading."
+                )
         else:
             kind = MicrobatchLoader if batching_of(dataloader)[0] is not None else GivenBatchLoader
             reads = worker.stage in (0, grid.stages - 1)
@@ -443,7 +452,7 @@ class Session:
             with self.module.logging_allowed(True), overflow_of_all(scaler, result.overflow):
                 apply(result)
 
-        number = self.executor.version
+        number, self._handle = self.executor.version, handle
         self._moments = {n: moment for n, moment in self._moments.items() if n == number - 1}
         self._moments[number] = Moment.of(self.trainer)
         with self.module.logging_allowed(False):
@@ -563,6 +572,8 @@ class Session:
             "trainer.global_step": trainer.global_step,
             "trainer.current_epoch": trainer.current_epoch,
         }
+        if digest_of_data := self._handle.loader.digest(self._handle):
+            counters["the digest of the samples read so far, the same for every process that reads,"] = digest_of_data
         if self.stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(trainer.strategy.optimizers)

@@ -5,7 +5,8 @@ meet there, and compare what they were given; then one worker of each stage runs
 stage reaches all. If a worker dies meanwhile, the others do it again, so no hook notices.
 
 Contract: there are no gradients. Layers are in the modes that the module is in. What they draw depends on (seed, step,
-number of the call since that step, layer). Where only some workers call it, the coordinator ends the run.
+number of the call since that step, layer). What the user's ``forward`` keeps in attributes is kept on all workers.
+Where only some workers call it, the coordinator ends the run.
 
 Must not know: how a value travels between stages, what a failure asks of a worker.
 """
@@ -16,6 +17,7 @@ import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -24,10 +26,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.whole_calls import Answer
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.collectives import ALONE, Collectives
-from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.outputs import OutputRecorder
 
 __all__ = ["WholeForward", "alike", "fingerprint"]
 
@@ -49,18 +53,31 @@ class WholeForward:
     """One worker's part.
 
     Args:
+        parts: what runs, and how its result is recorded.
+        recorder: records.
         module: the user's module.
         collectives: this worker's collectives.
         executor: runs the layers of this stage.
     """
 
-    def __init__(self, module: RecordedModule, collectives: Collectives, executor: Executor) -> None:
+    def __init__(
+        self,
+        parts: ModelParts,
+        recorder: OutputRecorder,
+        module: RecordedModule,
+        collectives: Collectives,
+        executor: Executor,
+    ) -> None:
+        self._parts, self._recorder = parts, recorder
         self._module, self._collectives, self._executor = module, collectives, executor
         self._version = -1
         self._calls = 0  # since that version
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """The output of the last layer for the arguments ``inputs`` of the first, on every worker.
+        """What the whole model returns, on every worker.
+
+        Args:
+            inputs: what the first of the parts that run takes, and is the target for the last one.
 
         Raises:
             UnsupportedFeatureError: in code that sees one micro-batch, and while this worker is about to join.
@@ -70,8 +87,9 @@ class WholeForward:
         number = self._meet(inputs)
         value = inputs[0] if len(inputs) == 1 else tuple(inputs)
         with torch.no_grad():
-            output = self._executor.forward_whole(value, -1 - number, to_cpu)
-        return move_data_to_device(output, self._module.device)
+            done = self._executor.forward_whole(value, -1 - number, partial(self._parts.record_forward, self._recorder))
+        (output,) = self._recorder.replay({0: done}, on_step=False).values
+        return move_data_to_device(output.value if isinstance(output, Answer) else output, self._module.device)
 
     def _refuse_here(self) -> None:
         name = type(self._module).__name__

@@ -22,14 +22,13 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     Sampler,
 )
 
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import check_dataloader
 from lightning_recycle.data.steps import StepHandle
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 
 SEED = 11
@@ -307,19 +306,9 @@ def test_a_sampler_of_the_users_is_followed_and_is_the_same_for_every_grid(sampl
         assert expected[0] == list(range(11, 23)), "the block of the sampler's own order"
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(100))
-
-
 @pytest.mark.parametrize(
     ("dataloader", "error", "message"),
     [
-        (
-            lambda: DataLoader(Stream(), batch_size=4),
-            UnsupportedFeatureError,
-            "Stream is an IterableDataset without state.*state_dict.*StatefulDataLoader",
-        ),
         (lambda: 3, ConfigurationError, "data is 3, which cannot be iterated over; give a .*DataLoader"),
         (
             lambda: DataLoader(Numbers(99), batch_size=6),
@@ -328,7 +317,7 @@ class Stream(IterableDataset[int]):
         ),
         (lambda: DataLoader(Numbers(7), batch_size=4), ConfigurationError, "7 samples.*2 pipelines.*batch_size=4"),
     ],
-    ids=["iterable", "no data", "indivisible", "too small"],
+    ids=["no data", "indivisible", "too small"],
 )
 def test_data_that_cannot_be_addressed_is_an_error_that_names_value_and_remedy(
     dataloader: Any, error: type[Exception], message: str

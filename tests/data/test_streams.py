@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_recycle.data.addressed import MicrobatchLoader
-from lightning_recycle.data.batching import is_stream
+from lightning_recycle.data.batching import is_stream, promises_nothing
+from lightning_recycle.data.sample_digests import add_sample
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
@@ -132,6 +133,23 @@ class WithoutState(IterableDataset[int]):
         return iter(range(*_share()[:1], SIZE, _share()[1]))
 
 
+class SaysNothing(WithoutState):
+    """As many are written: it has no state, and nobody promises anything."""
+
+
+class ToldTheEpoch(SaysNothing):
+    """In another order in each epoch, of which a callback tells it the number."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.epoch).sample(range(SIZE), SIZE)
+        return iter([order[i] for i in super().__iter__()])
+
+
 class Drawing(BeginningAnew):
     """Each sample with a draw."""
 
@@ -148,13 +166,14 @@ STREAMS: dict[str, Any] = {
     "of iterators": OfIterators,
     "its own iterator": ItsOwnIterator,
     "without state": WithoutState,
+    "says nothing": SaysNothing,
 }
 # With the number of steps of an epoch, if it is limited.
 CASES = [(name, limit) for name in STREAMS for limit in (None, 3, 1) if limit is not None or name != "endless"]
 
 
 def dataloader(stream: Any, pipelines: int, num_workers: int = 0, **options: Any) -> DataLoader[Any]:
-    kind = StatefulDataLoader if isinstance(stream, WithoutState) else DataLoader
+    kind = StatefulDataLoader if type(stream) is WithoutState else DataLoader
     return kind(stream, batch_size=GLOBAL_BATCH // pipelines, num_workers=num_workers, **options)
 
 
@@ -454,7 +473,6 @@ def test_an_iterable_dataset_with_indices_is_read_by_them() -> None:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda: DataLoader(WithoutState(), batch_size=6), "WithoutState.*state_dict.*StatefulDataLoader.*__getitem__"),
         (
             lambda: DataLoader(GoingOn(), batch_size=6, num_workers=1, persistent_workers=True),
             "persistent_workers=True.*GoingOn.*num_workers=0",
@@ -465,7 +483,7 @@ def test_an_iterable_dataset_with_indices_is_read_by_them() -> None:
             "IterDataPipe.*IterableDataset",
         ),
     ],
-    ids=["no state", "persistent", "indivisible", "data pipe"],
+    ids=["persistent", "indivisible", "data pipe"],
 )
 def test_streams_that_cannot_be_read_again_are_refused_with_a_remedy(made: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
@@ -493,3 +511,78 @@ def test_a_stream_that_does_not_keep_its_promise_is_named() -> None:
     other.load_state_dict(source.state_dict())
     with pytest.raises(ConfigurationError, match="EndsSooner ended before step 3 of epoch 0"):
         list(epochs(other, 0, 1, None, 3))
+
+
+class AnotherTime(IterableDataset[Any]):
+    """Gives other samples from the second time on that it is read, after the first ``same``."""
+
+    read_before = 0
+
+    def __init__(self, same: int = 0) -> None:
+        self.same = same
+
+    def __iter__(self) -> Iterator[Any]:
+        AnotherTime.read_before += 1
+        for i in WithoutState():
+            yield {"x": torch.tensor(float(i)), "name": "" if i < self.same else str(AnotherTime.read_before)}
+
+
+@pytest.mark.parametrize(("same", "num_workers"), [(0, 0), (GLOBAL_BATCH + 3, 0), (2 * GLOBAL_BATCH + 3, 0), (0, 2)])
+def test_a_stream_without_state_that_gives_other_samples_again_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, same: int, num_workers: int
+) -> None:
+    """Wherever the first other sample is, among those that are skipped or those that are needed for a redo."""
+    monkeypatch.setattr(AnotherTime, "read_before", 0)
+    source = loader(AnotherTime(same), GRIDS[1], num_workers=num_workers)
+    source.set_epoch(0)
+    steps = iter(source)
+    for _ in range(3):
+        source.begin_step(next(steps))
+    place = source.state_dict()
+    source.close()
+    other = loader(AnotherTime(same), GRIDS[1], num_workers=num_workers)
+    if num_workers:
+        AnotherTime.read_before += 1
+    other.load_state_dict(place)
+    other.enter_epoch(3, float("inf"))
+    with pytest.raises(ConfigurationError, match=r"AnotherTime gave other samples"):
+        list(other)
+    other.close()
+
+
+def test_the_place_in_a_stream_without_state_has_the_number_of_the_epoch() -> None:
+    source = loader(ToldTheEpoch(), GRIDS[1])
+    source.dataset.set_epoch(2)
+    found, places = read(source, 2, 3, None)
+    other = loader(ToldTheEpoch(), GRIDS[1])
+    other.load_state_dict(places[1])
+    assert read(other, 2, 3, None, 2)[0] == found[2:]
+
+
+@pytest.mark.parametrize(
+    ("stream", "nothing"),
+    [(GoingOn, False), (OfIterators, False), (ItsOwnIterator, False), (WithoutState, False), (SaysNothing, True)],
+)
+def test_which_streams_promise_nothing(stream: Any, nothing: bool) -> None:
+    assert promises_nothing(dataloader(stream(), 1)) is nothing
+
+
+def test_digests_differ_where_samples_do() -> None:
+    samples: list[Any] = [
+        1,
+        1.0,
+        "1",
+        torch.tensor(1),
+        torch.tensor([1]),
+        torch.tensor(1.0),
+        torch.tensor(1.0, dtype=torch.bfloat16),
+        torch.tensor(1.0).numpy(),
+        {"a": torch.zeros(0)},
+        [torch.ones(2, 3)[:, 1], None],
+        (b"1", [True, (2, 3)]),
+    ]
+    found = [add_sample(0, sample) for sample in samples]
+    assert len(set(found)) == len(samples)
+    assert found == [add_sample(0, sample) for sample in samples]
+    assert add_sample(found[0], 1) not in found
+    assert add_sample(0, {object()}) == add_sample(0, {object()}), "of what has no value, the type counts"

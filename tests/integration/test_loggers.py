@@ -78,3 +78,23 @@ def test_the_rows_are_those_of_one_device_whenever_the_leader_goes(
     assert version.name == "version_0"
     assert [{key: float(value) for key, value in row.items()} for row in rows(version)] == numbers(expected)
     assert "width: 16" in (version / "hparams.yaml").read_text()
+
+
+def test_a_logger_that_the_script_has_used_before_goes_on_after_the_leader_and_in_the_next_run(tmp_path: Path) -> None:
+    """As scripts do that log hyper-parameters themselves: then workers get a writer that has seen no rows."""
+    found = []
+    for name, lightning in (
+        ("one", on_one_device),
+        ("grid", lambda **kwargs: trainer(2, 2, [Fault("kill", 0, 1, 2)], **kwargs)),
+    ):
+        logger = CSVLogger(tmp_path / name)
+        logger.log_hyperparams({"width": 16})
+        run: L.Trainer = lightning(logger=logger, log_every_n_steps=1, max_epochs=1, max_steps=-1)
+        size = GLOBAL_BATCH if run.num_devices == 1 else GLOBAL_BATCH // 2
+        data, model = DataLoader(dataset(GLOBAL_BATCH * EPOCH), batch_size=size), Logged().double()
+        run.fit(model, data)
+        run.test(model, data, verbose=False)
+        found.append(rows(tmp_path / name / "lightning_logs" / "version_0"))
+    one, grid = found
+    assert len(one) == EPOCH + 2
+    assert [{key: float(value) for key, value in row.items()} for row in grid] == numbers(one)

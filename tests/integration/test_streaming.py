@@ -14,12 +14,13 @@ from support.growth import AwaitReplacement, happened
 from support.huggingface_streams import AnotherOrder, collate, shuffled
 from support.models import GLOBAL_BATCH, Regression
 from support.sampling import sampled
-from support.streams import Stream, WithoutState
+from support.streams import ByProcess, SaysNothing, Stream, WithoutState
 from support.training import TOLERANCE, difference, failures, on_one_device, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_recycle import ReCycleError
 from lightning_recycle.callbacks import Fault
 
 EPOCH = 5  # steps
@@ -27,7 +28,7 @@ SAMPLES = GLOBAL_BATCH * EPOCH + 7
 
 
 def loader(stream: IterableDataset[Any], pipelines: int, num_workers: int = 0) -> DataLoader[Any]:
-    kind = StatefulDataLoader if isinstance(stream, WithoutState) else DataLoader
+    kind = StatefulDataLoader if type(stream) is WithoutState else DataLoader
     # On one device a smaller last batch would be trained on, too; a grid leaves it out.
     options = {} if isinstance(stream, Stream) else {"collate_fn": collate}
     return kind(stream, batch_size=GLOBAL_BATCH // pipelines, num_workers=num_workers, drop_last=True, **options)
@@ -97,6 +98,41 @@ def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream: Any
     weights, run = train(stream(SAMPLES), KILLS["a first stage"], num_workers=2)
     assert failures(run) == [(1, 0)]
     assert difference(weights, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_without_state_trains_the_weights_of_one_device_whoever_dies_joins_or_resumes(
+    num_workers: int, tmp_path: Path
+) -> None:
+    expected = one_device(loader(SaysNothing(SAMPLES), 1, num_workers))
+    epoch = EPOCH if num_workers == 0 else EPOCH - 1  # each process leaves an incomplete batch out
+    enters_at, saved = epoch + 1, epoch + 3
+    weights, run = train(
+        SaysNothing(SAMPLES),
+        [Fault("kill", 1, 0, enters_at - 1), Fault("kill", 0, 0, enters_at + 1)],  # then it reads for both pipelines
+        num_workers=num_workers,
+        strategy={"restart_workers": True, "max_restarts": 1},
+        callbacks=[
+            AwaitReplacement([enters_at]),
+            ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=saved, save_top_k=-1),
+        ],
+        enable_checkpointing=True,
+    )
+    assert [(event.worker, event.step) for event in happened(run, "rejoined")] == [((1, 0), enters_at)]
+    assert difference(weights, expected) < TOLERANCE
+    resumed, run = train(
+        SaysNothing(SAMPLES), grid=(1, 2), num_workers=num_workers, ckpt_path=tmp_path / f"step={saved}.ckpt"
+    )
+    assert run.global_step == 2 * epoch
+    assert difference(resumed, expected) < TOLERANCE
+
+
+def test_a_stream_that_gives_each_process_other_samples_is_an_error() -> None:
+    """It would train on inputs of one worker and targets of another."""
+    with pytest.raises(ReCycleError, match=r"digest of the samples"):
+        train(ByProcess(SAMPLES))
+    with pytest.raises(ReCycleError, match=r"Workers have read different samples for batch 0 of an evaluation"):
+        trainer(1, 2).validate(Regression().double(), loader(ByProcess(SAMPLES), 1), verbose=False)
 
 
 @pytest.mark.parametrize(("enters_at", "num_workers"), sampled(itertools.product([EPOCH, EPOCH + 2], [0, 2]), 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.model.chain_parts import ChainParts
+from lightning_recycle.model.whole_calls import ask_instead
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.runtime.stage import Stage
 
@@ -126,6 +128,28 @@ class WholeTuples(Model):
     def forward(self, x: Tensor) -> Tensor:
         one, other = self.net((x, x.sum()))
         return one * other
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return scale * x
+
+
+class Stacked(Model):
+    """The chain is within a submodule that does more, as models of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x, scale=0.5)
 
 
 class Shared(Transformer):
@@ -375,6 +399,17 @@ class AddsUp(Tuples):
         return x + more
 
 
+class ReturnsMore(Tuples):
+    """Returns what its layers returned besides, as models of transformers do with hidden states."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, seen = batch[0], []
+        for layer in self.layers:
+            x, _, more = layer(x)
+            seen.append(more)
+        return {"loss": self.loss(x, batch), "seen": seen}
+
+
 class Regularised(Transformer):
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         penalty = torch.stack([p.square().sum() for p in self.parameters() if p.requires_grad]).sum()
@@ -433,6 +468,7 @@ class FarSkip(Transformer):
         (Backwards, ["calls layer 'blocks.3' first, without 'blocks.0'"]),
         (AlwaysTheInput, ["does something with what layer 'blocks.0' returned"]),
         (AddsUp, ["uses more than the first item of what layer 'layers.", "returned"]),
+        (ReturnsMore, ["returns more than the first item of what layer 'layers.0' returned, which is on another"]),
         (Regularised, ["uses blocks.0.linear.weight (square), which is on another stage"]),
         (LooksAtKinds, ["uses what layer 'net.2' returned (tanh)"]),
         (Named, ["uses blocks.0.linear, which is on another stage"]),
@@ -465,9 +501,31 @@ def test_a_step_may_ask_any_parameter_for_its_device() -> None:
 def test_outside_of_steps_the_model_says_which_layers_are_elsewhere() -> None:
     (_, _), (last, _) = stages_of(made(Transformer), 2)
     with pytest.raises(RuntimeError, match=r"'blocks.0' was called outside of a training or evaluation step"):
-        last.module(batch()[0])
+        last.module.blocks[0](batch()[0])
     with pytest.raises(AttributeError, match=r"blocks.1.linear is on another stage"):
         _ = last.module.blocks[1].linear
+
+
+def test_what_asks_all_stages_passes_for_what_it_was() -> None:
+    """Also a copy, which asks nobody, and the module after a run."""
+    model = made(Stacked)
+    (parts, _), _ = stages_of(model, 2)
+    module, asked = parts.module, []
+    ask_instead(module, ["net.layers.0", "net.layers.3"], lambda what: asked.append(what))
+    x = batch()[0]
+    module(x)
+    module.net(x, scale=2.0)
+    assert [(path, list(kwargs)) for path, _, kwargs in asked] == [("", []), ("net", ["scale"])]
+    assert isinstance(module.net, Stack)
+    assert inspect.signature(module.net.forward) == inspect.signature(Stack().forward)
+    double = copy.deepcopy(module.net)
+    assert type(double) is Stack
+    with pytest.raises(RuntimeError, match=r"outside of a training or evaluation step"):
+        double(x)
+    parts.rebuild(model.state_dict())
+    assert type(module.net) is Stack
+    assert torch.equal(module(x), model(x))
+    assert len(asked) == 2
 
 
 def test_the_names_of_each_stage_are_those_of_the_whole() -> None:

@@ -1,6 +1,7 @@
 """Data modules, the hooks that convert batches, and loaders of all kinds give what they give on one device."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,20 +166,27 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         self.read = state["read"]
 
 
+class StreamWithoutState(IterableDataset[dict[str, Tensor]]):
+    """The records one after another, in each epoch."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Records()[index] for index in range(len(Records())))
+
+
 class StreamData(L.LightningDataModule):
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, stream: Callable[[], IterableDataset[dict[str, Tensor]]]) -> None:
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size, self.stream = batch_size, stream
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Stream(), batch_size=self.batch_size, drop_last=True)
+        return DataLoader(self.stream(), batch_size=self.batch_size, drop_last=True)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Stream(), batch_size=self.batch_size)
+        return DataLoader(self.stream(), batch_size=self.batch_size)
 
 
-def streamed(session: same.Session) -> None:
-    data = StreamData(session.data.batch_size)
+def streamed(session: same.Session, stream: Callable[[], IterableDataset[dict[str, Tensor]]] = Stream) -> None:
+    data = StreamData(session.data.batch_size, stream)
     module = session.run.module = OfRecords()
     trainer = session.trainer(max_steps=2 * same.STEPS_PER_EPOCH, val_check_interval=2, check_val_every_n_epoch=None)
     trainer.fit(module, datamodule=data)
@@ -191,3 +199,9 @@ def test_a_stream_that_does_not_know_its_length_trains_and_validates_the_same(tm
     same.assert_same(one.weights, grid.weights)
     same.assert_same(one.results, grid.results, same.TOLERANCE)
     assert grid.results["fit"]["seen_x_epoch"] != 0
+
+
+def test_a_stream_without_state_trains_the_same(tmp_path: Path) -> None:
+    one, grid = same.run_both(partial(streamed, stream=StreamWithoutState), tmp_path)
+    same.assert_same(one.weights, grid.weights)
+    same.assert_same(one.results, grid.results, same.TOLERANCE)

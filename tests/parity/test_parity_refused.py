@@ -98,15 +98,6 @@ def own_share(session: Session) -> None:
     session.trainer(max_steps=1).fit(Classifier(), DataLoader(dataset, batch_size=4, sampler=OwnShare()))
 
 
-class WithoutState(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(range(100))
-
-
-def stateless(session: Session) -> None:
-    session.trainer(max_steps=1).fit(Classifier(), DataLoader(WithoutState(), batch_size=4))
-
-
 class Pairs(IterableDataset[Any]):
     """A stream."""
 
@@ -157,7 +148,6 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
     "backward": (fit(OwnBackward), ["OwnBackward.backward()", "schedule"]),
     "optimizer_zero_grad": (fit(OwnZeroGrad), ["optimizer_zero_grad()", "zeroed"]),
     "a sampler of one replica": (own_share, ["OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler"]),
-    "IterableDataset without state": (stateless, ["WithoutState", "state_dict()", "StatefulDataLoader"]),
     "a stream among several loaders": (combined_with_a_stream, ["Pairs", "__getitem__()", "one IterableDataset"]),
 }
 

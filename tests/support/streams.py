@@ -1,5 +1,6 @@
 """Streams for the tests that train with real processes; in a module of their own, so that workers can import them."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,3 +50,15 @@ class WithoutState(Stream):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.read = 0
         return super().__iter__()
+
+
+class SaysNothing(WithoutState):
+    """For a DataLoader that promises nothing either."""
+
+
+class ByProcess(SaysNothing):
+    """Every process reads something else."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in super().__iter__():
+            yield x + os.getpid(), y

@@ -1,0 +1,313 @@
+"""``self(x)`` in hooks of an ordinary module in several stages: all get what one device gives, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from support.growth import AwaitReplacement, rejoined
+from support.sampling import sampled
+from support.training import QUIET, difference, failures, on_one_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_recycle import ReCycleError, ReCycleStrategy
+
+BATCH, LENGTH, WIDTH, TOKENS, EPOCH = 12, 5, 8, 11, 3
+EARLY = ("on_fit_start", "on_train_start")
+LATE = ("on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_end", "on_validation_epoch_end")
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        return x + self.drop(gain * torch.tanh(self.linear(x)))
+
+
+class Speaker(L.LightningModule):
+    """Blocks, and outside of them an embedding, a tied head and a parameter; hooks that ask the model."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+        self.calls, self.hidden = 0, torch.empty(0)
+
+    def forward(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
+        x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x, self.position.mean())
+        self.hidden = x.detach()
+        if last_only:  # in hooks only
+            self.calls = self.calls + 1
+        return self.head(x[:, -1:] if last_only else x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        return nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        (tokens,) = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
+
+    def on_validation_epoch_end(self) -> None:
+        tokens = torch.arange(3, device=self.device)[:, None]
+        for _ in range(LENGTH - 1):  # the idiom of sampling
+            tokens = torch.cat([tokens, self(tokens, last_only=True)[:, -1].argmax(-1, keepdim=True)], 1)
+        self.text = tokens
+        self.log("spoken", tokens.double().mean() + self(tokens).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def sentences() -> TensorDataset:
+    return TensorDataset(torch.randint(TOKENS, (BATCH * EPOCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)))
+
+
+class Asks(Callback):
+    """Evaluates the model in hooks; each worker writes its answers to files of its own."""
+
+    def __init__(self, folder: Path, hooks: tuple[str, ...] = (*EARLY, *LATE)) -> None:
+        self.folder, self.hooks = folder, hooks
+
+    def ask(self, hook: str, trainer: Any, module: Any) -> None:
+        if hook not in self.hooks or trainer.sanity_checking:
+            return
+        tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % TOKENS
+        found = {"answer": module(tokens).detach(), "spoken": trainer.callback_metrics.get("spoken", torch.zeros(()))}
+        if hook == "on_validation_epoch_end":
+            module.eval()
+            found["again"] = module.forward(tokens)
+            found["hidden"] = module.hidden
+            found["calls"] = torch.tensor(module.calls)
+        rank = getattr(trainer.strategy, "grid_rank", 0)
+        torch.save(found, self.folder / f"{rank}-{hook}-{trainer.global_step}.pt")
+
+
+def _asking(hook: str) -> Any:
+    return lambda self, trainer, module, *args, **kwargs: self.ask(hook, trainer, module)
+
+
+for _hook in (*EARLY, *LATE):
+    setattr(Asks, _hook, _asking(_hook))
+
+
+def answers(folder: Path) -> dict[int, dict[str, Tensor]]:
+    """By rank, what each hook got."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for path in sorted(folder.glob("*.pt")):
+        rank, name = path.stem.split("-", 1)
+        for kind, value in torch.load(path).items():
+            found.setdefault(int(rank), {})[f"{name} {kind}"] = value
+    return found
+
+
+class Dies(Callback):
+    """Kills the worker of rank ``victim`` while a hook evaluates the model: as it computes the layers of its stage, or
+    the step after which the hook comes if it does not take part.
+    """
+
+    def __init__(self, victim: int, step: int, calls: int) -> None:
+        self.victim, self.step, self.calls = victim, step, calls
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        strategy = trainer.strategy
+        if strategy.grid_rank != self.victim or trainer.global_step != self.step or strategy.incarnation:
+            return
+        left = iter(range(self.calls, -1, -1))
+
+        def count(*_: Any) -> None:
+            if not next(left):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for block in module.blocks:
+            block.register_forward_hook(count)
+
+
+def on_grid(pipelines: int, stages: int, callbacks: list[Callback], strategy: Any = None, **kwargs: Any) -> L.Trainer:
+    options = {"pipeline_parallel_size": stages, "num_microbatches": 4 // pipelines, **(strategy or {})}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=pipelines * stages,
+        strategy=ReCycleStrategy(**options),
+        callbacks=callbacks,
+        **{**QUIET, "max_epochs": 2, **kwargs},
+    )
+
+
+def train(run: L.Trainer, model: L.LightningModule, pipelines: int = 1) -> dict[str, float]:
+    run.fit(model, *(DataLoader(sentences(), BATCH // pipelines) for _ in range(2)))
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
+    folder, model = tmp_path_factory.mktemp("alone"), Speaker().double()
+    metrics = train(on_one_device(max_epochs=2, callbacks=[Asks(folder)]), model)
+    (found,) = answers(folder).values()
+    return found, metrics, {**model.state_dict(), "text": model.text}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], hooks: tuple[str, ...] = ()) -> None:
+    wanted = {name: answer for name, answer in expected.items() if not hooks or name.split("-")[0] in hooks}
+    assert found.keys() == wanted.keys()
+    for name, answer in wanted.items():
+        assert torch.allclose(found[name], answer, rtol=0, atol=1e-10), name
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (1, 4)], ids=str)
+def test_every_worker_gets_in_every_hook_what_one_device_gives(
+    tmp_path: Path, alone: Any, grid: tuple[int, int]
+) -> None:
+    expected, metrics, weights = alone
+    model = Speaker().double()
+    assert train(on_grid(*grid, [Asks(tmp_path)]), model, grid[0]) == pytest.approx(metrics)
+    found = answers(tmp_path)
+    assert set(found) == {0, 1, 2, 3}
+    for theirs in found.values():
+        assert_same(theirs, expected)
+    assert difference({**model.state_dict(), "text": model.text}, weights) < 1e-10
+
+
+KILLS = [(grid, victim, calls) for grid in ((2, 2), (2, 3)) for victim in range(grid[0] * grid[1]) for calls in (0, 5)]
+
+
+@pytest.mark.parametrize(("grid", "victim", "calls"), sampled(KILLS, 2))
+def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
+    tmp_path: Path, alone: Any, grid: tuple[int, int], victim: int, calls: int
+) -> None:
+    expected, metrics, weights = alone
+    model = Speaker().double()
+    run = on_grid(*grid, [Dies(victim, 2 * EPOCH - 1, calls), Asks(tmp_path, LATE)])
+    assert train(run, model, 2) == pytest.approx(metrics)
+    assert failures(run) == [divmod(victim, grid[1])]
+    found = answers(tmp_path)
+    for rank in set(range(grid[0] * grid[1])) - {victim}:
+        assert_same(found[rank], expected, LATE)
+    assert difference(model.state_dict(), {k: v for k, v in weights.items() if k != "text"}) < 1e-10
+
+
+def test_a_replacement_takes_part(tmp_path: Path, alone: Any) -> None:
+    expected, metrics, _ = alone
+    run = on_grid(2, 2, [Dies(0, 1, 0), AwaitReplacement([EPOCH + 1]), Asks(tmp_path, LATE)], {"restart_workers": True})
+    assert train(run, Speaker().double(), 2) == pytest.approx(metrics)
+    assert failures(run) == rejoined(run) == [(0, 0)]
+    for theirs in answers(tmp_path).values():
+        late = {name for name in expected if name.split("-")[0] in LATE and f"-{2 * EPOCH}" in name}
+        assert late <= theirs.keys()
+        for name in late - {name for name in late if "calls" in name}:
+            assert torch.allclose(theirs[name], expected[name], rtol=0, atol=1e-10), name
+
+
+class HuggingFace(L.LightningModule):
+    """A model of transformers as it is, which generates text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"vocab_size": TOKENS, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None, pad_token_id=0))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.drop(self.model(input_ids=tokens, use_cache=False).logits)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Generates(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        tokens = torch.arange(4).view(2, 2)
+        options = {"max_new_tokens": 4, "use_cache": False}
+        module.train()
+        drawn = torch.stack([module(tokens), module(tokens)])
+        module.eval()
+        output = module.model(tokens)
+        found = {
+            "greedy": module.model.generate(tokens, do_sample=False, **options),
+            "sampled": module.model.generate(tokens, do_sample=True, **options),
+            "logits": output.logits,
+            "drawn": drawn,
+        }
+        module.train()
+        rank = getattr(trainer.strategy, "grid_rank", 0)
+        torch.save(found, self.folder / f"{rank}-generated-{trainer.global_step}.pt")
+
+
+def test_a_model_of_transformers_generates_as_on_one_device(tmp_path: Path) -> None:
+    """Also where a worker holds a middle stage. What is drawn is the same on all workers, and anew in each call."""
+    (tmp_path / "one").mkdir()
+    on_one_device(max_steps=2, callbacks=[Generates(tmp_path / "one")]).fit(
+        HuggingFace().double(), DataLoader(sentences(), BATCH)
+    )
+    (expected,) = answers(tmp_path / "one").values()
+    run = on_grid(1, 3, [Generates(tmp_path)], {"num_microbatches": 1}, max_steps=2)
+    run.fit(HuggingFace().double(), DataLoader(sentences(), BATCH))
+    found = answers(tmp_path)
+    assert set(found) == {0, 1, 2}
+    for theirs in found.values():
+        assert theirs.keys() == expected.keys()
+        for name, answer in theirs.items():
+            same = expected if "greedy" in name or "logits" in name else found[0]
+            assert torch.allclose(answer, same[name], rtol=0, atol=1e-10), name
+    first, second = next(answer for name, answer in found[0].items() if "drawn" in name)
+    assert not torch.equal(first, second)
+
+
+class Does(Callback):
+    """Does what cannot work."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        tokens = torch.arange(4).view(2, 2)
+        if self.what == "layers":
+            for layer in module.model.model.layers:
+                layer(torch.zeros(1, 1, 8), position_embeddings=(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)))
+        elif self.what == "cache":
+            module.model.generate(tokens, max_new_tokens=2)
+        elif self.what == "rank":
+            module(tokens + trainer.strategy.grid_rank)
+        elif trainer.is_global_zero:
+            module(tokens)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    sampled(
+        [
+            ("layers", r"outside of a training or evaluation step.*Call the whole model, self\(x\)"),
+            ("cache", r"a cache of keys and values.*use_cache=False"),
+            ("rank", r"inputs that differ between the workers"),
+            ("leader", r"self\(x\).*must be called on all.*is_global_zero"),
+        ],
+        2,
+    ),
+)
+def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(what: str, message: str) -> None:
+    run = on_grid(1, 2, [Does(what)], {"num_microbatches": 1}, max_steps=1)
+    with pytest.raises((ReCycleError, RuntimeError), match=message):
+        run.fit(HuggingFace(), DataLoader(sentences(), BATCH))
