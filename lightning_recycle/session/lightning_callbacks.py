@@ -58,13 +58,26 @@ def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: M
     try:
         summary = callback._summary(trainer, whole)
     except Exception as error:  # the user's forward() on example_input_array may read values, and there are none
+        if whole is parts.module:  # there are: it raises on one device, too
+            raise
         rank_zero_warn(
             f"The model summary shows no input and output sizes: {type(parts.module).__name__} cannot run its"
             f" example_input_array without storage ({type(error).__name__}: {error})."
         )
         whole.example_input_array = None
         summary = callback._summary(trainer, whole)
-    callback._summary = lambda *_: summary  # type: ignore[method-assign]
+    taken = _TakenSummary(summary)
+    callback._summary = lambda *_: taken  # type: ignore[method-assign, assignment]
+
+
+class _TakenSummary:
+    """What a summary says now: Lightning's looks at the module whenever it is asked, and then layers may be gone."""
+
+    def __init__(self, summary: Any) -> None:
+        rows = summary._get_summary_data()
+        self._get_summary_data = lambda: rows
+        for name in ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops"):
+            setattr(self, name, getattr(summary, name))
 
 
 def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) -> None:
