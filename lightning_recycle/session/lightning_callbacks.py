@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichProgressBar, ThroughputMonitor
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -105,14 +106,53 @@ def _by_the_leader(trainer: pl.Trainer, write: Callable[..., None]) -> Callable[
     return write_once
 
 
-def keep_monitors_going(trainer: pl.Trainer) -> None:
-    """Starts the throughput monitors of a new leader: they measure on the leader only."""
+def keep_monitors_going(trainer: pl.Trainer, first_batch: int) -> None:
+    """Starts the throughput monitors of a new leader, which measure on the leader only, with what others have counted.
+
+    Args:
+        trainer: the Trainer.
+        first_batch: how many batches of training it had seen when this run began.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ThroughputMonitor):
-            for stage in callback._throughputs:
-                if stage not in callback._t0s:
-                    callback._t0s[stage] = time.perf_counter()
-                    callback._samples[stage] = callback._batches[stage] = callback._lengths[stage] = 0
+        if not isinstance(callback, ThroughputMonitor):
+            continue
+        counted: dict[Any, int] = {}
+        for stage in callback._throughputs:
+            if stage not in callback._t0s:
+                counted[stage] = _batches_so_far(trainer, stage, first_batch)
+                callback._t0s[stage] = time.perf_counter()
+                callback._batches[stage] = counted[stage]
+                callback._samples[stage] = callback._lengths[stage] = 0
+        callback._update = partial(_update_after_others, callback, counted)  # type: ignore[method-assign]
+
+
+def _batches_so_far(trainer: pl.Trainer, stage: RunningStage, first_batch: int) -> int:
+    """The batches that are over in what is under way in ``stage``; none if nothing is."""
+    if stage == RunningStage.TRAINING:
+        return trainer.fit_loop.epoch_loop.batch_progress.total.completed - first_batch
+    if stage != trainer.state.stage:
+        return 0
+    loop = trainer.predict_loop if stage == RunningStage.PREDICTING else trainer._evaluation_loop
+    return loop.batch_progress.current.completed
+
+
+@torch.inference_mode()
+def _update_after_others(
+    monitor: ThroughputMonitor,
+    counted: dict[Any, int],
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    batch: Any,
+    *args: Any,
+) -> None:
+    """Nobody has the samples that the old leader has counted: as many in each batch as in the first one from now on."""
+    stage = trainer.state.stage
+    batches = counted.pop(stage, 0)
+    if batches:
+        monitor._samples[stage] += batches * monitor.batch_size_fn(batch)  # type: ignore[index]
+        if monitor.length_fn is not None:
+            monitor._lengths[stage] += batches * monitor.length_fn(batch)  # type: ignore[index]
+    type(monitor)._update(monitor, trainer, module, batch, *args)
 
 
 def show_cursor(trainer: pl.Trainer) -> None:

@@ -125,6 +125,7 @@ class Session:
         self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._loaders: list[StepLoader] = []
         self._gradient_norm = 0.0
+        self._first_batch = 0  # of this run, if the Trainer has trained before
         self._joined_with: WorkerSnapshot | None = None
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
@@ -391,6 +392,7 @@ class Session:
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         client, begun = self.client, self.trainer.fit_loop.epoch_loop.batch_progress.total
         assert isinstance(begun, _ProcessedTracker)
+        self._first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
         if threading.current_thread() is threading.main_thread():
             # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
@@ -511,7 +513,7 @@ class Session:
         if self.collectives.leads and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
             show_progress_bar(self.trainer, self._dataloader_idx)
-            keep_monitors_going(self.trainer)
+            keep_monitors_going(self.trainer, self._first_batch)
             self._relay.take_over()
 
     def _follow_leader(self) -> None:
