@@ -181,7 +181,7 @@ class Session:
         self.module = module = recorded(trainer.lightning_module)
         self.parts = parts_of(module, self.grid.stages, self.options.pipeline)
         strategy.accelerator.setup(trainer)
-        show_whole_run(trainer, self.parts, self.grid.num_workers)
+        show_whole_run(trainer, self.parts, self.grid)
         tell_batch_sizes(trainer)
         spare_moves()
         self._build_model()

@@ -36,7 +36,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from ordinary_flags import StopsAtOnce, fits
-from ordinary_runs import Case, Ordinary, Scheduled, Session, columns, files
+from ordinary_runs import Case, Ordinary, Scheduled, Session, WithExample, columns, files
 from torch import Tensor
 
 __all__ = ["CALLBACKS"]
@@ -85,12 +85,6 @@ class WritesSummary(ModelSummary):
     def summarize(*summary: Any, path: Path, **flops: Any) -> None:
         with path.open("a") as file:
             file.write(f"{summary} {flops}")
-
-
-class WithExample(Ordinary):
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = torch.zeros(2, 8, dtype=torch.float64)
 
 
 def summarized(session: Session) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import grad_norm
 from ordinary_flags import fits
-from ordinary_runs import Case, Ordinary, Session, board, csv_rows
+from ordinary_runs import Case, Ordinary, Session, WithExample, board, csv_rows
 from torch import Tensor, nn
 from torchmetrics import AUROC, F1Score, MaxMetric, MeanMetric, MetricCollection
 
@@ -155,11 +155,25 @@ def told(session: Session) -> None:
         callbacks=lambda root: [ModelCheckpoint(root / "saved", every_n_train_steps=2)],
         enable_checkpointing=True,
     )(session)
-    session.run.results["told"] = sorted((session.root / "service.log").read_text().splitlines())
+    lines = (session.root / "service.log").read_text().splitlines()
+    session.run.results["told"] = sorted(set(lines))  # a new leader may tell the rows of the newest steps again
 
 
 def to_board(root: Path) -> dict[str, Any]:
     return {"logger": TensorBoardLogger(root, name="board", version=0, default_hp_metric=False)}
+
+
+def to_board_with_graph(root: Path) -> dict[str, Any]:
+    return {"logger": TensorBoardLogger(root, name="board", version=0, log_graph=True)}
+
+
+def tags(run: same.Run) -> list[str]:
+    """The kinds of what the TensorBoard logger wrote."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run.root / "board" / "version_0"))
+    accumulator.Reload()
+    return [tag for tag, found in accumulator.Tags().items() if found]
 
 
 def to_both(root: Path) -> dict[str, Any]:
@@ -170,6 +184,11 @@ LOGGERS: dict[str, Case] = {
     "CSVLogger": Case(("`CSVLogger`",), fits(log_every_n_steps=2), lambda run: len(csv_rows(run)) > 5),
     "TensorBoardLogger": Case(
         ("`TensorBoardLogger`",), fits(trainer=to_both), lambda run: len(board(run)["train_loss_step"]) == 8
+    ),
+    "TensorBoardLogger with the graph": Case(
+        ("`TensorBoardLogger`",),
+        fits(WithExample, trainer=to_board_with_graph),
+        lambda run: "graph" in tags(run),
     ),
     "a logger of a service": Case(
         ("`CSVLogger`", "`logger`, `callbacks`"),

@@ -184,6 +184,12 @@ class Ordinary(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
+class WithExample(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 8, dtype=torch.float64)
+
+
 class Scheduled(Ordinary):
     """Its learning rate follows a scheduler of each kind."""
 
@@ -324,7 +330,7 @@ def columns(run: same.Run) -> set[str]:
 
 
 def board(run: same.Run) -> dict[str, list[tuple[int, float]]]:
-    """The scalars of the TensorBoard logger."""
+    """The scalars of the TensorBoard logger; a new leader may write those of the newest steps again."""
     path = run.root / "board" / "version_0"
     if not path.exists():
         return {}
@@ -333,7 +339,7 @@ def board(run: same.Run) -> dict[str, list[tuple[int, float]]]:
     accumulator = EventAccumulator(str(path))
     accumulator.Reload()
     tags = [tag for tag in accumulator.Tags()["scalars"] if not TIMED.search(tag)]
-    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
+    return {tag: sorted({(event.step, event.value) for event in accumulator.Scalars(tag)}) for tag in tags}
 
 
 def files(run: same.Run) -> set[str]:
