@@ -246,7 +246,7 @@ class MicrobatchLoader(SampleLoader):
                     drawn.set_epoch(epoch)
             with seeded_everything() as reseed:
                 reseed(derive_seed(self._seed, number))
-                if isinstance(sampler, SequentialSampler):
+                if type(sampler) is SequentialSampler:  # a subclass may have an order of its own
                     order: Sequence[Any] = range(len(sampler))
                 elif (
                     type(sampler) is RandomSampler

@@ -34,7 +34,7 @@ _ATTRIBUTES = {  # of the Trainer's parts, by path: what a run changes, and is i
     "fit_loop.epoch_loop.val_loop": ("_max_batches", "_has_run", "_last_val_dl_reload_epoch"),
     "validate_loop": ("_max_batches", "_has_run", "verbose"),
     "test_loop": ("_max_batches", "_has_run", "verbose"),
-    "predict_loop": ("max_batches",),
+    "predict_loop": ("max_batches", "_return_predictions", "current_batch_indices", "epoch_batch_indices"),
 }
 
 

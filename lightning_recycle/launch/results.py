@@ -83,6 +83,9 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     carrier.restore(trainer.profiler, extras.profiler)  # type: ignore[attr-defined]
     if trainer.state.fn == TrainerFn.FITTING:
         _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
+    if trainer.state.fn == TrainerFn.PREDICTING and extras.returned is not None:
+        several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
+        trainer.predict_loop._predictions = extras.returned if several else [extras.returned]
     return extras.returned
 
 

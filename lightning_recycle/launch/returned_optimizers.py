@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names
+from lightning_recycle.session.weight_averages import swap_schedules
 
 __all__ = ["STAY_IN_THE_WORKERS", "StageOptimizers", "make_optimizers"]
 
@@ -52,14 +53,16 @@ def make_optimizers(
             f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
             f" in the workers: {type(error).__name__}: {error}"
         ) from error
+    of_stages = [list(zip(*of_one, strict=True)) for of_one in zip(*stages, strict=True)]  # (states, names) of each
+    for optimizer, (_, names) in zip(optimizers, of_stages, strict=True):
+        _group(optimizer, dict(module.named_parameters()), names, copies)
+    swap_schedules(module.trainer, optimizers, configs)
     if len(configs) != len(schedulers):
         raise ConfigurationError(
             f"a callback has replaced the learning-rate schedulers: configure_optimizers() returns {len(configs)}, and"
             f" the workers have {len(schedulers)}"
         )
-    for index, optimizer in enumerate(optimizers):
-        states, names = zip(*(stage[index] for stage in stages), strict=True)
-        _group(optimizer, dict(module.named_parameters()), names, copies)
+    for optimizer, (states, names) in zip(optimizers, of_stages, strict=True):
         optimizer.load_state_dict(merge_optimizer_states(states, names, copies))
     for config, state in zip(configs, schedulers, strict=True):
         config.scheduler.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What Lightning's own callbacks need to show the whole run, from a worker that has one stage of it.
+"""What Lightning's own callbacks and loggers need to show the whole run, from a worker that has one stage of it.
 
 Concept: Lightning's callbacks run in the workers, where they find one stage of the model and a batch that all workers
 share. Where that would make them report something else than on one device, they are given what they expect. When a
@@ -13,12 +13,16 @@ from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichProgressBar, ThroughputMonitor
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.planning.grid import Grid
 
 __all__ = ["keep_monitors_going", "keep_reports_apart", "show_cursor", "show_progress_bar", "show_whole_run"]
 
@@ -30,13 +34,15 @@ _EVALUATIONS = {  # stage -> its name in hooks
 }
 
 
-def show_whole_run(trainer: pl.Trainer, parts: ModelParts, num_workers: int) -> None:
-    """Prepares the callbacks of one of ``num_workers``; called while ``parts`` still are the whole model."""
+def show_whole_run(trainer: pl.Trainer, parts: ModelParts, grid: Grid) -> None:
+    """Prepares the callbacks and loggers of a worker of ``grid``; called while ``parts`` still are the whole model."""
+    if grid.stages > 1 and trainer.enable_autolog_hparams:
+        _draw_whole_graph(trainer, parts)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary) and trainer.state.fn == TrainerFn.FITTING:
             _summarize_whole_model(callback, trainer, parts)
         elif isinstance(callback, ThroughputMonitor):
-            _measure_grid_as_one_device(callback, num_workers)
+            _measure_grid_as_one_device(callback, grid.num_workers)
         elif isinstance(callback, BasePredictionWriter):
             for name in ("write_on_batch_end", "write_on_epoch_end"):
                 setattr(callback, name, _by_the_leader(trainer, getattr(callback, name)))
@@ -58,13 +64,48 @@ def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: M
     try:
         summary = callback._summary(trainer, whole)
     except Exception as error:  # the user's forward() on example_input_array may read values, and there are none
+        if whole is parts.module:  # there are: it raises on one device, too
+            raise
         rank_zero_warn(
             f"The model summary shows no input and output sizes: {type(parts.module).__name__} cannot run its"
             f" example_input_array without storage ({type(error).__name__}: {error})."
         )
         whole.example_input_array = None
         summary = callback._summary(trainer, whole)
-    callback._summary = lambda *_: summary  # type: ignore[method-assign]
+    taken = _TakenSummary(summary)
+    callback._summary = lambda *_: taken  # type: ignore[method-assign, assignment]
+
+
+class _TakenSummary:
+    """What a summary says now: Lightning's looks at the module whenever it is asked, and then layers may be gone."""
+
+    def __init__(self, summary: Any) -> None:
+        rows = summary._get_summary_data()
+        self._get_summary_data = lambda: rows
+        for name in ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops"):
+            setattr(self, name, getattr(summary, name))
+
+
+def _draw_whole_graph(trainer: pl.Trainer, parts: ModelParts) -> None:
+    """Gives loggers the graph of the model now: when Lightning does, layers are gone, and one worker cannot run it."""
+    for logger in trainer.loggers:
+        if not is_overridden("log_graph", logger, Logger) or not getattr(logger, "_log_graph", True):  # TensorBoard's
+            continue
+        whole = parts.without_storage()
+        try:
+            type(logger).log_graph(logger, whole)
+        except Exception as error:  # the user's forward() may read values, and there are none
+            if whole is parts.module:  # there are: it raises on one device, too
+                raise
+            rank_zero_warn(
+                f"{type(logger).__name__} gets no graph: {type(parts.module).__name__} cannot run its"
+                f" example_input_array without storage ({type(error).__name__}: {error})."
+            )
+        logger.log_graph = _is_drawn  # type: ignore[method-assign]
+
+
+def _is_drawn(*_: Any, **__: Any) -> None:
+    """In place of a logger's ``log_graph``: it has the graph."""
 
 
 def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) -> None:
@@ -92,14 +133,53 @@ def _by_the_leader(trainer: pl.Trainer, write: Callable[..., None]) -> Callable[
     return write_once
 
 
-def keep_monitors_going(trainer: pl.Trainer) -> None:
-    """Starts the throughput monitors of a new leader: they measure on the leader only."""
+def keep_monitors_going(trainer: pl.Trainer, first_batch: int) -> None:
+    """Starts the throughput monitors of a new leader, which measure on the leader only, with what others have counted.
+
+    Args:
+        trainer: the Trainer.
+        first_batch: how many batches of training it had seen when this run began.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ThroughputMonitor):
-            for stage in callback._throughputs:
-                if stage not in callback._t0s:
-                    callback._t0s[stage] = time.perf_counter()
-                    callback._samples[stage] = callback._batches[stage] = callback._lengths[stage] = 0
+        if not isinstance(callback, ThroughputMonitor):
+            continue
+        counted: dict[Any, int] = {}
+        for stage in callback._throughputs:
+            if stage not in callback._t0s:
+                counted[stage] = _batches_so_far(trainer, stage, first_batch)
+                callback._t0s[stage] = time.perf_counter()
+                callback._batches[stage] = counted[stage]
+                callback._samples[stage] = callback._lengths[stage] = 0
+        callback._update = partial(_update_after_others, callback, counted)  # type: ignore[method-assign]
+
+
+def _batches_so_far(trainer: pl.Trainer, stage: RunningStage, first_batch: int) -> int:
+    """The batches that are over in what is under way in ``stage``; none if nothing is."""
+    if stage == RunningStage.TRAINING:
+        return trainer.fit_loop.epoch_loop.batch_progress.total.completed - first_batch
+    if stage != trainer.state.stage:
+        return 0
+    loop = trainer.predict_loop if stage == RunningStage.PREDICTING else trainer._evaluation_loop
+    return loop.batch_progress.current.completed
+
+
+@torch.inference_mode()
+def _update_after_others(
+    monitor: ThroughputMonitor,
+    counted: dict[Any, int],
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    batch: Any,
+    *args: Any,
+) -> None:
+    """Nobody has the samples that the old leader has counted: as many in each batch as in the first one from now on."""
+    stage = trainer.state.stage
+    batches = counted.pop(stage, 0)
+    if batches:
+        monitor._samples[stage] += batches * monitor.batch_size_fn(batch)  # type: ignore[index]
+        if monitor.length_fn is not None:
+            monitor._lengths[stage] += batches * monitor.length_fn(batch)  # type: ignore[index]
+    type(monitor)._update(monitor, trainer, module, batch, *args)
 
 
 def show_cursor(trainer: pl.Trainer) -> None:

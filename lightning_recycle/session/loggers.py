@@ -2,7 +2,7 @@
 
 Only the leader's loggers write. All others keep what they were asked to log until the leader has applied a later step,
 which it does after its loggers have flushed. When a worker becomes the leader, it writes what it still keeps. At most
-the rows of the newest step can be written twice; in the files of ``CSVLogger`` they are recognised.
+the rows of the newest two steps can be written twice; in the files of ``CSVLogger`` they are recognised.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ class Session:
         self._gradient_norm = 0.0
         self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
+        self._first_batch = 0  # of this run, if the Trainer has trained before
         self._joined_with: WorkerSnapshot | None = None
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
@@ -186,7 +187,7 @@ class Session:
         self.module = module = recorded(trainer.lightning_module)
         self.parts = parts_of(module, self.grid.stages, self.options.pipeline)
         strategy.accelerator.setup(trainer)
-        show_whole_run(trainer, self.parts, self.grid.num_workers)
+        show_whole_run(trainer, self.parts, self.grid)
         tell_batch_sizes(trainer)
         spare_moves()
         self._build_model()
@@ -426,6 +427,7 @@ class Session:
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         client, begun = self.client, self.trainer.fit_loop.epoch_loop.batch_progress.total
         assert isinstance(begun, _ProcessedTracker)
+        self._first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
         if threading.current_thread() is threading.main_thread():
             # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
@@ -554,7 +556,7 @@ class Session:
         if self.collectives.leads and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
             show_progress_bar(self.trainer, self._dataloader_idx)
-            keep_monitors_going(self.trainer)
+            keep_monitors_going(self.trainer, self._first_batch)
             self._relay.take_over()
 
     def _follow_leader(self) -> None:

@@ -11,19 +11,22 @@ A custom ``avg_fn`` sees one parameter at a time, as everywhere; a custom ``mult
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+from torch.optim.swa_utils import SWALR
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.session.checkpoints import Checkpoints
 
-__all__ = ["WeightAverages", "check_weight_averaging"]
+__all__ = ["WeightAverages", "check_weight_averaging", "swap_schedules"]
 
 _Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
 _REPLACED = ("setup", "on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict")
@@ -41,6 +44,30 @@ def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
             " would have to be computed again, by one pass over all data, and here BatchNorm sees micro-batches. Use"
             " LayerNorm, GroupNorm or RMSNorm, or WeightAveraging or EMAWeightAveraging, which average the statistics."
         )
+
+
+def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+    """Makes the schedule of StochasticWeightAveraging, if that has begun, and puts it where the callback would have.
+
+    For the launching process, where the callbacks have the attributes that they had in the workers. The optimizer gets
+    options of the schedule, and loads its state afterwards.
+    """
+    for callback in _callbacks(trainer):
+        if isinstance(callback, StochasticWeightAveraging) and callback._initialized:
+            (optimizer,) = optimizers  # the callback allows for one
+            rates = callback._swa_lrs
+            rates = list(rates) if isinstance(rates, list) else [rates] * len(optimizer.param_groups)
+            for rate, group in zip(rates, optimizer.param_groups, strict=True):
+                group["initial_lr"] = rate
+            assert trainer.max_epochs is not None
+            schedule = SWALR(
+                optimizer,
+                swa_lr=rates,  # type: ignore[arg-type]  # torch's annotation is too narrow
+                anneal_epochs=callback._annealing_epochs,
+                anneal_strategy=callback._annealing_strategy,
+                last_epoch=trainer.max_epochs if callback._annealing_strategy == "cos" else -1,
+            )
+            configs[:1] = [LRSchedulerConfig(schedule)]
 
 
 class WeightAverages:

@@ -23,6 +23,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     Sampler,
+    SequentialSampler,
 )
 
 from lightning_recycle.data.addressed import MicrobatchLoader
@@ -81,6 +82,16 @@ class RandomChoice(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randint(self.size, (self.size,)).tolist())
+
+
+class FromTheEndOn(SequentialSampler):
+    """An order of its own, by inheritance from a known one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(range(size))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self))[::-1])
 
 
 def masked(samples: list[Tensor]) -> Tensor:
@@ -304,6 +315,11 @@ def test_a_sampler_of_the_users_is_followed_and_is_the_same_for_every_grid(sampl
     assert samples(Grid(3, 2, 2), 4, 2) != expected
     if sampler is FromTheEnd:
         assert expected[0] == list(range(11, 23)), "the block of the sampler's own order"
+
+
+def test_a_sampler_that_inherits_from_that_of_torch_keeps_its_own_order() -> None:
+    source = loader(Numbers(24), Grid(2, 1, 2), 4, sampler=FromTheEndOn(24))
+    assert sorted(torch.cat(step_data(source, 0, 0)).tolist()) == list(range(16, 24))
 
 
 @pytest.mark.parametrize(

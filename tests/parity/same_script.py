@@ -303,8 +303,8 @@ def assert_same(one: Any, other: Any, tolerance: float = TOLERANCE, where: str =
         assert one.dtype == other.dtype, f"{where}: {one.dtype} != {other.dtype}"
         if torch.equal(one, other):
             return
-        difference = float((one.double() - other.double()).abs().max())
-        scale = max(1.0, float(one.double().abs().max()))
+        difference = float((one.detach().double() - other.detach().double()).abs().max())
+        scale = max(1.0, float(one.detach().double().abs().max()))
         assert difference <= tolerance * scale, f"{where}: differs by {difference}"
     elif isinstance(one, Mapping) and isinstance(other, Mapping):
         assert list(one) == list(other) or set(one) == set(other), f"{where}: {set(one) ^ set(other)}"

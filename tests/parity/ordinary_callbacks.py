@@ -1,0 +1,438 @@
+"""Cases of docs/trainer_flags.md for an ordinary module: callbacks."""
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import same_script as same
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.callbacks.finetuning import BaseFinetuning
+from ordinary_flags import StopsAtOnce, fits
+from ordinary_runs import Case, Ordinary, Scheduled, Session, WithExample, columns, files
+from torch import Tensor
+
+__all__ = ["CALLBACKS"]
+
+
+def callback(run: same.Run, kind: type) -> Any:
+    """The callback of a kind in the launching process."""
+    return next(found for found in run.trainer.callbacks if type(found) is kind)
+
+
+def several_checkpoints(root: Path) -> list[Any]:
+    best = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "filename": "{epoch}-{val_loss:.4f}"}
+    by_step = {"monitor": "train_loss_step", "every_n_train_steps": 2, "save_top_k": 3, "mode": "max"}
+    return [
+        ModelCheckpoint(root / "best", **best),
+        ModelCheckpoint(root / "by_step", **by_step, filename="{step}-{train_loss_step:.4f}"),
+        ModelCheckpoint(root / "by_epoch", monitor="train_loss_epoch", save_on_train_epoch_end=True),
+        ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1, save_weights_only=True),
+        ModelCheckpoint(root / "timed", train_time_interval=timedelta(seconds=0), save_top_k=-1),
+    ]
+
+
+class Saves(Callback):
+    """Asks for the end of the run from within it, as a scheduler of jobs does."""
+
+    def __init__(self) -> None:
+        self.caller = os.getpid()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 7 and trainer.is_global_zero:
+            os.kill(self.caller, signal.SIGTERM)
+
+
+def interrupted(session: Session) -> None:
+    savers = [
+        OnExceptionCheckpoint(session.root / "any"),
+        ModelCheckpoint(session.root, "model", save_on_exception=True, every_n_train_steps=10_000),
+    ]
+    trainer = session.trainer(max_steps=10_000, callbacks=[Saves(), *savers], enable_checkpointing=True)
+    with pytest.raises(SystemExit):
+        trainer.fit(session.prepared(Ordinary()), session.data.training())
+
+
+class WritesSummary(ModelSummary):
+    @staticmethod
+    def summarize(*summary: Any, path: Path, **flops: Any) -> None:
+        with path.open("a") as file:
+            file.write(f"{summary} {flops}")
+
+
+def summarized(session: Session) -> None:
+    path = session.root / "summary.txt"
+    fits(WithExample, callbacks=lambda root: [WritesSummary(2, path=path)], enable_model_summary=True)(session)
+    session.run.results["summary"] = path.read_text()
+
+
+def batch_size(batch: Any) -> int:
+    return len(batch[0])
+
+
+class Writer(BasePredictionWriter):
+    """Writes predictions and the indices of their samples; fails if another worker has written them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("batch_and_epoch")
+        self.folder = folder
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *where: Any) -> None:
+        _, batch_idx, loader = where
+        self._write(f"batch-{loader}_{batch_idx}.pt", (prediction, indices))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self._write("epoch.pt", (predictions, indices))
+
+    def _write(self, name: str, value: Any) -> None:
+        self.folder.mkdir(exist_ok=True)
+        with open(self.folder / name, "xb") as file:
+            torch.save(value, file)
+
+
+def predicts(session: Session) -> None:
+    folder = session.root / "predictions"
+    trainer = session.trainer(callbacks=[Writer(folder)])
+    model, loaders = session.prepared(Ordinary()), [session.data.validation(), session.data.loader(5, seed=3)]
+    session.run.results["predict"] = trainer.predict(model, loaders)
+    session.run.results["written"] = {path.name: torch.load(path) for path in folder.iterdir()}
+
+
+class Counts(Callback):
+    """Keeps a state of its own, which a checkpoint has and a replacement would need."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def count(self, what: str) -> None:
+        self.seen[what] = self.seen.get(what, 0) + 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count("batches")
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.count("validations")
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.seen)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = dict(state)
+
+
+def lambdas(root: Path) -> list[Any]:
+    counts = Counts()
+    return [
+        counts,
+        LambdaCallback(
+            on_train_epoch_start=lambda trainer, module: setattr(module, "epoch_seen", trainer.current_epoch)
+        ),
+    ]
+
+
+def finds_a_rate(session: Session) -> None:
+    finder = LearningRateFinder(min_lr=1e-3, num_training_steps=20)
+    trainer = session.trainer(max_steps=8, max_epochs=20, callbacks=[finder])
+    trainer.fit(session.prepared(Ordinary()), session.data.training(), session.data.validation())
+    session.run.results["found"] = finder.optimal_lr.results
+
+
+class ByEpoch(Ordinary):
+    """With a schedule that StochasticWeightAveraging replaces."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Sized(Ordinary):
+    """Its batch size may be tuned."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.batch_size = size
+
+    def train_dataloader(self) -> Any:
+        return same.Data(self.batch_size).loader(64)
+
+    def val_dataloader(self) -> Any:
+        return same.Data(self.batch_size).validation()
+
+
+def finds_a_size(session: Session) -> None:
+    pipelines = same.GLOBAL_BATCH // session.data.batch_size
+    finder = BatchSizeFinder(init_val=4 // pipelines, max_trials=2, steps_per_trial=1, margin=0.0)
+    module = session.prepared(Sized(2))
+    session.trainer(max_epochs=2, callbacks=[finder]).fit(module)
+    session.run.results["size"] = module.batch_size * pipelines
+    module.batch_size = 0  # it is that of a pipeline on a grid
+
+
+class Backbone(Ordinary):
+    """Two chains in a row, the first of which is trained later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = self.net[:4], self.net[4:]
+        del self.net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)
+
+
+class Later(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=5e-3)
+
+
+class Manual(Ordinary):
+    """Two optimizers, a schedule for each, stepped by the step itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.reached("training", batch_idx)
+        for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):  # type: ignore[arg-type]
+            loss, _ = self.loss_of(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            schedule.step()  # type: ignore[union-attr, call-arg]
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD(self.net[:2].parameters(), lr=0.1, momentum=0.9)
+        second = torch.optim.Adam(self.net[2:].parameters(), lr=1e-2)
+        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (first, second)]
+
+
+def profilers(kind: str, root: Path) -> dict[str, Any]:
+    return {"profiler": getattr(L.pytorch.profilers, kind)(root, kind.lower())}
+
+
+CALLBACKS: dict[str, Case] = {
+    "EarlyStopping": Case(
+        ("`EarlyStopping`", "learning-rate schedulers, `ReduceLROnPlateau`"),
+        fits(lambda: Scheduled(0.4), callbacks=lambda root: [EarlyStopping("val_loss", patience=2)], max_epochs=20),
+        lambda run: 1 < callback(run, EarlyStopping).stopped_epoch < 19,
+        at=("training", 9),
+    ),
+    "EarlyStopping in steps": Case(
+        ("`EarlyStopping`",),
+        fits(
+            callbacks=lambda root: [
+                EarlyStopping("train_loss_epoch", check_on_train_epoch_end=True, stopping_threshold=1.25)
+            ],
+            max_epochs=9,
+        ),
+        lambda run: 0 < callback(run, EarlyStopping).stopped_epoch < 8,
+        at=("training", 4),
+    ),
+    "ModelCheckpoint": Case(
+        ("`ModelCheckpoint`",),
+        fits(lambda: Scheduled(0.4), callbacks=several_checkpoints, enable_checkpointing=True, max_epochs=3),
+        lambda run: callback(run, ModelCheckpoint).best_model_path,
+    ),
+    "ModelCheckpoint, killed in a validation": Case(
+        ("`ModelCheckpoint`",),
+        fits(lambda: Scheduled(0.4), callbacks=several_checkpoints, enable_checkpointing=True, val_check_interval=0.5),
+        lambda run: callback(run, ModelCheckpoint).best_model_path,
+        at=("validation", 2),
+    ),
+    "OnExceptionCheckpoint": Case(
+        ("`ModelCheckpoint(save_on_exception=True)`, `OnExceptionCheckpoint`",),
+        interrupted,
+        lambda run: {"any/on_exception.ckpt", "model.ckpt"} <= files(run),
+        ignored=("weights", "progress", "metrics", "csv", "hooks", "attributes"),  # it ends after one of the next steps
+    ),
+    "schedulers": Case(
+        ("learning-rate schedulers, `ReduceLROnPlateau`", "`LearningRateMonitor`"),
+        fits(
+            lambda: Scheduled(0.4),
+            callbacks=lambda root: [LearningRateMonitor(log_momentum=True, log_weight_decay=True)],
+            max_epochs=4,
+        ),
+        lambda run: any("momentum" in name for name in columns(run)),
+        at=("validation", 1),
+    ),
+    "LearningRateMonitor of several optimizers": Case(
+        ("`LearningRateMonitor`",),
+        fits(Manual, callbacks=lambda root: [LearningRateMonitor("step", log_momentum=True)]),
+        lambda run: {"lr-SGD", "lr-Adam"} <= columns(run),
+        stages=(1,),
+        ignored=("hooks",),  # those of a backward pass get the loss of a worker's first micro-batch
+    ),
+    "ThroughputMonitor": Case(
+        ("`ThroughputMonitor`",),
+        fits(callbacks=lambda root: [ThroughputMonitor(batch_size_fn=batch_size, window_size=2)]),
+        lambda run: "train/device/samples_per_sec" in columns(run),
+    ),
+    "ThroughputMonitor in a validation": Case(
+        ("`ThroughputMonitor`",),
+        fits(callbacks=lambda root: [ThroughputMonitor(batch_size, length_fn=batch_size, window_size=2)]),
+        lambda run: "validate/device/items_per_sec" in columns(run),
+        at=("validation", 1),  # a new leader takes the batches before its first one for as large as that
+    ),
+    "DeviceStatsMonitor": Case(
+        ("`DeviceStatsMonitor`",),
+        fits(callbacks=lambda root: [DeviceStatsMonitor(cpu_stats=True)]),
+        lambda run: any("DeviceStatsMonitor" in name for name in columns(run)),
+    ),
+    "ModelSummary": Case(
+        ("`ModelSummary`, `RichModelSummary`", "`enable_model_summary`"),
+        summarized,
+        lambda run: "484" in run.results["summary"] and "[2, 4]" in run.results["summary"],
+    ),
+    "RichModelSummary": Case(
+        ("`ModelSummary`, `RichModelSummary`",),
+        fits(callbacks=lambda root: [RichModelSummary(max_depth=2)], enable_model_summary=True),
+        lambda run: run.progress == (2, 8),
+    ),
+    "Timer": Case(
+        ("`Timer`",),
+        fits(callbacks=lambda root: [Timer("00:00:10:00", interval="epoch")]),
+        lambda run: callback(run, Timer).time_elapsed() > 0,
+    ),
+    "TQDMProgressBar": Case(
+        ("`TQDMProgressBar`, `RichProgressBar`",),
+        fits(callbacks=lambda root: [TQDMProgressBar(refresh_rate=2)], enable_progress_bar=True),
+        lambda run: callback(run, TQDMProgressBar),
+    ),
+    "RichProgressBar": Case(
+        ("`TQDMProgressBar`, `RichProgressBar`",),
+        fits(callbacks=lambda root: [RichProgressBar(leave=True)], enable_progress_bar=True),
+        lambda run: callback(run, RichProgressBar),
+    ),
+    "BasePredictionWriter": Case(
+        ("`BasePredictionWriter`",), predicts, lambda run: len(run.results["written"]) == 5, at=("predict", 1)
+    ),
+    "LambdaCallback and a state": Case(
+        ("`LambdaCallback`",),
+        fits(callbacks=lambdas),
+        lambda run: callback(run, Counts).seen == {"batches": 8, "validations": 3} and run.module.epoch_seen == 1,
+    ),
+    "AdvancedProfiler": Case(
+        ("`SimpleProfiler`, `AdvancedProfiler`",),
+        fits(trainer=lambda root: profilers("AdvancedProfiler", root)),
+        lambda run: "fit-advancedprofiler.txt" in files(run),
+    ),
+    "PyTorchProfiler": Case(
+        ("`PyTorchProfiler`",),
+        fits(trainer=lambda root: profilers("PyTorchProfiler", root), max_epochs=1),
+        lambda run: any(name.endswith(".txt") for name in files(run)),
+        at=("training", 2),
+        ignored=("files",),  # a trace has the time in its name
+    ),
+    "WeightAveraging": Case(
+        ("`WeightAveraging`, `EMAWeightAveraging`",),
+        fits(Scheduled, callbacks=lambda root: [WeightAveraging()]),
+        lambda run: run.progress == (2, 8),
+    ),
+    "EMAWeightAveraging": Case(
+        ("`WeightAveraging`, `EMAWeightAveraging`",),
+        fits(
+            Scheduled,
+            callbacks=lambda root: [
+                EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+                ModelCheckpoint(root / "saved", save_last=True),
+            ],
+            enable_checkpointing=True,
+        ),
+        lambda run: "saved/last.ckpt" in files(run),
+    ),
+    "StochasticWeightAveraging": Case(
+        ("`StochasticWeightAveraging`",),
+        fits(
+            callbacks=lambda root: [StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2)],
+            max_epochs=4,
+        ),
+        lambda run: run.progress == (4, 16),
+        at=("training", 9),
+    ),
+    "StochasticWeightAveraging instead of a schedule": Case(
+        ("`StochasticWeightAveraging`", "the Trainer after a run"),
+        fits(ByEpoch, callbacks=lambda root: [StochasticWeightAveraging(0.05, 1, 2, "linear")], max_epochs=3),
+        lambda run: type(run.trainer.lr_scheduler_configs[0].scheduler).__name__ == "SWALR",
+    ),
+    "LearningRateFinder": Case(
+        ("`LearningRateFinder`, `Tuner.lr_find`",),
+        finds_a_rate,
+        lambda run: run.module.lr != 0.1,
+        differs=("callback LearningRateFinder", "trainer.ckpt_path"),
+        ignored=("hooks",),  # on one device a trial saves and loads a checkpoint in front of all callbacks
+    ),
+    "BatchSizeFinder": Case(
+        ("`BatchSizeFinder`, `Tuner.scale_batch_size`",),
+        finds_a_size,
+        lambda run: run.results["size"] == 8,
+        at=("training", 3),
+        differs=("trainer.ckpt_path", "trainer.train_dataloader", "trainer.val_dataloaders"),
+        ignored=("hooks",),  # as above
+    ),
+    "GradientAccumulationScheduler": Case(
+        ("`GradientAccumulationScheduler`",),
+        fits(callbacks=lambda root: [GradientAccumulationScheduler({0: 1, 1: 2, 3: 1})], max_epochs=4),
+        lambda run: run.progress[1] == 4 + 2 + 2 + 4,
+        at=("training", 6),
+    ),
+    "BaseFinetuning": Case(
+        ("`BaseFinetuning`, `BackboneFinetuning`",),
+        fits(Backbone, callbacks=lambda root: [Later()], max_epochs=3),
+        lambda run: len(run.trainer.optimizers[0].param_groups) == 2,
+        strategy={"pipeline": ["backbone", "head"]},
+    ),
+    "BackboneFinetuning": Case(
+        ("`BaseFinetuning`, `BackboneFinetuning`",),
+        fits(Backbone, callbacks=lambda root: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)], max_epochs=3),
+        lambda run: len(run.trainer.optimizers[0].param_groups) == 2,
+        strategy={"pipeline": ["backbone", "head"]},
+    ),
+    "ModelPruning": Case(
+        ("`ModelPruning`",),
+        fits(callbacks=lambda root: [ModelPruning("l1_unstructured", amount=0.3)]),
+        lambda run: int((run.weights["net.0.weight"] == 0).sum()) > 10,
+        stages=(1,),
+    ),
+    "should_stop": Case(
+        ("`trainer.should_stop`",),
+        fits(callbacks=lambda root: [StopsAtOnce()]),
+        lambda run: run.progress[1] == 1,
+        at=("training", 0),
+    ),
+}

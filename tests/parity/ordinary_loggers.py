@@ -1,0 +1,215 @@
+"""Cases of docs/trainer_flags.md for an ordinary module: loggers, and what is logged."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import same_script as same
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import grad_norm
+from ordinary_flags import fits
+from ordinary_runs import Case, Ordinary, Session, WithExample, board, csv_rows
+from torch import Tensor, nn
+from torchmetrics import AUROC, F1Score, MaxMetric, MeanMetric, MetricCollection
+
+__all__ = ["LOGGERS"]
+
+
+class LogsNorms(Ordinary):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class Collects(Ordinary):
+    """Evaluates what its steps have collected in attributes at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.trained: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        returned = super().training_step(batch, batch_idx)
+        self.trained.append(returned["predicted"])
+        return returned
+
+    def on_train_epoch_end(self) -> None:
+        self.log("trained", torch.cat(self.trained).double().std())
+        self.trained.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        output = super().validation_step(batch, batch_idx)
+        self.outputs.append(output)
+        return output
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("median", torch.cat(self.outputs).median(), sync_dist=True)
+        self.outputs.clear()
+
+
+class LogsEverywhere(Ordinary):
+    """Logs in every hook where Lightning allows it, in its ways."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        returned = super().training_step(batch, batch_idx)
+        x = batch[0]
+        reduced = {"mean": x.mean(), "sum": float(len(x)), "min": x.min(), "max": x.max()}
+        for reduction, value in reduced.items():
+            self.log(reduction, value, on_step=False, on_epoch=True, reduce_fx=reduction)
+        self.log("weighted", batch[0].mean(), on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        self.log("silent", returned["loss"], logger=False, prog_bar=True)
+        self.log_dict({"a/one": returned["loss"].detach(), "a/two": 2.0}, on_step=True, on_epoch=False)
+        return returned
+
+    def on_train_start(self) -> None:
+        self.log("at_start", 1.0)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("before", float(batch_idx), on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after", outputs["loss"], on_step=True, on_epoch=True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("zero_grad", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("lr", optimizer.param_groups[0]["lr"])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epochs", float(self.current_epoch + 1))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validated", float(self.global_step))
+
+
+class Measures(Ordinary):
+    """Metrics of each kind: in a collection, with a state that is a list, and in a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {"f1": F1Score, "auroc": AUROC}
+        made = {name: kind("multiclass", num_classes=same.CLASSES) for name, kind in kinds.items()}
+        self.measures = MetricCollection(made, prefix="val_")
+        self.means = nn.ModuleList([MeanMetric(), MaxMetric()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        returned = super().training_step(batch, batch_idx)
+        for name, metric in zip(("mean_x", "max_x"), self.means, strict=True):
+            metric(batch[0])
+            self.log(name, metric, on_step=True, on_epoch=True)  # type: ignore[arg-type]
+        return returned
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        output = super().validation_step(batch, batch_idx)
+        self.measures.update(output.softmax(1), batch[1])
+        self.log_dict(self.measures)  # type: ignore[arg-type]
+        return output
+
+
+class Service(Logger):
+    """A logger of a service: keeps what it is told in a file, as those do that cannot be installed here."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / "service.log"
+
+    @property
+    def name(self) -> str:
+        return "service"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def _note(self, *what: Any) -> None:
+        if L.pytorch.utilities.rank_zero_only.rank == 0:
+            with self.path.open("a") as file:
+                file.write(f"{what}\n")
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self._note("hyperparameters")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._note(step, {name: round(value, 9) for name, value in metrics.items()})
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        self._note("graph")
+
+    def save(self) -> None:
+        """What it keeps is in the file."""
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        self._note("checkpoint", Path(checkpoint_callback.best_model_path).name)
+
+    def finalize(self, status: str) -> None:
+        self._note("finalize", status)
+
+
+def told(session: Session) -> None:
+    fits(
+        trainer=lambda root: {"logger": [Service(root), CSVLogger(root, name="csv", version=0)]},
+        callbacks=lambda root: [ModelCheckpoint(root / "saved", every_n_train_steps=2)],
+        enable_checkpointing=True,
+    )(session)
+    lines = (session.root / "service.log").read_text().splitlines()
+    session.run.results["told"] = sorted(set(lines))  # a new leader may tell the rows of the newest steps again
+
+
+def to_board(root: Path) -> dict[str, Any]:
+    return {"logger": TensorBoardLogger(root, name="board", version=0, default_hp_metric=False)}
+
+
+def to_board_with_graph(root: Path) -> dict[str, Any]:
+    return {"logger": TensorBoardLogger(root, name="board", version=0, log_graph=True)}
+
+
+def tags(run: same.Run) -> list[str]:
+    """The kinds of what the TensorBoard logger wrote."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run.root / "board" / "version_0"))
+    accumulator.Reload()
+    return [tag for tag, found in accumulator.Tags().items() if found]
+
+
+def to_both(root: Path) -> dict[str, Any]:
+    return {"logger": [CSVLogger(root, name="csv", version=0), *to_board(root).values()]}
+
+
+LOGGERS: dict[str, Case] = {
+    "CSVLogger": Case(("`CSVLogger`",), fits(log_every_n_steps=2), lambda run: len(csv_rows(run)) > 5),
+    "TensorBoardLogger": Case(
+        ("`TensorBoardLogger`",), fits(trainer=to_both), lambda run: len(board(run)["train_loss_step"]) == 8
+    ),
+    "TensorBoardLogger with the graph": Case(
+        ("`TensorBoardLogger`",),
+        fits(WithExample, trainer=to_board_with_graph),
+        lambda run: "graph" in tags(run),
+    ),
+    "a logger of a service": Case(
+        ("`CSVLogger`", "`logger`, `callbacks`"),
+        told,
+        lambda run: any("finalize" in line for line in run.results["told"]),
+    ),
+    "self.log in steps and hooks": Case(
+        ("`self.log`, `self.log_dict`", "the same metrics on every worker"),
+        fits(LogsEverywhere),
+        lambda run: {"before_epoch", "after_epoch", "epochs", "validated", "sum"} <= run.metrics.keys(),
+    ),
+    "outputs collected in attributes": Case(
+        ("outputs collected in attributes",),
+        fits(Collects),
+        lambda run: {"median", "trained"} <= run.metrics.keys(),
+        at=("validation", 1),
+    ),
+    "grad_norm": Case(("`grad_norm` in hooks",), fits(LogsNorms), lambda run: "grad_2.0_norm_total" in run.metrics),
+    "torchmetrics": Case(
+        ("torchmetrics as attributes",),
+        fits(Measures),
+        lambda run: {"val_f1", "val_auroc", "max_x_epoch"} <= run.metrics.keys(),
+    ),
+}

@@ -1,0 +1,94 @@
+"""What docs/trainer_flags.md refuses, for an ordinary module: on which grids, and the words of the error."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from ordinary_flags import fits
+from ordinary_runs import STAGES, Ordinary, Script, Session
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+__all__ = ["REFUSALS", "Refusal"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A script that is refused before anything starts.
+
+    Args:
+        rows: the rows of docs/trainer_flags.md that it is a case of, by their first cells.
+        script: builds a Trainer and runs it.
+        words: of the error.
+        stages: on which grids.
+    """
+
+    rows: tuple[str, ...]
+    script: Script
+    words: tuple[str, ...]
+    stages: tuple[int, ...] = STAGES
+
+
+def half_mixed(session: Session) -> None:
+    trainer = session.trainer(max_steps=1)
+    trainer.precision_plugin.precision = "16-mixed"  # Lightning itself replaces it on a CPU
+    trainer.fit(Ordinary(), session.data.training())
+
+
+class WithBatchNorm(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(8), *self.net).double()
+
+
+class OwnShare(Sampler[int]):
+    """Divides the data among replicas by itself."""
+
+    num_replicas, rank = 4, 1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 32, self.num_replicas))
+
+
+class WithoutState(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(100))
+
+
+def with_loader(make: Callable[[Session], Any]) -> Script:
+    return fits(data=make, validates=False)
+
+
+REFUSALS: dict[str, Refusal] = {
+    "num_nodes": Refusal(("`num_nodes`",), fits(num_nodes=2), ("num_nodes=2",)),
+    "precision 16-mixed": Refusal(("`precision` `16-mixed`",), half_mixed, ("precision='16-mixed'", "'bf16-mixed'")),
+    "precision 16-true": Refusal(
+        ("`precision` `16-true`, others",), fits(precision="16-true"), ("precision='16-true'", "'bf16-true'")
+    ),
+    "sync_batchnorm": Refusal(("`sync_batchnorm`",), fits(sync_batchnorm=True), ("sync_batchnorm=True", "LayerNorm")),
+    "StochasticWeightAveraging with BatchNorm": Refusal(
+        ("`StochasticWeightAveraging`",),
+        fits(WithBatchNorm, callbacks=lambda root: [StochasticWeightAveraging(1e-2)]),
+        ("StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging"),
+    ),
+    "ModelPruning": Refusal(
+        ("`ModelPruning`",),
+        fits(callbacks=lambda root: [ModelPruning("l1_unstructured")]),
+        ("ModelPruning", "one stage", "pipeline_parallel_size=1"),
+        stages=(2,),
+    ),
+    "IterableDataset without state": Refusal(
+        ("`IterableDataset` without state",),
+        with_loader(lambda session: DataLoader(WithoutState(), batch_size=4)),
+        ("WithoutState", "state_dict()", "StatefulDataLoader"),
+    ),
+    "a sampler of one replica": Refusal(
+        ("another sampler that divides the data",),
+        with_loader(lambda s: DataLoader(s.data.training().dataset, batch_size=4, sampler=OwnShare())),
+        ("OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler"),
+    ),
+}

@@ -1,0 +1,80 @@
+"""Every row of docs/trainer_flags.md holds for an ordinary LightningModule, in one stage and in two, whoever dies.
+
+A case is one script, which Lightning runs on one device. All that it leaves behind there (weights, metrics, rows,
+files, hooks, states, the attributes of the Trainer) must be what each run on a grid leaves: one that nothing disturbs,
+one with a member killed, one with the leader killed. To run all of them:
+``make test-exhaustive ARGS=tests/parity/test_parity_ordinary_matrix.py``.
+"""
+
+import functools
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import same_script as same
+from ordinary_callbacks import CALLBACKS
+from ordinary_data import DATA
+from ordinary_flags import FLAGS
+from ordinary_loggers import LOGGERS
+from ordinary_refusals import REFUSALS
+from ordinary_runs import KILLS, Case, all_differences, on_a_grid, on_one_device, victim
+from support.sampling import sampled
+from test_parity_page import ROWS
+
+from lightning_recycle import UnsupportedFeatureError
+from lightning_recycle.launch.launcher import SupervisorLauncher
+
+CASES: dict[str, Case] = {**FLAGS, **CALLBACKS, **LOGGERS, **DATA}
+MATRIX = [
+    (name, stages, kind) for name, case in CASES.items() for stages, kind in itertools.product(case.stages, KILLS)
+]
+NO_CASE = {"`model_registry`"}  # a service, which is not touched
+
+
+@functools.cache
+def judge(name: str) -> same.Run:
+    """What the script leaves behind on one device."""
+    return on_one_device(CASES[name], Path(tempfile.mkdtemp()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("name", "stages", "kind"), sampled(MATRIX, 8))
+def test_an_ordinary_module_is_as_on_one_device(name: str, stages: int, kind: str, tmp_path: Path) -> None:
+    case, one = CASES[name], judge(name)
+    grid = on_a_grid(case, stages, kind, tmp_path)
+    for run in (one, grid):
+        assert case.claim(run), f"{name} did not do what it says"
+    found = all_differences(case, one, grid, victim(stages, kind))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.filterwarnings("ignore:.*experimental.*", "ignore:.*nodes.*")
+@pytest.mark.parametrize(("name", "stages"), [(n, stages) for n, case in REFUSALS.items() for stages in case.stages])
+def test_what_is_refused_is_refused_before_anything_starts(
+    name: str, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(SupervisorLauncher, "_run", start)
+    refusal = REFUSALS[name]
+    case = Case(refusal.rows, refusal.script, lambda run: True)
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        on_a_grid(case, stages, "none", tmp_path)
+    assert all(word in str(caught.value) for word in refusal.words), caught.value
+
+
+def test_every_row_of_the_page_has_a_case() -> None:
+    rows = {row[0] for row in ROWS} - NO_CASE
+    with_cases = {row for case in (*CASES.values(), *REFUSALS.values()) for row in case.rows}
+    assert with_cases == rows
+
+
+def test_what_the_page_refuses_is_refused_and_the_rest_is_run() -> None:
+    status = {row[0]: row[1] for row in ROWS}
+    refused = {row for case in REFUSALS.values() for row in case.rows}
+    run = {row for case in CASES.values() for row in case.rows}
+    assert {row for row in status if status[row] == "refused"} <= refused - run
+    assert {row for row in status if status[row] == "supported"} <= run
