@@ -108,6 +108,9 @@ def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
     result = p.ExactPlanner(backend).improve(start)
     p.validate(result.schedule)
     assert (result.schedule.period, result.status, result.backend) == (slots, "optimal", backend)
+    assert result.found_by == backend
+    assert result.solver.calls > 0
+    assert 0 < result.solver.seconds <= result.seconds
 
 
 TABLE = [
@@ -140,6 +143,8 @@ def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(
     monkeypatch.setitem(exact_module.BACKENDS, backend, "no_such_module:solve")
     result = p.solve(example(STAGGERED, 2), backend)
     assert (result.schedule.period, result.status, result.warning) == (27, "optimal", None)
+    assert (result.backend, result.found_by, result.solver.calls, result.solver.seconds) == (backend, "heuristic", 0, 0)
+    assert result.solver.reason == "the plan meets the lower bound"
     assert p.plan(example(STAGGERED, 2), backend) == p.heuristic(example(STAGGERED, 2))
 
 
@@ -148,7 +153,7 @@ def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with
     problem = p.Problem(p.Grid(2, 3, 4), costs, frozenset({p.Worker(0, 1)}), DECOUPLED, (3, 3, 3))
     start = one_at_a_time(problem)
     assert not discretize(start, 500).exact
-    result = p.ExactPlanner("highs", time_limit=20.0, max_variables=4_000).improve(start)
+    result = p.ExactPlanner("highs", time_limit=6.0, max_variables=4_000).improve(start)
     p.validate(result.schedule)
     assert result.schedule.period <= 1.05 * p.heuristic(problem).period
     assert result.lower_bound <= result.schedule.period
@@ -188,10 +193,12 @@ FAKES = """
         time.sleep(600)
 
     def nonsense(task, report):
-        report("solution", [[0] * len(op.microbatches) for op in task.problem.ops])
+        from lightning_recycle.planning.slots import placements
+        report("solution", [(*row[:4], 0.0) for row in placements(task.schedule)])
 
     def backwards(task, report):
-        report("solution", [[-op.head] * len(op.microbatches) for op in task.problem.ops])
+        from lightning_recycle.planning.slots import placements
+        report("solution", [(*row[:4], -row[4]) for row in placements(task.schedule)])
 
     def good_then_crash(task, report):
         from lightning_recycle.planning.milp import solve
@@ -275,14 +282,30 @@ def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) 
     assert wait_for(lambda: not is_alive(int(pid.read_text())))
 
 
-def test_a_model_that_is_too_large_is_not_built() -> None:
+def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason() -> None:
     start = one_at_a_time(example(DECOUPLED, 1))
     for backend in BACKENDS:
-        result = p.ExactPlanner(backend, max_variables=20).improve(start)
+        result = p.ExactPlanner(backend, max_operations=20).improve(start)
         assert result.schedule is start
-        assert result.warning is not None
-        assert "too large" in result.warning
+        assert (result.found_by, result.solver.calls, result.warning) == ("given", 0, None)
+        assert "more than max_operations=20" in result.solver.reason
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpsat"])
+def test_without_a_model_in_slots_the_orders_are_searched(backend: str) -> None:
+    start = one_at_a_time(example(DECOUPLED, 1))
+    result = p.ExactPlanner(backend, max_variables=20, time_limit=5.0).improve(start)
+    p.validate(result.schedule)
+    assert result.schedule.period < start.period
+    assert (result.found_by, result.lower_bound) == (backend, 28.0)
     assert p.ExactPlanner("highs", max_variables=2_000).improve(start).schedule.period == 28
+
+
+def test_a_plan_close_to_the_bound_is_kept_with_the_reason() -> None:
+    start = one_at_a_time(example(DECOUPLED, 1))
+    result = p.ExactPlanner("highs", least_gap=10.0).improve(start)
+    assert result.schedule is start
+    assert "least_gap=10" in result.solver.reason
 
 
 def test_the_solver_s_output_is_kept_on_request() -> None:
