@@ -13,12 +13,12 @@ Needs OR-tools (the extra ``cpsat``).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 
-__all__ = ["Instance", "optimal_period"]
+__all__ = ["Instance", "optimal_period", "report_optimum"]
 
 
 @dataclass(frozen=True)
@@ -129,3 +129,10 @@ def optimal_period(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return math.inf, solver.best_objective_bound / denominator
     return solver.objective_value / denominator, solver.best_objective_bound / denominator
+
+
+def report_optimum(task: tuple[Instance, float, float | None], report: Callable[[str, object], None]) -> None:
+    """:func:`optimal_period` for a process of its own: ("optimum", (period, bound)). Importing OR-tools makes highspy
+    fail to load in the same process."""
+    instance, seconds, hint = task
+    report("optimum", optimal_period(instance, seconds, hint=hint))

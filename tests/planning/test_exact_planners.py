@@ -40,6 +40,19 @@ def one_at_a_time(problem: p.Problem) -> p.Schedule:
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
+def lopsided() -> p.Schedule:
+    """One micro-batch at a time, and every one without a home on the same peer: no plan with these routes is shorter
+    than 19, where 16 are possible."""
+    grid = p.Grid(3, 2, 3)
+    problem = p.Problem(grid, p.Costs.uniform(2), frozenset({p.Worker(1, 1)}), DECOUPLED, (3, 2))
+    homes = {mb: p.Worker(mb.pipeline, 0) for mb in grid.all_microbatches()}
+    peers = {mb: p.Worker(2 * (mb.pipeline == 2), 1) for mb in grid.all_microbatches()}
+    codes = Codes(problem, [homes, peers], fused=False)
+    order = [(FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0), (WEIGHT, 0), (WEIGHT, 1)]
+    sequence = [codes.code(kind, stage, number) for number in range(codes.n) for kind, stage in order]
+    return assemble(codes, sequence, best_timing(codes, sequence))
+
+
 def example(technique: p.Technique, stage: int | None, limit: int | None = None) -> p.Problem:
     failed = frozenset() if stage is None else frozenset({p.Worker(1, stage)})
     limits = None if limit is None else (limit,) * EXAMPLE.stages
@@ -111,6 +124,15 @@ def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
     assert result.found_by == backend
     assert result.solver.calls > 0
     assert 0 < result.solver.seconds <= result.seconds
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatever_the_routing(backend: str) -> None:
+    start = lopsided()
+    p.validate(start)
+    result = p.ExactPlanner(backend).improve(start)
+    p.validate(result.schedule)
+    assert (result.schedule.period, result.lower_bound, result.found_by) == (16, 16, backend)
 
 
 TABLE = [
