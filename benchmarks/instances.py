@@ -50,6 +50,12 @@ def judged(problem: Problem, seconds: float, known: float | None = None) -> tupl
 
 
 HARD = {
+    "two failures, tight memory": Problem(
+        Grid(4, 5, 6),
+        Costs.uniform(5),
+        frozenset({Worker(2, 2), Worker(3, 1)}),
+        in_flight_limit=(7, 6, 5, 4, 3),
+    ),
     "unequal stages, two failures, tight memory": Problem(
         Grid(4, 6, 6),
         Costs(
