@@ -334,12 +334,15 @@ def _alike(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 
 def _work(schedule: Schedule) -> list[float]:
-    """The duration of every F, B, W and BW."""
+    """The duration of every F, B and W, or F and BW where backwards are not decoupled."""
+    problem = schedule.problem
+    split = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT) if problem.technique.decoupled else (OpKind.BACKWARD,)
     return [
-        schedule.problem.duration(scheduled.op.kind, worker)
+        problem.duration(kind, worker)
         for worker, ops in schedule.workers.items()
         for scheduled in ops
-        if scheduled.op.microbatch is not None
+        if scheduled.op.kind is OpKind.FORWARD
+        for kind in (OpKind.FORWARD, *split)
     ]
 
 
