@@ -118,15 +118,15 @@ def comparison(rows: Sequence[Row], title: str, *, by_stage: bool = False) -> Ta
     if len(grids) == 1:
         title += f", {grids.pop()}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in (*(["grid"] if grids else []), "planner", "found by"):
+    for name in (*(["grid"] if grids else []), "planner"):
         table.add_column(name, no_wrap=True)
     for name in ("failed", "period", "span", "bound", "gap", "peak", "/1F1B", "/ZB", "s"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("found by", no_wrap=True)
     for each in rows:
         table.add_row(
             *([each.grid] if grids else []),
             each.planner,
-            each.found_by,
             _failures(each.failures) if by_stage else str(sum(each.failures)),
             f"{each.period:.5g}",
             f"{each.makespan:.5g}",
@@ -136,6 +136,7 @@ def comparison(rows: Sequence[Row], title: str, *, by_stage: bool = False) -> Ta
             f"{each.against_1f1b:.3f}",
             f"{each.against_zero_bubble:.3f}",
             f"{each.seconds:.2f}",
+            each.found_by,
         )
     return table
 
