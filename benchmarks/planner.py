@@ -3,6 +3,8 @@
     .venv/bin/python benchmarks/planner.py              # large grids and the paper's models, a few minutes
     .venv/bin/python benchmarks/planner.py --solvers    # the table of the running example with each installed solver
     .venv/bin/python benchmarks/planner.py --quick      # the paper's models only
+    .venv/bin/python benchmarks/planner.py --optima 200 # the heuristic against proven optima of random small problems
+    .venv/bin/python benchmarks/planner.py --hard       # problems where a solver finds more than the heuristic
 
 Every plan is made in a process of its own, on one core, which also reports its peak memory; the time is that of
 ``solve``, validation included. The gap is to the proven lower bound: the optimum is at most that
@@ -21,9 +23,11 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from instances import HARD, judged, random_problem
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +41,7 @@ from lightning_recycle.planning import (
     Schedule,
     Technique,
     Worker,
+    heuristic,
     normalized_problem,
     solve,
     validate,
@@ -64,6 +69,8 @@ TECHNIQUES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--solvers", action="store_true", help="the running example with each installed solver")
+    parser.add_argument("--optima", type=int, metavar="N", help="the heuristic's gap on N random small problems")
+    parser.add_argument("--hard", action="store_true", help="each solver against the heuristic")
     parser.add_argument("--quick", action="store_true", help="without the large grids")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for a solver (default: 300)")
     parser.add_argument("--backends", default="cbc,highs,gurobi,cpsat", help="for --solvers")
@@ -76,6 +83,12 @@ def main() -> None:
     if arguments.solvers:
         for backend in arguments.backends.split(","):
             console.print(solver_table(backend, arguments.time_limit))
+        return
+    if arguments.optima:
+        console.print(optima_table(range(arguments.optima), min(arguments.time_limit, 20.0)))
+        return
+    if arguments.hard:
+        console.print(hard_table(arguments.backends.split(","), min(arguments.time_limit, 60.0)))
         return
     console.print(paper_table())
     if not arguments.quick:
@@ -187,6 +200,48 @@ def solver_table(backend: str, time_limit: float) -> Table:
                 if "not available" in cells[-1]:
                     return Table(title=f"{backend}: not installed", title_justify="left")
             table.add_row(f"{name}, {limit or 'none'}", *cells)
+    return table
+
+
+def optima_table(seeds: Iterable[int], seconds: float) -> Table:
+    """How far the heuristic is above the optimum; what proves the optimum, and where nothing does."""
+    found: dict[str, list[float]] = {}
+    for seed in seeds:
+        problem = random_problem(seed)
+        schedule = heuristic(problem)
+        result = ExactPlanner("highs", time_limit=seconds, least_gap=0.0).improve(schedule)
+        period, proof = result.schedule.period, "bound" if result.solver.calls == 0 else "HiGHS"
+        if result.status != "optimal":
+            judge, bound = judged(problem, seconds, schedule.period)
+            period, proof = min(judge, period), "judge" if bound >= judge * (1 - 1e-9) else "none"
+        found.setdefault(proof, []).append(schedule.period / period - 1)
+    table = Table(title=f"The heuristic against optima, {seconds:g} s each", title_justify="left", box=None)
+    for name in ("proven by", "problems", "optimal", "mean gap", "worst gap"):
+        table.add_column(name, justify="right", no_wrap=True)
+    found["all"] = [gap for gaps in found.values() for gap in gaps]
+    for proof, gaps in found.items():
+        exact = sum(gap < 1e-9 for gap in gaps)
+        mean, worst = sum(gaps) / len(gaps), max(gaps)
+        table.add_row(proof, str(len(gaps)), str(exact), f"{100 * mean:.2f}%", f"{100 * worst:.2f}%")
+    return table
+
+
+def hard_table(backends: Iterable[str], seconds: float) -> Table:
+    """The period that each solver makes of the heuristic's."""
+    table = Table(title=f"Solvers from the heuristic's plan, {seconds:g} s", title_justify="left", box=None)
+    for name in ("problem", "planner", "heuristic", "found", "gain", "bound", "calls", "seconds"):
+        table.add_column(name, no_wrap=True)
+    for name, problem in HARD.items():
+        schedule = heuristic(problem)
+        for backend in backends:
+            result = ExactPlanner(backend, time_limit=seconds).improve(schedule)
+            validate(result.schedule)
+            period = result.schedule.period
+            table.add_row(
+                *(name, backend, f"{schedule.period:.6g}", f"{period:.6g}"),
+                *(f"{100 * (schedule.period / period - 1):.2f}%", f"{result.lower_bound:.6g}"),
+                *(str(result.solver.calls), f"{result.seconds:.1f}"),
+            )
     return table
 
 

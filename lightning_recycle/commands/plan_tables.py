@@ -25,6 +25,11 @@ class Row:
     """One plan in numbers; times in the unit of the costs."""
 
     planner: str
+    """The planner that was asked."""
+    found_by: str
+    """The planner whose plan it is."""
+    solver: str
+    """What the solver did."""
     grid: str
     failures: tuple[int, ...]
     """Failed workers of each stage."""
@@ -50,6 +55,8 @@ def row(result: PlanResult) -> Row:
         peaks[worker.stage] = max(peaks[worker.stage], schedule.peak_in_flight(worker))
     return Row(
         planner=result.backend,
+        found_by=result.found_by,
+        solver=_solver(result),
         grid=str(schedule.grid),
         failures=distribution_of(schedule.grid, schedule.failed),
         status=result.status,
@@ -91,6 +98,8 @@ def single(result: PlanResult, numbers: Row) -> Table:
         ("failed", f"{len(problem.failed)}: {failed}{more}" if problem.failed else "none"),
         ("technique", ", ".join(["adaptive", *switches])),
         ("planner", f"{numbers.planner}, {numbers.seconds:.2f} s"),
+        ("found by", numbers.found_by),
+        ("solver", numbers.solver),
         ("period", f"{numbers.period:g}"),
         ("makespan", f"{numbers.makespan:g}"),
         ("lower bound", f"{numbers.lower_bound:g}"),
@@ -113,6 +122,7 @@ def comparison(rows: Sequence[Row], title: str, *, by_stage: bool = False) -> Ta
         table.add_column(name, no_wrap=True)
     for name in ("failed", "period", "span", "bound", "gap", "peak", "/1F1B", "/ZB", "s"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("found by", no_wrap=True)
     for each in rows:
         table.add_row(
             *([each.grid] if grids else []),
@@ -126,6 +136,7 @@ def comparison(rows: Sequence[Row], title: str, *, by_stage: bool = False) -> Ta
             f"{each.against_1f1b:.3f}",
             f"{each.against_zero_bubble:.3f}",
             f"{each.seconds:.2f}",
+            each.found_by,
         )
     return table
 
@@ -135,6 +146,13 @@ def _failures(counts: Sequence[int]) -> str:
     if len(counts) <= 8:
         return "/".join(map(str, counts))
     return ", ".join(f"{count} in {stage}" for stage, count in enumerate(counts) if count) or "0"
+
+
+def _solver(result: PlanResult) -> str:
+    use = result.solver
+    if use.calls:
+        return f"{use.calls} calls, {use.seconds:.2f} s"
+    return f"not asked: {use.reason}" if use.reason else "none"
 
 
 def _percent(fraction: float) -> str:

@@ -1,12 +1,14 @@
 """Exact planners: the heuristic's plan, improved or proven optimal by a solver.
 
 Concept: a solver is asked only what arithmetic cannot answer. If the heuristic's plan meets the
-analytic lower bound, no solver is needed. Otherwise the solver searches between the two in its own process; what it
+analytic lower bound, no solver is needed; nor where it is as close as makes no difference, or the plan is too large for
+a solver to have a chance. Otherwise the solver searches between the two in its own process; what it
 finds counts only after its order of operations has been timed again, validated and compared.
 
 Contract: never worse than the heuristic, never longer than the time limit (plus the heuristic's own time and
 ``solver_process.GRACE``), never an exception because of a solver: a solver that is missing, crashes or runs out of
-time is a warning, and the best plan so far is the result. "Optimal" is with respect to the routing (:mod:`routing`).
+time is a warning, and the best plan so far is the result. Which peer runs a re-routed micro-batch is part of the
+decision, so "optimal" is for the problem. Only a solver that found the plan is credited with it.
 
 Must not know: the model (:mod:`milp`, :mod:`cpsat`).
 """
@@ -17,15 +19,15 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.heuristic import heuristic
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.result import TOLERANCE, PlanResult, proven
+from lightning_recycle.planning.result import TOLERANCE, PlanResult, SolverUse, proven
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.slots import SlotProblem, discretize, schedule_from_starts
+from lightning_recycle.planning.slots import SlotProblem, discretize, schedule_from_placements
 from lightning_recycle.planning.solver_process import SolverOutcome, SolverTask, run_solver
 from lightning_recycle.planning.validation import validate
 
@@ -52,9 +54,11 @@ class ExactPlanner:
         backend: the solver: "cbc", "highs", "gurobi" (python-mip) or "cpsat" (OR-tools, the extra ``cpsat``).
         time_limit: seconds the solver may take.
         threads: number of the solver's threads; by default 1, for CP-SAT one per core (at most 8).
-        max_variables: largest model to build. Durations are rounded to longer slots to stay below it; if even that
-            is too large, the heuristic's plan is the result.
+        max_variables: largest model in slots to build. Durations are rounded to longer slots to stay below it; if even
+            that is too large, only orders of operations are searched, which have no slots.
         log: keep the solver's output in the result.
+        least_gap: if the heuristic's plan is at most this fraction above the lower bound, no solver is asked.
+        max_operations: nor for a plan with more operations than this, the closing ones included.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -65,6 +69,8 @@ class ExactPlanner:
     threads: int | None = None
     max_variables: int = 40_000
     log: bool = False
+    least_gap: float = 1e-3
+    max_operations: int = 8_000
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -73,6 +79,8 @@ class ExactPlanner:
         if self.threads is not None:
             whole("ExactPlanner", "threads", self.threads, 1)
         whole("ExactPlanner", "max_variables", self.max_variables, 1)
+        at_least("ExactPlanner", "least_gap", self.least_gap)
+        whole("ExactPlanner", "max_operations", self.max_operations)
 
     def plan(self, problem: Problem) -> Schedule:
         """The schedule of :meth:`solve`; a warning is logged."""
@@ -85,67 +93,87 @@ class ExactPlanner:
         """The best schedule found, with what is known about it."""
         started = time.monotonic()
         schedule = heuristic(problem)
-        return self.improve(schedule, time.monotonic() - started)
+        return self.improve(schedule, time.monotonic() - started, found_by="heuristic")
 
-    def improve(self, schedule: Schedule, seconds: float = 0.0) -> PlanResult:
-        """The best schedule found with the routing of ``schedule``, at least as good as it.
+    def improve(self, schedule: Schedule, seconds: float = 0.0, found_by: str = "given") -> PlanResult:
+        """The best schedule found, at least as good as ``schedule``.
 
         Args:
             schedule: a valid schedule.
             seconds: time already spent on it, to be counted in the result.
+            found_by: who found it, for the result if the solver finds nothing better.
         """
         started = time.monotonic() - seconds
-        problem = schedule.problem
-        first = proven(schedule, self.backend)
-        if first.status == "optimal":
-            return proven(schedule, self.backend, seconds=time.monotonic() - started)
-        try:
-            problem.counted()
-        except PlanningError as error:
-            return proven(
-                first.schedule,
-                self.backend,
-                seconds=time.monotonic() - started,
-                warning=f"planner {self.backend}: it splits every backward, for which there is no memory ({error}) "
-                f"Keeping the heuristic's plan, {_gap(first)}.",
-            )
-        slots = self._discretize(first)
-        if slots is None:
-            return proven(
-                first.schedule,
-                self.backend,
-                seconds=time.monotonic() - started,
-                warning=f"{problem.grid} with these costs is too large for {self.backend} (more than "
-                f"{self.max_variables} variables): keeping the current plan, {_gap(first)}. "
-                "max_variables raises the limit.",
-            )
-        outcome = run_solver(BACKENDS[self.backend], self._task(slots, first))
-        best = _best(first.schedule, slots, outcome)
-        # With memory in bytes the solver had less room than there is.
-        holds = slots.exact and problem.memory is None
-        bound = outcome.bound * slots.slot if outcome.bound is not None and holds else None
-        result = proven(best, self.backend, bound)
+        first = proven(schedule, self.backend, found_by=found_by)
+        reason = self._not_worth_asking(first)
+        if reason is not None:
+            use = SolverUse(reason=reason)
+            log.info("planner %s: not asked, %s.", self.backend, reason)
+            return replace(first, seconds=time.monotonic() - started, solver=use)
+        outcome = run_solver(BACKENDS[self.backend], self._task(first))
+        best = _best(schedule, outcome)
+        author = found_by if best is schedule else self.backend
+        # With memory in bytes the solver had less room than there is: its bound says nothing.
+        bound = outcome.bound if schedule.problem.memory is None else None
+        result = proven(best, self.backend, bound, found_by=author, solver=outcome.use)
         warning = None
         if outcome.failure is not None:
-            kept = "the heuristic's plan" if best is first.schedule else "the best plan it found"
+            kept = "the best plan it found" if best is not schedule else "the heuristic's plan"
             warning = f"planner {self.backend}: {outcome.failure}. Keeping {kept}, {_gap(result)}."
         elif result.status != "optimal" and time.monotonic() - started >= self.time_limit:
             warning = f"planner {self.backend}: not finished after {self.time_limit:g} s; the plan is {_gap(result)}."
-        return proven(
-            best,
-            self.backend,
-            bound,
-            seconds=time.monotonic() - started,
-            warning=warning,
-            log=outcome.log if self.log else "",
+        use = outcome.use
+        log.info(
+            "planner %s: %d calls, %.1f s; found by %s, period %g, bound %g.",
+            *(self.backend, use.calls, use.seconds, author, best.period, result.lower_bound),
+        )
+        return replace(result, seconds=time.monotonic() - started, warning=warning, log=outcome.log if self.log else "")
+
+    def _not_worth_asking(self, first: PlanResult) -> str | None:
+        """Why no solver is asked; None if one is."""
+        if first.status == "optimal":
+            return "the plan meets the lower bound"
+        if first.gap <= self.least_gap:
+            return f"the plan is {_gap(first)}, and least_gap={self.least_gap:g}"
+        operations = sum(len(ops) for ops in first.schedule.workers.values())
+        if operations > self.max_operations:
+            return (
+                f"{operations:,} operations are more than max_operations={self.max_operations:,}, up to which a "
+                f"solver has improved plans; the plan is {_gap(first)}"
+            )
+        try:
+            first.schedule.problem.counted()
+        except PlanningError as error:
+            return f"it splits every backward, for which there is no memory ({error}); the plan is {_gap(first)}"
+        return None
+
+    def _task(self, first: PlanResult) -> SolverTask:
+        threads = self.threads or (min(8, os.cpu_count() or 1) if self.backend == "cpsat" else 1)
+        slots = self._discretize(first)
+        lower = upper = 0
+        if slots is not None:
+            lower = math.ceil(first.lower_bound / slots.slot - 1e-6)
+            upper = _slots(first.schedule.period, slots)
+            if not slots.exact:
+                # Rounding moves both ends; what a length in slots amounts to is known once its order has been timed.
+                upper, lower = math.ceil(1.05 * upper) + 1, math.floor(0.95 * lower)
+        return SolverTask(
+            backend=self.backend,
+            schedule=first.schedule,
+            problem=slots,
+            lower=lower,
+            upper=upper,
+            time_limit=self.time_limit,
+            threads=threads,
+            max_variables=self.max_variables,
+            log=self.log,
         )
 
     def _discretize(self, first: PlanResult) -> SlotProblem | None:
         """The slots to use; None where the model would be too large."""
         schedule = first.schedule
         if self.backend == "cpsat":  # its variables are times: their number does not depend on the slots
-            problem = discretize(schedule, _FINE, coarse=False)
-            return problem if 2 * sum(op.count for op in problem.ops) <= self.max_variables else None
+            return discretize(schedule, _FINE, coarse=False, spread=False)
         # The search begins at the lower bound and stops at lengths whose models are too large.
         max_slots, busiest = self.max_variables, max(len(ops) for ops in schedule.workers.values())
         for _ in range(6):
@@ -162,26 +190,17 @@ class ExactPlanner:
             max_slots = int(0.9 * shrink * schedule.makespan / problem.slot)
         return None
 
-    def _task(self, slots: SlotProblem, first: PlanResult) -> SolverTask:
-        upper = _slots(first.schedule.period, slots)
-        lower = math.ceil(first.lower_bound / slots.slot - 1e-6)
-        if not slots.exact:
-            # Rounding moves both ends; what a length in slots amounts to is known once its order has been timed.
-            upper, lower = math.ceil(1.05 * upper) + 1, math.floor(0.95 * lower)
-        threads = self.threads or (min(8, os.cpu_count() or 1) if self.backend == "cpsat" else 1)
-        return SolverTask(self.backend, slots, lower, upper, self.time_limit, threads, self.max_variables, log=self.log)
-
 
 def _slots(period: float, slots: SlotProblem) -> int:
     return math.ceil(period / slots.slot - 1e-6)
 
 
-def _best(schedule: Schedule, slots: SlotProblem, outcome: SolverOutcome) -> Schedule:
+def _best(schedule: Schedule, outcome: SolverOutcome) -> Schedule:
     """The better of the heuristic's schedule and the solver's, the former if they are equal."""
     best = schedule
-    for starts in outcome.solutions:
+    for placements in outcome.solutions:
         try:
-            candidate = schedule_from_starts(schedule, slots, starts)
+            candidate = schedule_from_placements(schedule, placements)
             if candidate.period < best.period * (1.0 - TOLERANCE):
                 validate(candidate)
                 best = candidate

@@ -1,10 +1,10 @@
 """The list-scheduling heuristic: a good plan for any failures, immediately.
 
-Concept: play the iteration forward in time under a priority rule (see ``list_scheduling``), and search for the rule
-with the best result (see ``rule_search``), then fuse the backwards that were split for nothing (see ``coupling``).
-Identical pipelines, as without failures, are planned once and copied. Where workers differ in speed, the search also
-covers how many micro-batches each of them runs: the distribution that balances the work best is not always best for the
-pipeline as a whole.
+Concept: play the iteration forward in time under a priority rule (see ``list_scheduling``), search for the rule with
+the best result (see ``rule_search``), then for small changes of its order (see ``local_search``), and fuse the
+backwards that were split for nothing (see ``coupling``). Identical pipelines, as without failures, are planned once
+and copied. Where workers differ in speed, the search also covers how many micro-batches each of them runs: the
+distribution that balances the work best is not always best for the pipeline as a whole.
 
 Contract: deterministic; respects the memory and the in-flight limit; with effort, never worse than the plan that
 assumes equally fast workers, nor than the one under the limit in micro-batches that bytes amount to; with ``effort=0``,
@@ -27,6 +27,7 @@ from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.coupling import coupled
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.local_search import local_search
 from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.routing import reroute
@@ -40,6 +41,9 @@ __all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "heuristic"]
 DEFAULT_EFFORT = 800_000
 """Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
 operations than this get only a few rules."""
+
+_LOCAL_SHARE = 2
+"""A change of the local search counts as so many plays of the whole."""
 
 _LEANINGS = (1.2, 1.5, 2.0)
 """Other distributions at unequal speeds: each worker's factor is raised to this power, so that a slow worker gets fewer
@@ -119,8 +123,18 @@ def _distributions(problem: Problem, effort: int) -> Iterator[Schedule]:
 
 
 def _solve(codes: Codes, effort: int) -> Schedule:
-    solution = _best(codes, effort)
+    codes, solution = _best(codes, effort)
     return assemble(codes, solution.sequence, solution.timing)
+
+
+def _polished(codes: Codes, solution: Solution, effort: int) -> tuple[Codes, Solution]:
+    """The solution after a local search, which may re-route, if it is not known to be optimal."""
+    goal = lower_bound(codes.problem) * (1 + 1e-9)
+    tries = effort // (_LOCAL_SHARE * len(solution.sequence))
+    if solution.score[0] <= goal or not tries:
+        return codes, solution
+    codes, sequence, timing = local_search(codes, solution.sequence, solution.timing, goal, tries)
+    return codes, replace(solution, sequence=sequence, timing=timing)
 
 
 def _load(codes: Codes) -> float:
@@ -143,7 +157,8 @@ def _list_schedule(problem: Problem, effort: int) -> Schedule:
         return _solve(codes, effort)
     # All pipelines are alike, so plan one.
     grid = problem.grid
-    solution = _best(_codes(replace(problem, grid=Grid(1, grid.stages, grid.microbatches))), effort)
+    one = _codes(replace(problem, grid=Grid(1, grid.stages, grid.microbatches)))
+    _, solution = _best(one, effort)  # nothing is re-routed without failures
     sequence: list[int] = []
     for code in solution.sequence:
         key, number = divmod(code, grid.microbatches)
@@ -151,11 +166,11 @@ def _list_schedule(problem: Problem, effort: int) -> Schedule:
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
-def _best(codes: Codes, effort: int) -> Solution:
-    """The best order of the operations, with backwards split where that is of use."""
-    solution = _within_memory(codes, effort)
+def _best(codes: Codes, effort: int) -> tuple[Codes, Solution]:
+    """The best routes and order of the operations, with backwards split where that is of use."""
+    codes, solution = _polished(codes, _within_memory(codes, effort), effort)
     sequence, timing = coupled(codes, solution.sequence, solution.timing)
-    return replace(solution, sequence=sequence, timing=timing)
+    return codes, replace(solution, sequence=sequence, timing=timing)
 
 
 def _within_memory(codes: Codes, effort: int) -> Solution:

@@ -376,7 +376,7 @@ def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
         narrower = _limits(stored) == _limits(replace(problem, memory=None))
         if not narrower and mapped.period > _GOOD * lower_bound(problem):
             return None
-    return proven(mapped, result.backend)
+    return proven(mapped, result.backend, found_by=result.found_by, solver=result.solver)
 
 
 _NO_LIMITS = {"grid", "costs", "failed", "technique", "worker_factors"}

@@ -2,31 +2,33 @@
 
 The mathematics. The length T of the iteration (with the staggered optimizer: its period) is fixed, and the model asks
 whether a schedule of that length exists. The smallest such T is found by a search between the lower bound and the
-heuristic's plan: T below the bound is excluded, T from the heuristic's on is known. Asking for one T at a time keeps
+best plan known: T below the bound is excluded, T from that plan's on is known. Asking for one T at a time keeps
 the model small, because T gives every operation a window, and the answer certain: an infeasible T is a proof.
 
 Sets
-    operations o: (group of interchangeable micro-batches, F / B / W / BW, stage), see :mod:`slots`; n_o micro-batches,
-    duration p_o, worker w(o), source a(o) whose result it needs after a lag; slots t.
+    families f of m_f interchangeable micro-batches; groups g, the routes of a family; operations o: (group, F / B / W
+    / BW, stage), see :mod:`slots`, with family f(o), group g(o), duration p_o, worker w(o), and source a(o) whose
+    result it needs after a lag; slots t.
 Variables
-    N[o, t]: how many of the group have started o by slot t (integer, 0..n_o): start times and order in one. Outside
-    the window of o it is the constant 0 or n_o.
+    n[g]: how many micro-batches of its family take route g (integer).
+    N[o, t]: how many of them have started o by slot t (integer): start times and order in one. Outside the window of o
+    it is 0 or n[g(o)].
     begun[s, t] (staggered only): whether stage s has begun its iteration by slot t (binary).
 Constraints
+    routing       sum over the groups of family f of n[g] = m_f; of pipelines that are alike, the first runs the most
     time          N[o, t-1] <= N[o, t]
     dependencies  N[o, t] <= N[a(o), t - lag - p_a(o)]       within a stage, and across stages with communication
     no overlap    sum over o of worker w of N[o, t] - N[o, t - p_o] <= 1
     memory        sum over groups on w of N[F, t] - N[W, t - p_W] <= limit           (BW for W when fused)
     REDUCE, STEP  part of the windows: every W ends before the stage's REDUCE and STEP fit into T
-    staggered     N[F, t] <= n * begun[s, t];   N[W, t + T - tail_s - p_W] >= n * begun[s, t]
+    staggered     N[F, t] <= m_f * begun[s, t];   n[g] - N[W, t + T - tail_s - p_W] <= m_f * (1 - begun[s, t])
                   a stage ends REDUCE and STEP at most T after its start, where its next iteration begins
 Objective
     the smallest T; for one T there is none.
 
-Measured on the running example (benchmarks/planner.py --solvers, HiGHS, one core): starting from the worst possible
-plan, every entry's optimum is found and proven in at most 3 s of processor time, except one in 11 s. A model with one
-binary for each operation of each micro-batch and slot has 5,293 columns instead of 984 and takes 42 s for the decoupled
-plan of 29 slots, which this one finds in 2 s.
+It proves, but grows with the slots. Where durations have no long common slot, or it does not finish, the time is better
+spent on orders (:mod:`order_search`), which have no slots: so each gets its share. Small models in slots come first;
+before large ones come the orders, because a better plan also leaves fewer lengths to exclude.
 
 Contract: runs in the solver's process (:mod:`solver_process`); reports bounds and solutions as it finds them, so a
 time limit loses nothing.
@@ -39,21 +41,27 @@ Artigues (Operations Research Letters 45, 2017), merged over identical jobs.
 
 from __future__ import annotations
 
-import gc
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import mip
 
-from lightning_recycle.planning.slots import SlotProblem
-from lightning_recycle.planning.solver_process import Report, SolverTask, SolverUnavailableError, proven_length
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.mip_models import new_model, optimize
+from lightning_recycle.planning.order_search import improve_orders
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.slots import Placement, SlotProblem, schedule_from_placements
+from lightning_recycle.planning.solver_process import Report, SolverTask, proven_length
 from lightning_recycle.planning.timing import FORWARD
 
 __all__ = ["solve"]
 
-_NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
 _FIRST_SHARE = 0.4  # of the remaining time for one length; if undecided then, the search turns to longer ones
+_SMALL = 2_500  # variables of a model in slots that is usually decided in seconds: then the slots come first
+_ORDERS_FIRST = 0.25  # of the time, for orders before the slots; what the slots leave goes to orders again
+_SLOTS, _ROUNDED_SLOTS = 0.75, 0.2  # of the time that is left then; rounded durations prove nothing
 
 
 class _InfeasibleError(Exception):
@@ -61,18 +69,20 @@ class _InfeasibleError(Exception):
 
 
 def solve(task: SolverTask, report: Report) -> None:
-    """Search for the smallest length in ``task.lower .. task.upper - 1``; report bounds and solutions."""
+    """Search for a schedule with a period below that of ``task.schedule``; report bounds and solutions."""
     deadline = time.monotonic() + task.time_limit
-    # A python-mip model that is garbage-collected while cffi parses a declaration waits forever for cffi's lock, which
-    # this thread holds. So models are only collected between two solves, in _decide.
-    gc.disable()
-    search = _Search(task, report, deadline)
-    bound = search.run(task.problem, task.lower, task.upper - 1, 1)
-    if task.problem.staggered and task.problem.exact and bound is not None and bound > task.lower:
-        # A period is the mean of a cycle through at most S stages, so that fractions of a slot down to 1/S can occur.
-        parts = task.problem.stages
-        if parts > 1:
-            search.run(task.problem.refined(parts), (bound - 1) * parts + 1, bound * parts - 1, parts)
+    began = time.monotonic()
+    best, finished = task.schedule, False
+    in_slots = task.problem
+    if in_slots is None or not in_slots.exact or in_slots.variables(task.lower) > _SMALL:
+        best, finished = improve_orders(task, best, began + _ORDERS_FIRST * task.time_limit, report)
+    if in_slots is not None and not finished:
+        share = _SLOTS if in_slots.exact else _ROUNDED_SLOTS
+        search = _Search(task, report, time.monotonic() + share * (deadline - time.monotonic()))
+        finished = search.prove(in_slots, task.slots_below(best.period))
+        best = min([best, *search.found], key=lambda schedule: schedule.period)
+    if not finished:
+        improve_orders(task, best, deadline, report)
 
 
 @dataclass
@@ -80,6 +90,18 @@ class _Search:
     task: SolverTask
     report: Report
     deadline: float
+    found: list[Schedule] = field(default_factory=list)
+
+    def prove(self, problem: SlotProblem, upper: int) -> bool:
+        """Decide the lengths below ``upper``; whether the best plan found, or the one known, is optimal."""
+        bound = self.run(problem, self.task.lower, upper - 1, 1)
+        if bound is None or not problem.exact or not problem.complete:
+            return False
+        parts = problem.stages
+        if not problem.staggered or bound <= self.task.lower or parts == 1:
+            return True
+        # A period is the mean of a cycle through at most S stages, so that fractions of a slot down to 1/S can occur.
+        return self.run(problem.refined(parts), (bound - 1) * parts + 1, bound * parts - 1, parts) is not None
 
     def run(self, problem: SlotProblem, low: int, high: int, parts: int) -> int | None:
         """Decide lengths from ``low`` to ``high``; the smallest feasible one (``high`` + 1: none; None: undecided)."""
@@ -91,26 +113,27 @@ class _Search:
             if remaining <= 0.1 or problem.variables(length) > self.task.max_variables:
                 return None
             share = remaining if length == high else max(_FIRST_SHARE * remaining, min(5.0, remaining))
-            starts = self._decide(problem, length, share)
-            if starts is None:
+            placements = self._decide(problem, length, share)
+            if placements is None:
                 undecided = length
                 low = length + 1
-            elif starts:
-                self.report("solution", [[start / parts for start in row] for row in starts])
+            elif placements:
+                self.report("solution", placements)
+                with suppress(PlanningError):  # rounded durations can leave an order open; the caller looks at it too
+                    self.found.append(schedule_from_placements(self.task.schedule, placements))
                 high, step = length - 1, 1
             else:  # then no shorter length has a schedule either
                 proven, undecided = length + 1, None
                 low = length + 1
-                if problem.exact:
-                    self.report("bound", proven_length(problem, proven, parts))
+                if problem.exact and problem.complete:
+                    self.report("bound", proven_length(problem, proven, parts) * problem.slot * parts)
             # From the bottom, where bounds are usually tight, in growing steps: longer lengths have larger models.
             length, step = min(low + step - 1, max(low, high)), 2 * step
         return proven if undecided is None else None
 
-    def _decide(self, problem: SlotProblem, length: int, seconds: float) -> list[list[int]] | None:
-        """Starts of all operations for this length; an empty list if there are none, None if time is up."""
+    def _decide(self, problem: SlotProblem, length: int, seconds: float) -> list[Placement] | None:
+        """A schedule of this length; an empty list if there is none, None if time is up."""
         started = time.monotonic()
-        gc.collect()
         try:
             model = _Model(problem, length, self.task)
         except _InfeasibleError:
@@ -118,12 +141,10 @@ class _Search:
         seconds -= time.monotonic() - started
         if seconds <= 0.0:
             return None
-        status = model.mip.optimize(max_seconds=seconds)
-        if status in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
-            return model.starts()
-        if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
-            return []
-        return None
+        feasible = optimize(model.mip, seconds, self.report)
+        if feasible is None:
+            return None
+        return problem.placements(model.starts()) if feasible else []
 
 
 @dataclass
@@ -134,32 +155,61 @@ class _Model:
     length: int
     task: SolverTask
     mip: Any = field(init=False)
+    sizes: list[Any] = field(init=False, default_factory=list)
     counts: list[list[Any]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.mip = _new_model(self.task)
+        self.mip = new_model(self.task)
         self.windows = self.problem.windows(self.length)
+        self._sizes()
         self._variables()
         self._time_and_dependencies()
         self._workers()
         if self.problem.staggered:
             self._stages()
 
+    def _sizes(self) -> None:
+        """n[g], their sums, and the symmetry between pipelines."""
+        problem = self.problem
+        most = [len(problem.families[family]) for family in problem.groups]
+        for op, window in zip(problem.ops, self.windows, strict=True):
+            fit = (window.last - window.first) // op.duration + 1 if op.duration else op.count
+            most[op.group] = min(most[op.group], fit) if window.last >= window.first else 0
+        of_family: dict[int, list[int]] = {}
+        for group, family in enumerate(problem.groups):
+            of_family.setdefault(family, []).append(group)
+        self.sizes = [0] * len(most)
+        for family, groups in of_family.items():
+            count = len(problem.families[family])
+            if sum(max(0, most[group]) for group in groups) < count:
+                raise _InfeasibleError
+            if len(groups) == 1:
+                self.sizes[groups[0]] = count
+                continue
+            for group in groups:
+                self.sizes[group] = self.mip.add_var(lb=0, ub=max(0, most[group]), var_type=mip.INTEGER)
+            self.mip.add_constr(mip.xsum(self.sizes[group] for group in groups) == count)
+        for one, other in problem.alike:
+            self._at_most(self._share(other), self._share(one))
+
+    def _share(self, worker: int) -> Any:
+        """The number of micro-batches that a worker runs."""
+        groups = {op.group for op in self.problem.ops if op.worker == worker}
+        return mip.xsum(self.sizes[group] for group in sorted(groups))
+
     def _variables(self) -> None:
         for op, window in zip(self.problem.ops, self.windows, strict=True):
-            if window.last < window.first:
-                raise _InfeasibleError
+            size = self.sizes[op.group]
+            known = isinstance(size, int)
             row: list[Any] = []
             for t in range(window.first, window.last):
                 least, most = 0, op.count
                 if op.duration:
                     most = min(most, (t - window.first) // op.duration + 1)
-                    least = max(least, op.count + (t - window.last) // op.duration)
+                    least = max(least, op.count + (t - window.last) // op.duration) if known else 0
                 if least > most:
                     raise _InfeasibleError
                 row.append(least if least == most else self.mip.add_var(lb=least, ub=most, var_type=mip.INTEGER))
-            if op.duration and op.count > (window.last - window.first) // op.duration + 1:
-                raise _InfeasibleError
             self.counts.append(row)
 
     def _started(self, index: int, t: int) -> Any:
@@ -167,10 +217,12 @@ class _Model:
         window = self.windows[index]
         if t < window.first:
             return 0
-        return self.problem.ops[index].count if t >= window.last else self.counts[index][t - window.first]
+        if t >= window.last:
+            return self.sizes[self.problem.ops[index].group]
+        return self.counts[index][t - window.first]
 
     def _at_most(self, left: Any, right: Any) -> None:
-        difference = left - right
+        difference = _minus(left, right)
         if isinstance(difference, (int, float)):
             if difference > 1e-9:
                 raise _InfeasibleError
@@ -205,7 +257,7 @@ class _Model:
                 self._at_most(self._running(indices, t), 1)
                 for index, op in zip(indices, ops, strict=True):
                     if op.duration == 0:  # it may not start in the middle of another operation
-                        starting = self._started(index, t) - self._started(index, t - 1)
+                        starting = _minus(self._started(index, t), self._started(index, t - 1))
                         self._at_most(starting + op.count * self._running(indices, t, since=1), op.count)
                 if problem.limits is not None:
                     held = mip.xsum(
@@ -218,7 +270,7 @@ class _Model:
     def _running(self, indices: list[int], t: int, since: int = 0) -> Any:
         """Operations that run during slot t and have started by ``t - since``."""
         return mip.xsum(
-            self._started(index, t - since) - self._started(index, t - self.problem.ops[index].duration)
+            _minus(self._started(index, t - since), self._started(index, t - self.problem.ops[index].duration))
             for index in indices
             if self.problem.ops[index].duration > since
         )
@@ -239,32 +291,24 @@ class _Model:
                     self._at_most(self._started(index, t), problem.ops[index].count * begun)
                 for index in releases:
                     op = problem.ops[index]
+                    size = self.sizes[op.group]
                     done = self._started(index, t + length - problem.tails[stage] - op.duration)
-                    self._at_most(op.count * begun, done)
+                    self._at_most(_minus(size, done), op.count * (1 - begun))
                 earlier = begun
 
     def starts(self) -> list[list[int]]:
         """For each operation, the starts of its micro-batches in ascending order."""
         found: list[list[int]] = []
-        for index, (op, window) in enumerate(zip(self.problem.ops, self.windows, strict=True)):
+        for index, window in enumerate(self.windows):
             times: list[int] = []
-            for t in range(window.first, window.last + 1):
+            for t in range(window.first, max(window.first, window.last) + 1):
                 count = self._started(index, t)
                 count = count if isinstance(count, int) else round(count.x)
                 times += [t] * (count - len(times))
-            assert len(times) == op.count
             found.append(times)
         return found
 
 
-def _new_model(task: SolverTask) -> Any:
-    """An empty model of the solver that the task names."""
-    try:
-        model = mip.Model(solver_name=_NAMES[task.backend])
-    except (ImportError, OSError, mip.exceptions.MipBaseException) as error:
-        reason = " ".join(str(error).split()).partition(". ")[0]
-        raise SolverUnavailableError(f"python-mip cannot load it ({reason.rstrip('.')})") from error
-    model.verbose = int(task.log)
-    model.threads = task.threads
-    model.seed = task.seed
-    return model
+def _minus(left: Any, right: Any) -> Any:
+    """The difference; python-mip's operator makes -1 times the variable of a variable minus itself."""
+    return 0 if left is right else left - right

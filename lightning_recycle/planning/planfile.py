@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from lightning_recycle.arguments import is_number
+from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.files import write_json
-from lightning_recycle.planning.result import TOLERANCE, PlanResult, proven
+from lightning_recycle.planning.result import TOLERANCE, PlanResult, SolverUse, proven
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
@@ -30,9 +30,12 @@ def plan_to_json(result: PlanResult | Schedule, *, columns: bool = False) -> dic
     """The content of the plan file. A bare schedule counts as the heuristic's. ``columns``: as ``Schedule.to_plan``."""
     if isinstance(result, Schedule):
         result = proven(result, "heuristic")
-    return result.schedule.to_plan(
+    plan = result.schedule.to_plan(
         backend=result.backend, status=result.status, lower_bound=result.lower_bound, columns=columns
     )
+    use = result.solver
+    solver = {"calls": use.calls, "seconds": use.seconds, "reason": use.reason}
+    return {**plan, "gap": result.gap, "found_by": result.found_by, "solver": solver}
 
 
 def save_plan(path: str | PathLike[str], result: PlanResult | Schedule) -> None:
@@ -93,4 +96,18 @@ def read_plan(data: Any) -> PlanResult:
         raise PlanningError(f"the plan is damaged (its period is below its lower_bound {bound:g}): compute it again.")
     if status == "optimal" and bound < schedule.period * (1 - TOLERANCE):
         raise PlanningError("the plan is damaged (called optimal above its lower_bound): compute it again.")
-    return proven(schedule, backend, bound)
+    found_by = data.get("found_by", backend if backend == "heuristic" else "unknown")
+    if not isinstance(found_by, str):
+        raise PlanningError(f"the plan is damaged (found_by {found_by!r}): compute it again.")
+    return proven(schedule, backend, bound, found_by=found_by, solver=_solver_use(data.get("solver", {})))
+
+
+def _solver_use(data: Any) -> SolverUse:
+    """What the file says of the solver; files of older versions say nothing."""
+    try:
+        use = SolverUse(**data)
+    except TypeError as error:
+        raise PlanningError(f"the plan is damaged (solver {data!r}): compute it again.") from error
+    if not (is_integer(use.calls, 0) and is_number(use.seconds, 0) and isinstance(use.reason, str)):
+        raise PlanningError(f"the plan is damaged (solver {data!r}): compute it again.")
+    return use

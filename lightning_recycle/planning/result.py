@@ -1,4 +1,7 @@
-"""A planner's result: a schedule, and how good it is known to be.
+"""A planner's result: a schedule, how good it is known to be, and whose it is.
+
+Concept: who was asked and who found the plan are two things. An exact planner begins with the heuristic's plan; unless
+its solver found a better one, the plan is the heuristic's, and a solver that did not run has calls 0.
 
 Contract: ``status`` is "optimal" only when ``lower_bound`` proves it; immutable.
 
@@ -12,10 +15,28 @@ from dataclasses import dataclass
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["TOLERANCE", "PlanResult", "proven"]
+__all__ = ["NOT_ASKED", "TOLERANCE", "PlanResult", "SolverUse", "proven"]
 
 TOLERANCE = 1e-9
 """Relative: periods closer than this count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolverUse:
+    """What a solver did for a plan.
+
+    Args:
+        calls: number of models it was given.
+        seconds: time it spent on them, building the models included.
+        reason: why it was not asked; empty if it was, or if the planner has no solver.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+NOT_ASKED = SolverUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +45,16 @@ class PlanResult:
 
     Args:
         schedule: the plan.
-        backend: name of the planner.
+        backend: name of the planner that was asked.
         status: "optimal" when the period is the lower bound, else "feasible".
-        lower_bound: a proven lower bound of the period with this routing, in the unit of the costs.
+        lower_bound: a proven lower bound of the period, whatever the re-routing, in the unit of the costs.
         seconds: planning time.
         warning: one line about a solver that was missing, crashed or ran out of time.
         log: the solver's output, if it was asked for.
+        found_by: name of the planner whose schedule this is: ``backend``, or "heuristic" where its solver was not asked
+            or found nothing better; "given" where it was to improve a plan and did not; "unknown" in a plan file that
+            does not say.
+        solver: what the solver did.
     """
 
     schedule: Schedule
@@ -39,6 +64,8 @@ class PlanResult:
     seconds: float = 0.0
     warning: str | None = None
     log: str = ""
+    found_by: str = "unknown"
+    solver: SolverUse = NOT_ASKED
 
     @property
     def gap(self) -> float:
@@ -54,10 +81,16 @@ def proven(
     seconds: float = 0.0,
     warning: str | None = None,
     log: str = "",
+    found_by: str | None = None,
+    solver: SolverUse = NOT_ASKED,
 ) -> PlanResult:
-    """The result for ``schedule`` with the better of the analytic lower bound and ``bound``."""
+    """The result for ``schedule`` with the better of the analytic lower bound and ``bound``.
+
+    ``found_by`` is ``backend`` if it is not given.
+    """
     known = max(lower_bound(schedule.problem), bound or 0.0)
     period = schedule.period
     if known > period - TOLERANCE * period:
         known = period  # equal but for rounding
-    return PlanResult(schedule, backend, "optimal" if known == period else "feasible", known, seconds, warning, log)
+    status = "optimal" if known == period else "feasible"
+    return PlanResult(schedule, backend, status, known, seconds, warning, log, found_by or backend, solver)

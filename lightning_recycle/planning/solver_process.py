@@ -12,11 +12,14 @@ Must not know: the mathematics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_recycle.planning.child_process import Report, UnavailableError, run_in_child
-from lightning_recycle.planning.slots import SlotProblem
+from lightning_recycle.planning.result import NOT_ASKED, SolverUse
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.slots import Placement, SlotProblem
 
 __all__ = ["GRACE", "Report", "SolverOutcome", "SolverTask", "SolverUnavailableError", "proven_length", "run_solver"]
 
@@ -28,12 +31,17 @@ SolverUnavailableError = UnavailableError
 
 @dataclass(frozen=True, slots=True)
 class SolverTask:
-    """Find a schedule shorter than the known one of ``upper`` slots; none is shorter than ``lower``."""
+    """Find a schedule with a shorter period than ``schedule``, or prove that there is none."""
 
     backend: str
-    problem: SlotProblem
+    schedule: Schedule
+    """The best plan known."""
+    problem: SlotProblem | None
+    """The problem in slots; None where it has too many of them."""
     lower: int
+    """In slots: no schedule is shorter."""
     upper: int
+    """In slots: lengths from here on are of no interest."""
     time_limit: float
     """Seconds."""
     threads: int
@@ -42,30 +50,42 @@ class SolverTask:
     seed: int = 0
     log: bool = False
 
+    def slots_below(self, period: float) -> int:
+        """``upper``, for a plan with this period."""
+        assert self.problem is not None
+        if not self.problem.exact:
+            return self.upper
+        return min(self.upper, math.ceil(period / self.problem.slot - 1e-6))
+
 
 @dataclass(slots=True)
 class SolverOutcome:
     """A solver's answer."""
 
     bound: float | None = None
-    """In slots."""
-    solutions: list[list[list[float]]] = field(default_factory=list)
-    """For each, the starts in slots of every operation."""
+    """In the unit of the costs."""
+    solutions: list[list[Placement]] = field(default_factory=list)
     failure: str | None = None
     """A few words, or None when the solver ended by itself."""
     log: str = ""
+    use: SolverUse = NOT_ASKED
 
 
 def run_solver(entry: str, task: SolverTask) -> SolverOutcome:
     """Run the function ``entry`` ("module:function") on ``task``.
 
-    It reports ("bound", slots) and ("solution", starts per operation in slots).
+    It reports ("bound", in the unit of the costs), ("solution", placements of all operations), ("call", 1) for each
+    model that the solver is given and ("seconds", what it took).
     """
     outcome = SolverOutcome()
 
     def receive(kind: str, value: Any) -> None:
         if kind == "bound":
             outcome.bound = value if outcome.bound is None else max(value, outcome.bound)
+        elif kind == "call":
+            outcome.use = replace(outcome.use, calls=outcome.use.calls + value)
+        elif kind == "seconds":
+            outcome.use = replace(outcome.use, seconds=outcome.use.seconds + value)
         else:
             outcome.solutions.append(value)
 

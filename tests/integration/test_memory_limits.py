@@ -100,11 +100,11 @@ def no_plans_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunPlans, "plan_ahead", lambda self: None)
 
 
-CASES = [(2, 2, (0, 0)), (2, 2, (1, 1)), (3, 2, (1, 0)), (2, 3, (1, 1)), (4, 1, (2, 0))]
+GRIDS = [(2, 2, (0, 0)), (2, 2, (1, 1)), (3, 2, (1, 0)), (2, 3, (1, 1)), (4, 1, (2, 0))]
+CASES = [(*grid, fit_in) for grid in GRIDS for fit_in in (1, 3)]
 
 
-@pytest.mark.parametrize(("pipelines", "stages", "worker"), sampled(CASES, 2), ids=str)
-@pytest.mark.parametrize("fit_in", [1, 3])
+@pytest.mark.parametrize(("pipelines", "stages", "worker", "fit_in"), sampled(CASES, 3), ids=str)
 def test_no_worker_holds_more_than_the_limit(
     pipelines: int, stages: int, worker: tuple[int, int], fit_in: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from lightning_recycle import files as files_module
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.result import SolverUse
 
 PROBLEM = p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)}))
 
@@ -24,6 +26,29 @@ def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
     p.save_plan(path, p.heuristic(PROBLEM))
     assert p.load_plan(path).schedule == result.schedule
+
+
+def test_who_found_a_plan_and_what_the_solver_did_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    kept = p.solve(PROBLEM, "highs")
+    p.save_plan(path, kept)
+    loaded = p.load_plan(path)
+    assert (loaded.backend, loaded.found_by, loaded.solver) == ("highs", "heuristic", kept.solver)
+    assert (loaded.solver.calls, loaded.solver.reason) == (0, "the plan meets the lower bound")
+    p.save_plan(path, replace(kept, found_by="highs", solver=SolverUse(3, 1.5)))
+    loaded = p.load_plan(path)
+    assert (loaded.found_by, loaded.solver) == ("highs", SolverUse(3, 1.5))
+
+
+@pytest.mark.parametrize(("backend", "author"), [("heuristic", "heuristic"), ("highs", "unknown")])
+def test_a_plan_of_an_older_version_does_not_say_who_found_it(tmp_path: Path, backend: str, author: str) -> None:
+    path = tmp_path / "plan.json"
+    p.save_plan(path, p.solve(PROBLEM, backend))
+    data = json.loads(path.read_text())
+    for name in ("gap", "found_by", "solver"):
+        del data[name]
+    path.write_text(json.dumps(data))
+    assert p.load_plan(path).found_by == author
 
 
 def changed(**values: object) -> Callable[[dict[str, Any]], None]:
@@ -45,6 +70,9 @@ def overlap(data: dict[str, Any]) -> None:
         (changed(lower_bound=20.0), "optimal above its lower_bound"),
         (changed(makespan=1.0), r"makespan 1\.0"),
         (changed(backend=None), "backend None"),
+        (changed(found_by=7), "found_by 7"),
+        (changed(solver={"calls": -1}), "'calls': -1"),
+        (changed(solver=[]), r"solver \[\]"),
         (changed(workers=[]), "rule"),
     ],
 )
