@@ -115,14 +115,14 @@ class _Search:
         return round(timing.makespan, 9), round(sum(timing.stage_end), 9)
 
     def _movable(self) -> list[tuple[int, int]]:
-        """(stage, micro-batch) of those that run away from home because it is dead; none where speeds differ."""
+        """(stage, micro-batch) of those that run away from home because it is dead, where peers are equally fast."""
         problem, codes = self.codes.problem, self.codes
-        if problem.worker_factors:
-            return []
+        factors = dict(problem.worker_factors)
+        alike = [len({factors.get(w, 1.0) for w in problem.live_workers(s)}) == 1 for s in range(codes.stages)]
         return [
             (stage, number)
             for stage in range(codes.stages)
-            if len(problem.live_workers(stage)) > 1
+            if alike[stage] and len(problem.live_workers(stage)) > 1
             for number, microbatch in enumerate(codes.microbatches)
             if Worker(microbatch.pipeline, stage) in problem.failed
         ]
