@@ -5,8 +5,7 @@ of two micro-batches, in a second. Each such part is a model (:mod:`order_model`
 that of the plan so far; where there is one, it becomes the plan. Parts grow while they are decided quickly. When
 everything is free, the answer "no" is a proof.
 
-The plan so far is not the solver's start solution, since it does not satisfy the model: its period is the cutoff. This
-works the same for every solver of python-mip (HiGHS ignores ``Model.start`` there).
+The plan so far is not the solver's start solution, since it does not satisfy the model: its period is the cutoff.
 
 Contract: deterministic but for the clock; runs in the solver's process and reports what it finds.
 
