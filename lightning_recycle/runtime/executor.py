@@ -19,9 +19,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.blame import OUTSIDE
-from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.recovery import (
     Action,
     Adopt,
@@ -60,7 +59,9 @@ from lightning_recycle.runtime.communicator import (
     Incoming,
     UnreachableError,
 )
+from lightning_recycle.runtime.forwards import Forwards
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.memory_meter import MemoryMeter
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
@@ -72,10 +73,7 @@ from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
 
-__all__ = ["Executor", "Host", "RecordOutput", "StepResult"]
-
-RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
-"""(output, target, number of samples) of a micro-batch -> what must reach all workers."""
+__all__ = ["Executor"]
 
 log = logging.getLogger(__name__)
 
@@ -85,77 +83,6 @@ _READING = "reading data"
 _WHOLE_STEP = Share()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What every worker knows when it steps.
-
-    Args:
-        loss: the mean over all micro-batches.
-        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if it is scaled. 0 in a step on
-            the guess that it is small enough.
-        overflow: whether one of them has an infinity or a NaN, if needed, else False.
-        outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
-        after_step: what all do after this step.
-    """
-
-    loss: float
-    gradient_norm: float
-    outputs: Mapping[int, bytes] = field(default_factory=dict)
-    after_step: AfterStep = AfterStep.GO_ON
-    overflow: bool = False
-
-
-class Host(Protocol):
-    """What the executor needs from the process that it runs in."""
-
-    def split(self, data: Any, index: int) -> tuple[Any, Any]:
-        """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""
-
-    def begin_microbatch(self, index: int) -> None:
-        """The forward of the micro-batch with this index in the global batch is next."""
-
-    @property
-    def records_outputs(self) -> bool:
-        """Whether :meth:`record_output` is wanted in training."""
-
-    def record_output(self, output: Any, target: Any, samples: int) -> bytes:
-        """Called on the last stage with the output of each micro-batch; what it returns reaches all workers with the
-        step.
-        """
-
-    def is_suspect(self, error: Exception) -> bool:
-        """Whether a fault of the machine may explain ``error``."""
-
-    def on_generation(self) -> None:
-        """The workers of a generation are connected."""
-
-    def on_recovery(self, step: int) -> None:
-        """Called in the middle of a regroup: ``step`` is about to run."""
-
-    def as_in_step(self, step: int) -> AbstractContextManager[None]:
-        """Within the block what the user's code sees of the training's progress is as in ``step``, the one before."""
-
-    def describe_step(self, step: int) -> messages.Facts:
-        """Called when ``step`` was applied; returns what must be equal in other workers."""
-
-    def must_know(self, step: int) -> bool:
-        """Whether ``step`` may not be made on a guess."""
-
-    def keep_optimizer(self) -> None:
-        """The optimizer is about to step on a guess."""
-
-    def step_again(self, norm: float) -> None:
-        """The newest step was made on a guess that was wrong: the optimizer steps once more from where it was, with
-        gradients of that norm. The parameters and ``parameter.grad`` are what they were before.
-        """
-
-    def take_snapshot(self) -> Any:
-        """Returns all that a worker that joins this stage must have, at a step boundary."""
-
-    def restore_snapshot(self, snapshot: Any) -> None:
-        """Takes over what a peer's :meth:`take_snapshot` returned."""
 
 
 @dataclass
@@ -228,6 +155,7 @@ class Executor:
         self._client = client
         self._communicator = communicator
         self._stage = stage
+        self._forwards = Forwards(worker, grid, client, communicator, stage)
         self._gradients = gradients
         self.accumulated = AccumulatedGradients(gradients, parameters)
         self._host = host
@@ -546,7 +474,7 @@ class Executor:
             if self._client.interrupted:
                 raise Interrupted
             self._place = (self.version, f"evaluation of batch {handle.index}")
-            recorded = self._run_forwards(handle, split, record)
+            recorded = self._forwards.run_batch(self._program, handle, self.version, split, record)
             return self._exchanged(f"batch {handle.index}", (handle.loader.digest(handle), recorded))
 
         parts = self._retried(run)
@@ -588,69 +516,14 @@ class Executor:
                 raise Interrupted
             self._place = (self.version, "self(x)")
             self._client.doing(self.version, "self(x)")
-            output = self._forward_lead(value, draw)
-            return self._exchanged("output of self(x)", (deliver(output),) if self._leads_last else None)
+            output = self._forwards.run_value(value, self._leads, self.version, draw)
+            mine = (deliver(output),) if self._forwards.leads_last(self._leads) else None
+            return self._exchanged("output of self(x)", mine)
 
         parts = self._retried(run)
         self._place = place
         (output,) = next(part for part in parts.values() if part is not None)
         return output
-
-    @property
-    def _leads_last(self) -> bool:
-        """Whether this worker speaks for the last stage in this generation."""
-        return self._leads[self.grid.stages - 1] == self._client.rank
-
-    def _forward_lead(self, value: Any, draw: int) -> Any:
-        """Runs this stage for :meth:`forward_whole`, if this worker speaks for it, and passes the output on."""
-        stage, leads, tag = self.worker.stage, self._leads, self.grid.global_microbatches  # beyond any micro-batch
-        if leads[stage] != self._client.rank:
-            return None
-        inputs = value
-        if stage > 0:
-            incoming = self._communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], tag)
-            with self._client.waiting(f"rank {leads[stage - 1]}"):
-                inputs = self._communicator.receive(incoming)
-        output = self._stage.run(self.version, draw, inputs, value)
-        if not self._is_last:
-            self._communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], tag)
-        return output
-
-    def _run_forwards(
-        self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
-    ) -> dict[int, bytes]:
-        """Runs this worker's forwards of the current schedule; micro-batches without samples are skipped."""
-        loader = handle.loader
-        sizes = {
-            task.index: loader.num_samples(handle, task.op.microbatch)
-            for task in self._program
-            if task.op.kind is OpKind.FORWARD and task.op.microbatch is not None
-        }
-        program = [t for t in self._program if t.op.kind is OpKind.FORWARD and sizes[t.index]]
-        incoming = {
-            task: self._communicator.post_receive(Channel.ACTIVATIONS, task.source, task.index)
-            for task in program
-            if task.source is not None
-        }
-        recorded: dict[int, bytes] = {}
-        for task in program:
-            if self._client.interrupted:
-                raise Interrupted
-            self._client.doing(self.version, f"evaluation {task.label}")
-            inputs = target = None
-            assert task.op.microbatch is not None
-            if task.op.stage == 0 or self._is_last:
-                inputs, target = split(loader.fetch(handle, task.op.microbatch))
-            if task.source is not None:
-                with self._client.waiting(f"rank {task.source}"):
-                    inputs = self._communicator.receive(incoming[task])
-            output = self._stage.evaluate(self.version, task.index, inputs, target)
-            if self._is_last:
-                recorded[task.index] = record(output, target, sizes[task.index])
-            if task.destination is not None:
-                self._communicator.send(Channel.ACTIVATIONS, output, task.destination, task.index)
-        self._communicator.end_step()
-        return recorded
 
     # ------------------------------------------------------------------ a failure
 

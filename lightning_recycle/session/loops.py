@@ -31,7 +31,7 @@ from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.runtime.accumulation import Share
-from lightning_recycle.runtime.executor import StepResult
+from lightning_recycle.runtime.host import StepResult
 
 __all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "ends_step", "share_of_batch", "tell_batch_sizes"]
 

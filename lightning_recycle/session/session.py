@@ -42,8 +42,9 @@ from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.communicator import Communicator
-from lightning_recycle.runtime.executor import Executor, StepResult
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.host import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage

@@ -1,0 +1,87 @@
+"""What the executor and the process that it runs in tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.messages import AfterStep
+
+__all__ = ["Host", "RecordOutput", "StepResult"]
+
+RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
+"""(output, target, number of samples) of a micro-batch -> what must reach all workers."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What every worker knows when it steps.
+
+    Args:
+        loss: the mean over all micro-batches.
+        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if it is scaled. 0 in a step on
+            the guess that it is small enough.
+        overflow: whether one of them has an infinity or a NaN, if needed, else False.
+        outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
+        after_step: what all do after this step.
+    """
+
+    loss: float
+    gradient_norm: float
+    outputs: Mapping[int, bytes] = field(default_factory=dict)
+    after_step: AfterStep = AfterStep.GO_ON
+    overflow: bool = False
+
+
+class Host(Protocol):
+    """What the executor needs from the process that it runs in."""
+
+    def split(self, data: Any, index: int) -> tuple[Any, Any]:
+        """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""
+
+    def begin_microbatch(self, index: int) -> None:
+        """The forward of the micro-batch with this index in the global batch is next."""
+
+    @property
+    def records_outputs(self) -> bool:
+        """Whether :meth:`record_output` is wanted in training."""
+
+    def record_output(self, output: Any, target: Any, samples: int) -> bytes:
+        """Called on the last stage with the output of each micro-batch; what it returns reaches all workers with the
+        step.
+        """
+
+    def is_suspect(self, error: Exception) -> bool:
+        """Whether a fault of the machine may explain ``error``."""
+
+    def on_generation(self) -> None:
+        """The workers of a generation are connected."""
+
+    def on_recovery(self, step: int) -> None:
+        """Called in the middle of a regroup: ``step`` is about to run."""
+
+    def as_in_step(self, step: int) -> AbstractContextManager[None]:
+        """Within the block what the user's code sees of the training's progress is as in ``step``, the one before."""
+
+    def describe_step(self, step: int) -> messages.Facts:
+        """Called when ``step`` was applied; returns what must be equal in other workers."""
+
+    def must_know(self, step: int) -> bool:
+        """Whether ``step`` may not be made on a guess."""
+
+    def keep_optimizer(self) -> None:
+        """The optimizer is about to step on a guess."""
+
+    def step_again(self, norm: float) -> None:
+        """The newest step was made on a guess that was wrong: the optimizer steps once more from where it was, with
+        gradients of that norm. The parameters and ``parameter.grad`` are what they were before.
+        """
+
+    def take_snapshot(self) -> Any:
+        """Returns all that a worker that joins this stage must have, at a step boundary."""
+
+    def restore_snapshot(self, snapshot: Any) -> None:
+        """Takes over what a peer's :meth:`take_snapshot` returned."""
