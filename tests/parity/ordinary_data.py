@@ -111,6 +111,13 @@ class Stream(IterableDataset[Any]):
         self.position = state["position"]
 
 
+class StreamWithoutState(IterableDataset[Any]):
+    """A stream that begins anew whenever it is iterated over."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(same.samples(same.GLOBAL_BATCH * same.STEPS_PER_EPOCH))
+
+
 def sampled_by_torch(session: Session) -> Any:
     """As a user of DDP writes it; on one device the sampler's order is that of its one replica."""
     data = session.data.training().dataset
@@ -172,6 +179,11 @@ DATA: dict[str, Case] = {
     "a stream": Case(
         ("`IterableDataset`",),
         fits(data=lambda session: DataLoader(Stream(), batch_size=session.data.batch_size)),
+        lambda run: run.progress == (2, 8),
+    ),
+    "a stream without state": Case(
+        ("`IterableDataset` without state",),
+        fits(data=lambda session: DataLoader(StreamWithoutState(), batch_size=session.data.batch_size)),
         lambda run: run.progress == (2, 8),
     ),
     "runs of one Trainer": Case(

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks import timer as timer_module
 from lightning.pytorch.loops import training_epoch_loop as epoch_loop_module
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from ordinary_runs import Case, Ordinary, Scheduled, Script, Session, calls, csv_rows, files, validated_at
 from torch import Tensor
@@ -203,6 +204,11 @@ def by_default(root: Path) -> dict[str, Any]:
     return {"logger": True, "enable_checkpointing": True}
 
 
+def half() -> MixedPrecision:
+    """What ``precision="16-mixed"`` is on a GPU; on a CPU Lightning replaces it."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
+
+
 FLAGS: dict[str, Case] = {
     "a grid": Case(("`accelerator`, `strategy`, `devices`",), fits(), lambda run: run.progress == (2, 8)),
     "precision 32": Case(
@@ -225,6 +231,12 @@ FLAGS: dict[str, Case] = {
     "precision bf16-mixed": Case(
         ("`precision` `bf16-mixed`",),
         fits(InBFloat16, dtype=torch.float32, precision="bf16-mixed"),
+        lambda run: run.weights["net.0.weight"].dtype is torch.float32,
+        tolerance=0.05,
+    ),
+    "precision 16-mixed": Case(
+        ('`precision` `16-mixed`, `MixedPrecision("16-mixed", device, scaler)`',),
+        fits(InBFloat16, dtype=torch.float32, trainer=lambda root: {**by_default(root), "plugins": [half()]}),
         lambda run: run.weights["net.0.weight"].dtype is torch.float32,
         tolerance=0.05,
     ),

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from ordinary_flags import fits
 from ordinary_runs import STAGES, Ordinary, Script, Session
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 __all__ = ["REFUSALS", "Refusal"]
 
@@ -30,12 +30,6 @@ class Refusal:
     stages: tuple[int, ...] = STAGES
 
 
-def half_mixed(session: Session) -> None:
-    trainer = session.trainer(max_steps=1)
-    trainer.precision_plugin.precision = "16-mixed"  # Lightning itself replaces it on a CPU
-    trainer.fit(Ordinary(), session.data.training())
-
-
 class WithBatchNorm(Ordinary):
     def __init__(self) -> None:
         super().__init__()
@@ -54,18 +48,12 @@ class OwnShare(Sampler[int]):
         return iter(range(self.rank, 32, self.num_replicas))
 
 
-class WithoutState(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(range(100))
-
-
 def with_loader(make: Callable[[Session], Any]) -> Script:
     return fits(data=make, validates=False)
 
 
 REFUSALS: dict[str, Refusal] = {
     "num_nodes": Refusal(("`num_nodes`",), fits(num_nodes=2), ("num_nodes=2",)),
-    "precision 16-mixed": Refusal(("`precision` `16-mixed`",), half_mixed, ("precision='16-mixed'", "'bf16-mixed'")),
     "precision 16-true": Refusal(
         ("`precision` `16-true`, others",), fits(precision="16-true"), ("precision='16-true'", "'bf16-true'")
     ),
@@ -80,11 +68,6 @@ REFUSALS: dict[str, Refusal] = {
         fits(callbacks=lambda root: [ModelPruning("l1_unstructured")]),
         ("ModelPruning", "one stage", "pipeline_parallel_size=1"),
         stages=(2,),
-    ),
-    "IterableDataset without state": Refusal(
-        ("`IterableDataset` without state",),
-        with_loader(lambda session: DataLoader(WithoutState(), batch_size=4)),
-        ("WithoutState", "state_dict()", "StatefulDataLoader"),
     ),
     "a sampler of one replica": Refusal(
         ("another sampler that divides the data",),
