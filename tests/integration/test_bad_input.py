@@ -142,7 +142,7 @@ def test_missing_checkpoints_are_refused() -> None:
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "without state", "state_dict()", "StatefulData"]),
+        (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "less than one global batch of 24 samples"]),
         (lambda: [1, 2, 3], ["data is 1,", "cannot be iterated over", "DataLoader"]),
         (lambda: DataLoader(dataset(12), batch_size=12), ["12 samples", "2 pipelines", "batch_size=12"]),
     ],
