@@ -122,6 +122,7 @@ def test_no_worker_holds_more_than_the_limit(
     )
     assert failures(run) == [worker]
     before, after = run.strategy.schedules
+    assert after.problem.in_flight_limit is None, "bytes are the only limit"
     assert after.problem.memory is not None
     assert after.problem.memory.capacity == (limit,) * stages
     assert max(after.peak_memory(survivor) for survivor in after.live_workers) <= limit
@@ -129,8 +130,6 @@ def test_no_worker_holds_more_than_the_limit(
     assert max(held[name] for name in held if "before" in name) <= each * max(usual_limit(before.grid, ()) or ())
     left = f"{pipelines * stages - 1} measured"
     assert held[left] <= fit_in * each
-    if stages == 2 and pipelines == 2:
-        assert held[left] == fit_in, "what fits is used"
 
 
 @pytest.mark.parametrize("step", [0, 1])
