@@ -238,9 +238,8 @@ class ControlClient:
         Raises:
             Interrupted: when a generation was announced before that.
         """
-        self.send(self.member.commit(step, pack(payload)))
-        answer = self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
-        return unpack_all(answer.payloads)
+        self.tell(step, payload, guesses=False)
+        return unpack_all(self.await_committed(step).payloads)
 
     def tell(self, step: int, payload: Any, guesses: bool) -> None:
         """As :meth:`commit`, without waiting; ``guesses``: whether this worker does not wait for :meth:`committed`."""

@@ -54,8 +54,7 @@ class _Bounds:
         self.problem = problem
         self.stages = problem.grid.stages
         self.fused = not problem.technique.decoupled
-        slow = dict(problem.worker_factors)
-        self.factors = [[slow.get(worker, 1.0) for worker in problem.live_workers(s)] for s in range(self.stages)]
+        self.factors = [problem.live_factors(s) for s in range(self.stages)]
         fastest = [min(factors) for factors in self.factors]
         # Distances between stages, for a micro-batch that never waits and always meets the fastest worker.
         self.forward_to, self.backward_to = [0.0], [0.0]  # from stage 0 to s, and back

@@ -29,11 +29,12 @@ from typing import Any, TypeAlias
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import cancellation
 
-__all__ = ["ChildExit", "Report", "UnavailableError", "run_in_child"]
+__all__ = ["ChildExit", "Report", "UnavailableError", "lowest_priority", "run_in_child"]
 
 _LOG_BYTES = 1_000_000  # the end of the child's output that is kept
 _START = f"import sys; from {__name__} import _main; _main(int(sys.argv[1]), sys.argv[2])"
 _END_SECONDS = 3.0  # from closing its connection to killing it
+_LOWEST_PRIORITY = 19
 _LOOK_SECONDS = 0.05  # between checks whether it is still wanted
 
 Report: TypeAlias = Callable[[str, Any], None]
@@ -50,6 +51,12 @@ class ChildExit:
 
     failure: str | None
     log: str
+
+
+def lowest_priority() -> None:
+    """Gives this process, and what it starts, the processor time that nobody else wants."""
+    with contextlib.suppress(OSError):  # then it merely competes with the others
+        os.nice(_LOWEST_PRIORITY)
 
 
 def run_in_child(

@@ -90,13 +90,12 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
 
 def next_failures(problem: Problem) -> list[frozenset[Worker]]:
     """Who has failed after one more failure: for each different plan that is then needed, one set of workers."""
-    factors = dict(problem.worker_factors)
     found = []
     for stage in range(problem.grid.stages):
         live = problem.live_workers(stage)
         if len(live) > 1:
             alike: dict[float, Worker] = {}
-            for worker in live:
-                alike.setdefault(factors.get(worker, 1.0), worker)
+            for worker, factor in zip(live, problem.live_factors(stage), strict=True):
+                alike.setdefault(factor, worker)
             found += [problem.failed | {worker} for worker in alike.values()]
     return found

@@ -82,15 +82,9 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
     if not problem.failed and not problem.worker_factors and not problem.technique.decoupled:
         return one_f_one_b(problem)
     with collector_paused():
-        if effort and any(factor != 1 for s in range(problem.grid.stages) for factor in _factors(problem, s)):
+        if effort and any(factor != 1 for s in range(problem.grid.stages) for factor in problem.live_factors(s)):
             return _at_unequal_speeds(problem, effort)
         return _list_schedule(problem, effort)
-
-
-def _factors(problem: Problem, stage: int) -> set[float]:
-    """The factors of the live workers of ``stage``."""
-    factors = dict(problem.worker_factors)
-    return {factors.get(worker, 1.0) for worker in problem.live_workers(stage)}
 
 
 def _at_unequal_speeds(problem: Problem, effort: int) -> Schedule:

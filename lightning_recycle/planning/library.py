@@ -43,7 +43,6 @@ from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.child_process import Report, run_in_child
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.planfile import plan_to_json, read_plan
 from lightning_recycle.planning.planner import Planner, get_planner, solve
@@ -51,6 +50,7 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.renaming import renamed, representative
 from lightning_recycle.planning.result import PlanResult, proven
 from lightning_recycle.planning.schedule import PLAN_SCHEMA, Schedule
+from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
@@ -425,22 +425,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:
-    received: list[tuple[str, Any]] = []
-    end = run_in_child(f"{__name__}:_child", (problem, planner), lambda kind, value: received.append((kind, value)))
-    for kind, value in received:
-        if kind == "result":
-            return value  # type: ignore[no-any-return]
-        raise PlanningError(str(value))
+    found = solve_elsewhere(problem, planner)
+    if isinstance(found, PlanResult):
+        return found
     # A user's own planner may not be transferable to another process; then it plans here.
-    log.info("Planning in a separate process failed (%s); planning here.", end.failure)
+    log.info("Planning in a separate process failed (%s); planning here.", found.failure)
     return solve(problem, planner)
-
-
-def _child(task: tuple[Problem, Planner], report: Report) -> None:
-    try:
-        report("result", solve(*task))
-    except ReCycleError as error:
-        report("error", _one_line(error))
 
 
 class _ProgressBar:

@@ -117,8 +117,7 @@ class _Search:
     def _movable(self) -> list[tuple[int, int]]:
         """(stage, micro-batch) of those that run away from home because it is dead, where peers are equally fast."""
         problem, codes = self.codes.problem, self.codes
-        factors = dict(problem.worker_factors)
-        alike = [len({factors.get(w, 1.0) for w in problem.live_workers(s)}) == 1 for s in range(codes.stages)]
+        alike = [len(set(problem.live_factors(s))) == 1 for s in range(codes.stages)]
         return [
             (stage, number)
             for stage in range(codes.stages)

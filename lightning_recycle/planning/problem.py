@@ -138,6 +138,11 @@ class Problem:
         limit = fit if self.in_flight_limit is None else tuple(map(min, fit, self.in_flight_limit))
         return replace(self, in_flight_limit=limit, memory=None)
 
+    def live_factors(self, stage: int) -> tuple[float, ...]:
+        """The factors of the workers of ``stage`` that have not failed, by pipeline."""
+        factors = dict(self.worker_factors)
+        return tuple(factors.get(worker, 1.0) for worker in self.live_workers(stage))
+
     def live_workers(self, stage: int | None = None) -> tuple[Worker, ...]:
         """The workers that have not failed: all in rank order, or those of one stage by pipeline."""
         if stage is None:

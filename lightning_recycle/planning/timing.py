@@ -80,9 +80,7 @@ class Codes:
             for duration, ranks in zip(self.durations, self.ranks, strict=True)
         ]
         """By key and micro-batch: the duration on the worker that executes it."""
-        slowest = [
-            max(factors.get(grid.rank(worker), 1.0) for worker in problem.live_workers(s)) for s in range(self.stages)
-        ]
+        slowest = [max(problem.live_factors(s)) for s in range(self.stages)]
         self.closing: list[float] = [r + o * f for r, o, f in zip(costs.reduce, costs.optimizer, slowest, strict=True)]
         """Per stage, from the last gradient until the last worker has stepped."""
         # Where the input comes from, as an offset of the code; 0: from the same worker.

@@ -79,14 +79,19 @@ def test_what_does_not_fit_is_said_once(planner: RunPlanner, caplog: pytest.LogC
     assert "500 bytes, needs 100 without and 450 more with one micro-batch" in record.getMessage()
 
 
+def three_steps(planner: RunPlanner, plans: RunPlans) -> None:
+    """After which plans are made ahead."""
+    for _ in range(3):
+        plans.stepped(1.0)
+    wait_for(lambda: planner._ahead.idle)
+
+
 def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: RunPlanner, plans: RunPlans) -> None:
     seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
     plans.operation_seconds = seconds
     for rank in range(4):
         plans.measured(Measured(rank, footprint(after_forward=50, after_backward=50)))
-    for _ in range(3):
-        plans.stepped(1.0)
-    wait_for(lambda: planner._ahead.idle)
+    three_steps(planner, plans)
     (ready,) = plans.better()
     assert ready.roster == (0, 1, 2, 3)
     assert ready.details["gain"] >= 0.05
@@ -95,18 +100,14 @@ def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: R
     assert schedule.period < plans.schedules[-1].period
     assert max(schedule.peak_memory(worker) for worker in schedule.live_workers) <= 500
     plans.change(schedule, 5)
-    for _ in range(3):
-        plans.stepped(1.0)
-    wait_for(lambda: planner._ahead.idle)
+    three_steps(planner, plans)
     assert plans.better() == []
 
 
 def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: RunPlanner, plans: RunPlans) -> None:
     for rank in range(4):
         plans.measured(Measured(rank, footprint(after_forward=300, after_backward=300)))
-    for _ in range(3):
-        plans.stepped(1.0)
-    wait_for(lambda: planner._ahead.idle)
+    three_steps(planner, plans)
     (ready,) = plans.better()
     assert ready.details["gain"] < 0
     assert max(map(ready.schedule.peak_in_flight, ready.schedule.live_workers)) == 1

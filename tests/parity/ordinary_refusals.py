@@ -1,14 +1,15 @@
 """What docs/trainer_flags.md refuses, for an ordinary module: on which grids, and the words of the error."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import same_script as same
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from ordinary_flags import fits
 from ordinary_runs import STAGES, Ordinary, Script, Session
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 __all__ = ["REFUSALS", "Refusal"]
 
@@ -36,18 +37,6 @@ class WithBatchNorm(Ordinary):
         self.net = nn.Sequential(nn.BatchNorm1d(8), *self.net).double()
 
 
-class OwnShare(Sampler[int]):
-    """Divides the data among replicas by itself."""
-
-    num_replicas, rank = 4, 1
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, 32, self.num_replicas))
-
-
 def with_loader(make: Callable[[Session], Any]) -> Script:
     return fits(data=make, validates=False)
 
@@ -71,7 +60,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "a sampler of one replica": Refusal(
         ("another sampler that divides the data",),
-        with_loader(lambda s: DataLoader(s.data.training().dataset, batch_size=4, sampler=OwnShare())),
+        with_loader(lambda s: DataLoader(s.data.training().dataset, batch_size=4, sampler=same.OwnShare())),
         ("OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler"),
     ),
 }

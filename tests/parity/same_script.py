@@ -11,7 +11,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lightning.pytorch.core.hooks import ModelHooks
 from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_recycle import PipelineModule, ReCycleStrategy
 
@@ -48,6 +48,30 @@ def samples(count: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Te
     x = torch.randn(count, 8, generator=generator, dtype=torch.float64).to(dtype)
     y = torch.randint(CLASSES, (count,), generator=generator)
     return TensorDataset(x, y)
+
+
+class OwnShare(Sampler[int]):
+    """Divides the data among replicas by itself."""
+
+    num_replicas, rank = 4, 1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 32, self.num_replicas))
+
+
+def schedules(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """A learning-rate schedule of each kind."""
+    every_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+    every_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
+    on_plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    return [
+        {"scheduler": every_step, "interval": "step", "name": "every_step"},
+        {"scheduler": every_epoch, "interval": "epoch", "name": "every_epoch"},
+        {"scheduler": on_plateau, "monitor": "val_loss", "name": "on_plateau"},
+    ]
 
 
 class SavesAt(Callback):

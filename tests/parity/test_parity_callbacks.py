@@ -39,14 +39,7 @@ class Overfitted(same.Classifier):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-        every_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-        every_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
-        on_plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return [optimizer], [
-            {"scheduler": every_step, "interval": "step", "name": "every_step"},
-            {"scheduler": every_epoch, "interval": "epoch", "name": "every_epoch"},
-            {"scheduler": on_plateau, "monitor": "val_loss", "name": "on_plateau"},
-        ]
+        return [optimizer], same.schedules(optimizer)
 
 
 class Kind(Enum):

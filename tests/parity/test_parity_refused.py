@@ -1,6 +1,6 @@
 """What cannot be supported is refused in the launching process, before a worker starts, with the value and a remedy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
-from same_script import Classifier, Data, Session, assert_same, on_a_grid
+from same_script import Classifier, Data, OwnShare, Session, assert_same, on_a_grid
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_recycle import LayerSpec, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
@@ -79,18 +79,6 @@ class LogsInLoss(Classifier):
         loss = super().loss(output, target)
         self.log("inner", loss.detach())
         return loss
-
-
-class OwnShare(Sampler[int]):
-    """Divides the data among replicas by itself."""
-
-    num_replicas, rank = 4, 1
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, 32, self.num_replicas))
 
 
 def own_share(session: Session) -> None:

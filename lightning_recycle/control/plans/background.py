@@ -16,9 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_recycle.control.plans.drift import Proposal, Question, propose
-from lightning_recycle.control.plans.searching import lowest_priority
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.planning.child_process import Report, run_in_child
+from lightning_recycle.planning.child_process import Report, lowest_priority, run_in_child
 
 __all__ = ["BackgroundPlanning"]
 
