@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.runtime.machine_memory import device_bytes, device_place, process_bytes
 
-__all__ = ["MemoryMeter", "storage_bytes"]
+__all__ = ["MemoryMeter", "message_bytes", "saved_tensors", "storage_bytes"]
 
 _MEASURED = 2  # the step that is measured: the first one compiles, warms up, and creates the optimizer's state
 
@@ -75,15 +75,7 @@ class MemoryMeter:
             yield
             self._after_forward = max(self._after_forward, torch.cuda.memory_allocated(self._device) - before)
             return
-        saved: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            # Not the tensor itself: where it is the node's own output, that would be a cycle that nobody collects if
-            # the graph is dropped without a backward. Autograd attaches what it unpacks to the graph again.
-            saved.append(tensor.detach())
-            return saved[-1]
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_tensors() as saved:
             yield
         self._after_forward = max(self._after_forward, storage_bytes(saved, self._own))
 
@@ -97,12 +89,12 @@ class MemoryMeter:
     def received(self, value: Any) -> None:
         """``value`` has come from another stage for one micro-batch."""
         if self._measures:
-            self._received = max(self._received, _message_bytes(value))
+            self._received = max(self._received, message_bytes(value))
 
     def sent(self, value: Any) -> None:
         """``value`` goes to another stage for one micro-batch."""
         if self._measures:
-            self._sent = max(self._sent, _message_bytes(value))
+            self._sent = max(self._sent, message_bytes(value))
 
     def footprint(self) -> Footprint | None:
         """What was measured, once the step that is measured has been applied."""
@@ -121,6 +113,21 @@ class MemoryMeter:
         )
 
 
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """The tensors that autograd saves within the block, as they are saved."""
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        # Not the tensor itself: where it is the node's own output, that would be a cycle that nobody collects if the
+        # graph is dropped without a backward. Autograd attaches what it unpacks to the graph again.
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
+
+
 def storage_bytes(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> int:
     """Bytes of the storages of ``tensors``, each once; those at the addresses ``without`` do not count."""
     excluded = frozenset(without)
@@ -133,6 +140,7 @@ def storage_bytes(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> int
     return sum(sizes.values())
 
 
-def _message_bytes(value: Any) -> int:
+def message_bytes(value: Any) -> int:
+    """Bytes of the tensors that are sent as ``value``."""
     tensors = value if isinstance(value, tuple) else (value,)
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_recycle.planning.profile import StageProfile
+from lightning_recycle.runtime.memory_meter import message_bytes, saved_tensors, storage_bytes
 
 __all__ = ["StageProfiler", "measure_link"]
 
@@ -44,22 +44,13 @@ class StageProfiler:
         if step != self.first_step:
             yield
             return
-        storages: dict[int, int] = {}
-
-        def saved(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._own:
-                storages[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # itself would be a cycle where it is the node's own output
-
-        with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        with saved_tensors() as saved:
             yield
-        self._activation_bytes = max(self._activation_bytes, sum(storages.values()))
+        self._activation_bytes = max(self._activation_bytes, storage_bytes(saved, self._own))
 
     def sent(self, value: Any) -> None:
         """Counts the bytes of what one micro-batch sends to the next stage."""
-        tensors = value if isinstance(value, tuple) else (value,)
-        self._output_bytes = max(self._output_bytes, sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
+        self._output_bytes = max(self._output_bytes, message_bytes(value))
 
     def profile(self, seconds: Mapping[str, float]) -> StageProfile:
         """The stage's profile; ``seconds`` by name of the operation (a fused backward counts as half B, half W)."""
