@@ -38,7 +38,7 @@ def test_a_planner_that_is_closed_leaves_no_thread() -> None:
 def test_a_closed_planner_that_has_nothing_to_do_leaves_no_thread() -> None:
     planner = RunPlanner(SMALL, "heuristic", Technique())
     planner.plan_ahead(frozenset(), {})
-    wait_for(lambda: planner._ahead.idle)
+    assert wait_for(lambda: planner._ahead.idle, 60)
     planner.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "recycle-plan-ahead"]
 

@@ -62,7 +62,7 @@ def test_a_survivor_does_not_hold_all_micro_batches(planner: RunPlanner) -> None
 def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: RunPlanner) -> None:
     planner.measured(everywhere())
     planner.plan_ahead(ALL, {})
-    wait_for(lambda: planner._ahead.idle)
+    assert wait_for(lambda: planner._ahead.idle, 60)
     assert 300 < peaks(planner, FAILED)[1] <= 500
     assert planner.source == "ahead"
     planner.measured(everywhere(fixed=300))
@@ -83,7 +83,7 @@ def three_steps(planner: RunPlanner, plans: RunPlans) -> None:
     """After which plans are made ahead."""
     for _ in range(3):
         plans.stepped(1.0)
-    wait_for(lambda: planner._ahead.idle)
+    assert wait_for(lambda: planner._ahead.idle, 60)
 
 
 def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: RunPlanner, plans: RunPlans) -> None:

@@ -136,7 +136,7 @@ def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
     planner = open_planner(grid, Counted(), Technique())
     planner.prepare()
     planner.plan_ahead(ALL, {})
-    wait_for(lambda: planner._ahead.idle)
+    assert wait_for(lambda: planner._ahead.idle, 60)
     distributions = {distribution_of(grid, problem.failed) for problem in asked}
     assert len(asked) == len(distributions) == 1 + 3 + 6, "none, one of 3 stages, two of them"
     for failed in map(frozenset, (*combinations(grid.workers(), 1), *combinations(grid.workers(), 2))):
@@ -145,7 +145,7 @@ def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
         assert schedule.failed == failed
         validate(schedule)
     planner.plan_ahead(frozenset({Worker(2, 1)}), {})
-    wait_for(lambda: planner._ahead.idle)
+    assert wait_for(lambda: planner._ahead.idle, 60)
     assert len(asked) == 10 + 6, "the pairs are ready; with two more in any stages there are three"
 
 
@@ -186,7 +186,7 @@ def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
     (better,) = planner.take_better()
     assert better.schedule == heuristic(needed.problem)
     assert better.schedule.period < needed.period
-    wait_for(lambda: planner._ahead.idle)
+    assert wait_for(lambda: planner._ahead.idle, 60)
     assert planner.plan(failed, {}) == better.schedule
     assert planner.source == "better"
     following = planner.plan(failed | {Worker(1, 2)}, {})
@@ -201,7 +201,7 @@ def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
     monkeypatch.setattr(replanning, "search", fails)
     for _ in range(2):
         planner.plan_ahead(ALL, {})
-        wait_for(lambda: planner._ahead.idle)
+        assert wait_for(lambda: planner._ahead.idle, 60)
     messages = [record.getMessage() for record in caplog.records]
     assert (
         len([message for message in messages if "found no plan for the failure of (0, 0): no licence" in message]) == 1

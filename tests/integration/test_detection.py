@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import causes, happened
 from support.models import Regression, dataset
 from support.sampling import sampled
-from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop
+from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop, undisturbed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,10 +119,6 @@ class LongEvaluation(Regression):
     def on_validation_output(self, output: Any, target: Any) -> None:
         time.sleep(LONG / 4)
         super().on_validation_output(output, target)
-
-
-def undisturbed(run: L.Trainer) -> bool:
-    return {event.kind for event in run.strategy.history} <= {"resumed", "regrouped", "step", "saved", "replanned"}
 
 
 def test_a_slow_first_step_is_no_fault() -> None:

@@ -12,7 +12,7 @@ import torch
 from support.growth import happened
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
-from support.training import TOLERANCE, committed_steps, difference, failures, fit, plain_loop
+from support.training import TOLERANCE, committed_steps, difference, failures, fit, plain_loop, undisturbed
 from torch import Tensor, nn
 
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
@@ -36,10 +36,6 @@ def watched(model: Regression, pipelines: int = 2, stages: int = 2, **arguments:
     assert difference(model.state_dict(), plain_loop(Regression().double(), dataset())) < TOLERANCE
     assert committed_steps(run) == list(range(10))
     return run
-
-
-def undisturbed(run: L.Trainer) -> bool:
-    return {event.kind for event in run.strategy.history} <= {"resumed", "regrouped", "step", "saved"}
 
 
 # ---------------------------------------------------------------------- users' code around an operation

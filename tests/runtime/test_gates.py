@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.strangers import attack, knock
+from support.waiting import wait_for
 
 from lightning_recycle.runtime.gates import Gate, Link, Refusal, Talk, accepting, connect, dialing, name_of
 
@@ -280,11 +281,13 @@ def test_strangers_do_not_use_up_the_descriptors() -> None:
     strangers = [knock(address_of(gate)) for _ in range(60)]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
     try:
         with ThreadPoolExecutor(2) as pool:
-            acceptor = pool.submit(connect, gate, KEY, 0, 0, [link], {1: other.address}, NEVER, PATIENCE)
+            # A worker is another process; here it has its descriptors before they become few.
             dialer = pool.submit(connect, other, KEY, 0, 1, [link], {0: gate.address}, NEVER, PATIENCE)
+            assert wait_for(lambda: len(os.listdir("/proc/self/fd")) >= used + 2)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
+            acceptor = pool.submit(connect, gate, KEY, 0, 0, [link], {1: other.address}, NEVER, PATIENCE)
             for future in (dialer, acceptor):
                 for sock in future.result().values():
                     sock.close()

@@ -99,6 +99,12 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
+def undisturbed(run: L.Trainer) -> bool:
+    """Whether the run's history tells nothing but training: a better plan may come in any run."""
+    strategy: Any = run.strategy
+    return {event.kind for event in strategy.history} <= {"resumed", "regrouped", "step", "saved", "replanned"}
+
+
 def failures(run: L.Trainer) -> list[tuple[int, int]]:
     """The workers that were lost, in order."""
     return [event.worker for event in run.strategy.history if event.kind == "failure"]

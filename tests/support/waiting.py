@@ -8,7 +8,7 @@ __all__ = ["wait_for"]
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 10.0, pause: float = 0.01) -> Any:
-    """The answer of ``condition``, as soon as it is true, and at the latest after ``seconds``."""
+    """The answer of ``condition``, as soon as it is true, and at the latest after ``seconds``: assert it."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()) and time.monotonic() < deadline:
         time.sleep(pause)
