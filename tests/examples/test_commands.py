@@ -236,16 +236,28 @@ def test_resume_on_another_grid_fails_if_weights_differ(
 # ---------------------------------------------------------------------- LightningCLI
 
 
-def test_lightning_cli_fits_and_validates_with_the_strategy_of_a_yaml_file(tmp_path: Path) -> None:
+CLI = ["--config", str(ROOT / "examples" / "lightning_cli.yaml"), "--trainer.enable_progress_bar=false"]
+
+
+def fit_by_cli(directory: Path) -> dict[int, float]:
+    """The logged accuracies, by step."""
     pytest.importorskip("jsonargparse")
-    config = ["--config", str(ROOT / "examples" / "lightning_cli.yaml"), "--trainer.enable_progress_bar=false"]
     steps = ["--trainer.max_steps=40", "--trainer.val_check_interval=20"]
-    out = run(tmp_path, "lightning_cli.py", "fit", *config, *steps)
+    out = run(directory, "lightning_cli.py", "fit", *CLI, *steps)
     assert "Worker (1, 0) was lost at step 25" in out
-    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    written = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     assert written >= {"outputs/cli/checkpoints/last.ckpt", "outputs/cli/metrics/version_0/config.yaml"}
-    logged = losses(tmp_path / "outputs/cli/metrics/version_0/metrics.csv", "val_accuracy")
-    out = run(tmp_path, "lightning_cli.py", "validate", *config, "--ckpt_path", "outputs/cli/checkpoints/last.ckpt")
+    return losses(directory / "outputs/cli/metrics/version_0/metrics.csv", "val_accuracy")
+
+
+def test_lightning_cli_fits_with_the_strategy_of_a_yaml_file(tmp_path: Path) -> None:
+    assert set(fit_by_cli(tmp_path)) == {19, 39}
+
+
+@pytest.mark.exhaustive
+def test_lightning_cli_validates_what_it_has_fitted(tmp_path: Path) -> None:
+    logged = fit_by_cli(tmp_path)
+    out = run(tmp_path, "lightning_cli.py", "validate", *CLI, "--ckpt_path", "outputs/cli/checkpoints/last.ckpt")
     (accuracy,) = re.findall(r"val_accuracy\s*│\s*([0-9.]+)", out)
     assert float(accuracy) == pytest.approx(logged[39])
 

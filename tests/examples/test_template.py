@@ -30,7 +30,7 @@ def run(directory: Path, *arguments: str) -> tuple[str, dict[str, float], list[d
 @pytest.mark.parametrize(
     "strategy",
     [
-        ("trainer.strategy=recycle", "trainer.devices=2"),
+        pytest.param(("trainer.strategy=recycle", "trainer.devices=2"), marks=pytest.mark.exhaustive),
         (
             "trainer.strategy={_target_: lightning_recycle.ReCycleStrategy, pipeline_parallel_size: 2}",
             "trainer.devices=4",

@@ -89,7 +89,7 @@ def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_p
     assert not list(tmp_path.glob("lightning_recycle_*"))  # what the workers were started with
 
 
-@pytest.mark.parametrize("at", sampled(["start", "training"], 1))
+@pytest.mark.parametrize("at", sampled(["start", "training"], 1, seed=1))
 def test_ctrl_c_in_a_terminal_tells_no_failures(at: str, tmp_path: Path) -> None:
     """It reaches every process of the job: the fork server and what it forks, too."""
     directory = tmp_path / "checkpoints"
