@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
@@ -34,7 +34,7 @@ from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.errors import ControlPlaneError
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.program import Program
 
 __all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupted", "in_words"]
 
@@ -153,11 +153,11 @@ class ControlClient:
         with self._changed:
             return self.member.enter()
 
-    def begin_step(self, step: int) -> Schedule | None:
+    def begin_step(self, step: int) -> Program | None:
         """Announces that this worker begins ``step``, or waits at its beginning if the roster is about to change there.
 
         Returns:
-            The schedule that all switch to with this step; None if they keep theirs.
+            This worker's program of the schedule that all switch to with this step; None if they keep theirs.
 
         Raises:
             Interrupted: when a generation was announced.
@@ -168,7 +168,7 @@ class ControlClient:
             for reply in answer.replies:
                 self.send(reply)
             if not isinstance(answer, Hold):
-                return answer.schedule
+                return answer.program
             place = answer.place
             self._wait(
                 lambda place=place: self.member.pause != place or None,  # type: ignore[misc]
@@ -277,23 +277,27 @@ class ControlClient:
         return self._wait(lambda: self.member.loss(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
 
     def publish(self, key: str, value: bytes) -> None:
-        """Makes ``value`` known to all workers of the generation."""
+        """Makes ``value`` known to those workers of the generation that look ``key`` up."""
         with self._changed:
             message = self.member.publish(key, value)
         self.send(message)
 
-    def lookup(self, key: str, cancelled: threading.Event) -> bytes:
-        """Waits for what a worker of the generation published; called by a thread that connects.
+    def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
+        """Waits for what workers of the generation publish under ``keys``; called by a thread that connects.
 
         Raises:
-            Interrupted: when ``cancelled`` is set, or a newer generation was announced before it came.
+            Interrupted: when ``cancelled`` is set, or a newer generation was announced before all came.
         """
         with self._changed:
-            while (found := self.member.published(key)) is None:
+            question = None if self.interrupted or cancelled.is_set() else self.member.look_up(keys)
+        if question is not None:
+            self.send(question)
+        with self._changed:
+            while None in (found := [self.member.published(key) for key in keys]):
                 if self.interrupted or cancelled.is_set():
                     raise Interrupted
                 self._changed.wait(_LOOKUP_SECONDS)
-            return found
+        return [value for value in found if value is not None]
 
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
         """Takes part in the next control collective; returns the payloads of the live workers by rank.

@@ -14,7 +14,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -32,18 +32,21 @@ from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.admission import objection
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.rendezvous import Rendezvous
 from lightning_recycle.control.starts import Starts
 from lightning_recycle.control.vacancies import Vacancies
 from lightning_recycle.control.watch import Watch
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
+from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
 
 __all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
 
 log = logging.getLogger(__name__)
 
-_FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, messages.Publish)
+_FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, messages.Publish, messages.LookUp)
+_PUBLISHED_BYTES = 4 << 20  # that a worker may publish in a generation
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
@@ -98,6 +101,7 @@ class Coordinator:
         self._processes: dict[int, WorkerProcess] = {}
         self._watch = Watch(grid, self.options)
         self._starts = Starts(grid)
+        self._rendezvous = Rendezvous()
         self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
         self._vacancies = Vacancies(self.options, start_worker, self._wake, grid.stages)
         self._connected: set[int] = set()
@@ -537,9 +541,12 @@ class Coordinator:
                 self._plans.measured(message)
                 return
             case messages.Publish():
-                if message.generation == self._state.generation:
-                    self._send(protocol.Send(tuple(r for r in self._state.roster if r != rank), message))
-                    self._evict_unreachable()
+                if self._rendezvous.published_bytes(rank) > _PUBLISHED_BYTES:
+                    raise BadMessageError(f"it has published more than {_PUBLISHED_BYTES} bytes in a generation")
+                self._answer(self._rendezvous.publish(message))
+                return
+            case messages.LookUp():
+                self._answer(self._rendezvous.look_up(message))
                 return
             case messages.FaultInjected():
                 self._history.fault_injected(message)
@@ -577,6 +584,11 @@ class Coordinator:
                     return
         self._handle(message)
 
+    def _answer(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
+        for rank, found in answers:
+            self._send(protocol.Send((rank,), found))
+        self._evict_unreachable()
+
     def _on_connected(self, message: messages.Connected) -> None:
         if message.generation != self._state.generation:
             return
@@ -613,7 +625,7 @@ class Coordinator:
                 self._finish(command)
 
     def _send(self, command: protocol.Send) -> None:
-        message = command.message
+        message, schedule = command.message, command.schedule
         if isinstance(message, messages.Resume):
             joining = [self.grid.worker(rank) for rank in self._state.joining]
             try:
@@ -621,24 +633,27 @@ class Coordinator:
             except Exception as error:  # whoever sent the last report is not to blame
                 self._fail(error)
                 return
-            message = replace(message, schedule=schedule)
             self._watch.end_regroup()
             self._connected = set()
-        elif isinstance(message, messages.Boundary) and message.schedule is not None:
-            self._plans.change(message.schedule, message.step)
+        elif isinstance(message, messages.Boundary) and schedule is not None:
+            self._plans.change(schedule, message.step)
         elif isinstance(message, messages.Regroup):
             self._watch.begin_regroup(time.monotonic())
+            self._rendezvous.begin(message.generation)
         elif isinstance(message, messages.StepLoss):
             counters = {"live_workers": float(len(self._state.live)), **self._history.counters}
             newest = self._state.applied.get(self._state.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
             self._history.add_loss(message.step, message.loss)
-        frame = encode(message)
+        programs = None if schedule is None else Programs(schedule)
+        frame = encode(message) if programs is None else bytearray()
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
         for rank in sorted(command.ranks, key=lambda rank: (self.grid.worker(rank).stage, rank)):
             connection = self._connections.get(rank)
             if connection is None:
                 continue
+            if programs is not None:
+                frame = encode(replace(message, program=programs.of(self.grid.worker(rank))))
             try:
                 connection.send_frame(frame)
             except OSError:

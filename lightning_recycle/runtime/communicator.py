@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -47,6 +47,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from lightning_recycle.runtime.groups import (
     CommunicationError,
+    Group,
     GroupFactory,
     GroupPlan,
     Rendezvous,
@@ -161,12 +162,9 @@ class Communicator:
         self._generation = -1
         self._sockets = OpenSockets()
         self._doorbell: Doorbell | None = None
-        self._groups: dict[Channel, Any] = {}
-        self._stage: Any = None
-        self._ties: dict[int, Any] = {}
-        self._tie_ranks: dict[int, dict[int, int]] = {}
-        self._group_rank: dict[int, int] = {}
-        self._stage_rank: dict[int, int] = {}
+        self._groups: dict[Channel, Group] = {}
+        self._stage = Group()
+        self._ties: dict[int, Group] = {}
         # What must stay alive until it has arrived, of this step and the previous one.
         self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
@@ -178,15 +176,20 @@ class Communicator:
     def configure(
         self,
         generation: int,
-        roster: Sequence[int],
+        neighbours: Collection[int],
         stage_roster: Sequence[int],
         tie_rosters: Mapping[int, Sequence[int]] | None = None,
         check_links: bool = False,
     ) -> None:
-        """Connects the workers in ``roster`` and, for reductions, those in ``stage_roster`` (ranks of the grid); for
-        the sum of tied gradients, those in ``tie_rosters``, by the number of the tie (this worker's ties only).
+        """Connects this worker with those that it exchanges messages with, each of whom does the same, and for
+        reductions the workers of its stage.
 
-        With ``check_links``, for all or none, each of ``roster`` first checks whether it can reach the others.
+        Args:
+            generation: the generation.
+            neighbours: ranks of the grid that this worker exchanges messages with; its own does not matter.
+            stage_roster: ranks of the workers of its stage, itself included.
+            tie_rosters: for the sum of tied gradients, the ranks that hold a tie, by its number (this worker's only).
+            check_links: whether each worker, all or none of them, first checks whether it can reach the others.
 
         Raises:
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.reachability.CHECK_SECONDS`.
@@ -202,16 +205,17 @@ class Communicator:
                 cancelled.set()
         ties = {index: sorted(ranks) for index, ranks in sorted((tie_rosters or {}).items())}
         stage = f"stage{min(stage_roster)}"
-        plans = [GroupPlan(channel.value, tuple(sorted(roster)), _MESSAGE_LOOP) for channel in Channel]
+        reached = tuple(sorted({*neighbours, self._rank}))
+        plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
         plans.append(GroupPlan(stage, tuple(sorted(stage_roster)), _STAGE_LOOP))
         plans += [GroupPlan(f"tie{index}", tuple(ranks), _STAGE_LOOP) for index, ranks in ties.items()]
-        groups: dict[str, Any] = {}
+        groups: dict[str, Group] = {}
         errors: list[BaseException] = []
         done = threading.Event()
 
         def connect() -> None:
             try:
-                groups.update(self._factory.create(generation, plans, roster, doorbell, cancelled, sockets))
+                groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets))
             except BaseException as error:  # handed to the thread that waits
                 errors.append(error)
             finally:
@@ -225,14 +229,12 @@ class Communicator:
                 raise error
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         for group in groups.values():
-            group._set_default_timeout(self._timeout)
+            for process_group in group.process_groups:
+                process_group._set_default_timeout(self._timeout)
         self._check()
-        self._groups = {channel: groups.get(channel.value) for channel in Channel}
-        self._group_rank = {rank: i for i, rank in enumerate(sorted(roster))}
-        self._stage = groups.get(stage)
-        self._stage_rank = {rank: i for i, rank in enumerate(sorted(stage_roster))}
-        self._ties = {index: groups.get(f"tie{index}") for index in ties}
-        self._tie_ranks = {index: {rank: i for i, rank in enumerate(ranks)} for index, ranks in ties.items()}
+        self._groups = {channel: groups.get(channel.value, Group()) for channel in Channel}
+        self._stage = groups.get(stage, Group())
+        self._ties = {index: groups.get(f"tie{index}", Group()) for index in ties}
 
     def abort(self, generation: int) -> None:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
@@ -254,7 +256,7 @@ class Communicator:
         self._inboxes.clear()
         self._outboxes.clear()
         self._groups = {}
-        self._stage = None
+        self._stage = Group()
         self._ties = {}
 
     # ------------------------------------------------------------------ values between stages
@@ -336,15 +338,15 @@ class Communicator:
         """Releases what was sent before the last call: all participants of a step received it before they proceeded."""
         self._sent_before, self._sent = self._sent, {}
 
-    def _sends(self, group: Any, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:
+    def _sends(self, group: Group, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:
         """Starts to send ``tensors`` and an empty message as one, under the tags from ``base`` on."""
-        rank = self._group_rank[destination]
-        return [(group.send([t], rank, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
+        process_group, rank = group.places[destination]
+        return [(process_group.send([t], rank, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
 
-    def _receives(self, group: Any, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
+    def _receives(self, group: Group, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
         """The counterpart of :meth:`_sends`; the last must be waited for first."""
-        rank = self._group_rank[source]
-        return [group.recv([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]
+        process_group, rank = group.places[source]
+        return [process_group.recv([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]
 
     def exchange(self, peer: int, size: int, initiate: bool) -> None:
         """Sends ``size`` bytes to rank ``peer`` and waits until they come back, or sends them back."""
@@ -359,25 +361,27 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums ``tensor`` in place over the live workers of this stage; the same bits on all of them."""
-        if self._stage is None:
+        stage = self._stage.whole
+        if stage is None:
             self._check()
             return
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
-        self._collective(self._stage, tensor, lambda staged: self._stage.allreduce([staged], options))
+        self._collective(stage, tensor, lambda staged: stage.allreduce([staged], options))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
-        self._broadcast(self._stage, self._stage_rank, tensor, source)
+        self._broadcast(self._stage, tensor, source)
 
     def broadcast_tied(self, tie: int, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` in place with that of rank ``source``, on all members of tie number ``tie``."""
-        self._broadcast(self._ties[tie], self._tie_ranks[tie], tensor, source)
+        self._broadcast(self._ties[tie], tensor, source)
 
-    def _broadcast(self, group: Any, ranks: Mapping[int, int], tensor: Tensor, source: int) -> None:
+    def _broadcast(self, group: Group, tensor: Tensor, source: int) -> None:
+        process_group = group.whole
         options = BroadcastOptions()
-        options.rootRank = ranks[source]
-        self._collective(group, tensor, lambda staged: group.broadcast([staged], options))
+        options.rootRank = group.places[source][1]
+        self._collective(process_group, tensor, lambda staged: process_group.broadcast([staged], options))
 
     def _collective(self, group: Any, tensor: Tensor, start: Callable[[Tensor], Any]) -> None:
         """Runs a collective of ``group`` over the contiguous ``tensor``, in parts."""

@@ -50,7 +50,7 @@ from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.accumulation import AccumulatedGradients, Share
 from lightning_recycle.runtime.communicator import (
     Channel,
@@ -65,7 +65,6 @@ from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.memory_meter import MemoryMeter
 from lightning_recycle.runtime.profiling import StageProfiler, measure_link
-from lightning_recycle.runtime.program import Task, worker_program
 from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
@@ -216,21 +215,19 @@ class Executor:
                 handle.loader.begin_step(handle)
                 has_begun = True
             if self.version == number:  # otherwise a recovery has applied it
-                schedule = self._client.begin_step(number)
-                if schedule is not None:
-                    self._follow(schedule)
+                program = self._client.begin_step(number)
+                if program is not None:
+                    self._follow(program)
                 self._run_program(number)
 
         self._retried(run)
         assert step.result is not None
         return step.result
 
-    def _follow(self, schedule: Schedule) -> None:
-        self._program = worker_program(schedule, self.worker)
-        peers = (worker for worker in schedule.live_workers if worker.stage == self.worker.stage)
-        self._idle_peer = any(all(op.microbatch is None for op in schedule.program(peer)) for peer in peers)
+    def _follow(self, program: Program) -> None:
+        self._program, self._idle_peer = program.tasks, program.idle_peer
         if self._meter is not None:
-            self._meter.may_split = schedule.problem.technique.decoupled
+            self._meter.may_split = program.decoupled
 
     def _run_program(self, step: int) -> None:
         """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
@@ -599,7 +596,9 @@ class Executor:
             self._guesses.tell(self.version - 1, self._payload, guesses=True)
 
     def _connect(self, resume: messages.Resume, check_links: bool) -> None:
-        """Connects the workers of the generation; from now on its schedule holds."""
+        """Connects this worker with those that it needs in the generation; from now on its schedule holds."""
+        program = resume.program
+        assert program is not None, "the coordinator adds it"
         stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
         self._leads = stage_leads(self.grid, resume.roster)
@@ -608,10 +607,13 @@ class Executor:
             for index, tie in enumerate(self._ties.ties)
             if self.worker.stage in tie.stages
         }
+        rank = self._client.rank
+        transfers = {other for pair in resume.donors.items() if rank in pair for other in pair}
         with self._client.waiting("connections"):
-            self._communicator.configure(resume.generation, resume.roster, peers, tie_rosters, check_links)
-        assert resume.schedule is not None, "the coordinator adds it"
-        self._follow(resume.schedule)
+            self._communicator.configure(
+                resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, check_links
+            )
+        self._follow(program)
         self._client.send(messages.Connected(self._client.rank, resume.generation))
 
     def _carry_out(self, action: Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]) -> None:

@@ -15,9 +15,9 @@ from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.communicator import Channel, Communicator
 from lightning_recycle.runtime.host import RecordOutput
-from lightning_recycle.runtime.program import Task
 from lightning_recycle.runtime.stage import Stage
 
 __all__ = ["Forwards"]

@@ -1,6 +1,10 @@
 """The process groups of a generation: who is in which, and how their processes find each other and connect.
 
-Contract: :meth:`GroupFactory.create` returns all groups that a worker is in, or raises. Before a byte of Gloo's passes,
+Contract: :meth:`GroupFactory.create` returns all groups that a worker is in, or raises. A worker connects with those
+who share a group with it and asks for their addresses alone, so what it costs does not grow with the number of workers.
+A *meshed* group connects all of its members with each other, as collectives need it. A group that is not meshed serves
+messages between two workers: each has its own set of others in it, and numbers them by itself, as Gloo's messages do
+not tell by which number their sender goes. Before a byte of Gloo's passes,
 each connection has proved that it leads to a worker of this run (:mod:`~lightning_recycle.runtime.gates`), and then it
 is handed to Gloo (:mod:`~lightning_recycle.runtime.gloo`). Gloo would connect by itself, and take whoever dials; where
 the other way is not possible on some worker, it has to, and the log says so.
@@ -18,8 +22,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -31,7 +35,7 @@ from lightning_recycle.runtime.gloo import Device, UnsupportedError, create_grou
 from lightning_recycle.runtime.reachability import Doorbell, unreachable
 from lightning_recycle.runtime.sockets import OpenSockets, open_sockets
 
-__all__ = ["CommunicationError", "GroupFactory", "GroupPlan", "Rendezvous", "UnreachableError"]
+__all__ = ["CommunicationError", "Group", "GroupFactory", "GroupPlan", "Rendezvous", "UnreachableError"]
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +60,8 @@ class Rendezvous(Protocol):
 
     def publish(self, key: str, value: bytes) -> None: ...
 
-    def lookup(self, key: str, cancelled: threading.Event) -> bytes:
-        """Waits for ``key``; raises to stop connecting, soon after ``cancelled`` is set at the latest."""
+    def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
+        """Waits for the values of ``keys``; raises to stop connecting, soon after ``cancelled`` is set at the latest."""
 
 
 class _Store(Store):
@@ -73,20 +77,54 @@ class _Store(Store):
         self._rendezvous.publish(key, value)
 
     def get(self, key: str) -> bytes:
-        return self._rendezvous.lookup(key, self._cancelled)
+        return self.get_all([key])[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        return self._rendezvous.lookup(keys, self._cancelled)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self._rendezvous.lookup(key, self._cancelled)
+        self.get_all(keys)
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A process group to create: its name, the ranks of its members in order, and the number of its event loop."""
+    """A process group to create.
+
+    Args:
+        name: the same on all members.
+        ranks: of the members, in order; if it is not meshed, those that this worker exchanges messages with, and its
+            own.
+        loop: the number of its event loop.
+        meshed: whether all members are connected with each other.
+    """
 
     name: str
     ranks: tuple[int, ...]
     loop: int = 0
+    meshed: bool = True
+
+
+class Group:
+    """Created process groups under one name: usually one, and several where Gloo had to connect by itself.
+
+    Attributes:
+        whole: the one with all members, for collectives; None if the group is not meshed.
+        places: for each other member, the process group that has it, and its number there.
+    """
+
+    def __init__(self) -> None:
+        self.whole: Any = None
+        self.places: dict[int, tuple[Any, int]] = {}
+
+    def add(self, process_group: Any, ranks: Sequence[int], meshed: bool) -> None:
+        """``process_group`` has the members ``ranks``, in this order."""
+        self.places.update((rank, (process_group, number)) for number, rank in enumerate(ranks))
+        if meshed:
+            self.whole = process_group
+
+    @property
+    def process_groups(self) -> list[Any]:
+        return list({id(found): found for found, _ in self.places.values()}.values())
 
 
 class GroupFactory:
@@ -118,17 +156,15 @@ class GroupFactory:
         self,
         generation: int,
         plans: Sequence[GroupPlan],
-        roster: Sequence[int],
         doorbell: Doorbell | None,
         cancelled: threading.Event,
         sockets: OpenSockets,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Group]:
         """The groups of ``plans`` that have other members, by name.
 
         Args:
             generation: distinguishes the groups from earlier ones.
-            plans: groups that this worker is in.
-            roster: the workers of the generation, who all create their groups at about the same time.
+            plans: groups that this worker is in; their other members create them at about the same time.
             doorbell: where the others can see whether they reach this worker, if all are to check that first.
             cancelled: ends creating the groups, soon after it is set.
             sockets: gets the groups' sockets, each as soon as it is Gloo's.
@@ -137,42 +173,71 @@ class GroupFactory:
             UnreachableError: if some cannot be reached.
             RuntimeError, OSError: if connecting fails or was cancelled.
         """
-        others = [rank for rank in roster if rank != self._rank]
+        plans = [plan for plan in plans if len(plan.ranks) > 1]
+        others = sorted({rank for plan in plans for rank in plan.ranks} - {self._rank})
         if not others:
             return {}
-        plans = [plan for plan in plans if len(plan.ranks) > 1]
         store, prefix = _Store(self._rendezvous, cancelled), f"generation{generation}"
 
         def exchange(what: str, value: bytes) -> dict[int, bytes]:
             store.set(f"{prefix}/{what}{self._rank}", value)
-            return {rank: store.get(f"{prefix}/{what}{rank}") for rank in others}
+            return dict(zip(others, store.get_all([f"{prefix}/{what}{rank}" for rank in others]), strict=True))
 
         if doorbell is not None:
             missing = unreachable(exchange("doorbell", doorbell.address), cancelled)
             if missing and not cancelled.is_set():
                 raise UnreachableError(missing)
+        groups = {plan.name: Group() for plan in plans}
         with contextlib.closing(Gate(self._host)) as gate:
             addresses = exchange("gate", gate.address if self._devices else _NO_GATE)
-            if _NO_GATE not in addresses.values() and self._devices:
-                return self._create_over_links(generation, plans, gate, addresses, cancelled, sockets)
-        return self._let_gloo_connect(lambda plan: PrefixStore(f"{prefix}/{plan.name}", store), plans, sockets)
+            without = {rank for rank, address in addresses.items() if address == _NO_GATE or not self._devices}
+            linked, others_connect = self._divided(plans, without)
+            if linked:
+                self._create_over_links(groups, generation, linked, gate, addresses, cancelled, sockets)
+        for name, plan in others_connect:
+            created = self._let_gloo_connect(PrefixStore(f"{prefix}/{plan.name}", store), plan, sockets)
+            groups[name].add(created, plan.ranks, plan.meshed)
+        return groups
+
+    def _divided(
+        self, plans: Sequence[GroupPlan], without: Collection[int]
+    ) -> tuple[list[GroupPlan], list[tuple[str, GroupPlan]]]:
+        """What is created over links, and where Gloo connects by itself because some, ``without`` gates, cannot: a
+        meshed group as a whole, and one for each two workers otherwise. The latter in an order that is the same on all
+        workers, since each waits for its other members; with the names of the plans that they belong to.
+        """
+        linked, others = [], []
+        for plan in plans:
+            if plan.meshed:
+                if set(plan.ranks).isdisjoint(without):
+                    linked.append(plan)
+                else:
+                    others.append((plan.name, plan))
+                continue
+            reached = tuple(rank for rank in plan.ranks if rank not in without)
+            if len(reached) > 1:
+                linked.append(replace(plan, ranks=reached))
+            for rank in set(plan.ranks) & set(without):
+                pair = (min(rank, self._rank), max(rank, self._rank))
+                others.append((plan.name, replace(plan, name=f"{plan.name}{pair[0]}-{pair[1]}", ranks=pair)))
+        return linked, sorted(others, key=lambda named: (named[1].ranks, named[1].name))
 
     def _create_over_links(
         self,
+        groups: Mapping[str, Group],
         generation: int,
         plans: Sequence[GroupPlan],
         gate: Gate,
         addresses: Mapping[int, bytes],
         cancelled: threading.Event,
         sockets: OpenSockets,
-    ) -> dict[str, Any]:
+    ) -> None:
         links = [
             Link.between(plan.name, self._rank, rank) for plan in plans for rank in plan.ranks if rank != self._rank
         ]
         limit = _CONNECT_TIMEOUT.total_seconds()
         connected = connect(gate, self._key, generation, self._rank, links, addresses, cancelled, limit)
         gate.close()  # nobody has anything to ask any more
-        groups = {}
         with contextlib.ExitStack() as stack:
             for sock in connected.values():
                 stack.enter_context(sock)
@@ -186,23 +251,14 @@ class GroupFactory:
                     plan.ranks.index(self._rank), len(plan.ranks), peers
                 )
                 sockets.add(opened)
-                groups[plan.name] = group
-        return groups
+                groups[plan.name].add(group, plan.ranks, plan.meshed)
 
-    def _let_gloo_connect(
-        self, store_for: Callable[[GroupPlan], Store], plans: Sequence[GroupPlan], sockets: OpenSockets
-    ) -> dict[str, Any]:
+    def _let_gloo_connect(self, store: Store, plan: GroupPlan, sockets: OpenSockets) -> Any:
         if not self._open_devices:
             self._open_devices = [open_device(self._host) for _ in range(self._loops)]
-        groups = {}
-        for plan in plans:
-            before = open_sockets()
-            groups[plan.name] = create_group(
-                store_for(plan),
-                plan.ranks.index(self._rank),
-                len(plan.ranks),
-                self._open_devices[plan.loop],
-                _CONNECT_TIMEOUT,
-            )
-            sockets.add(dict(open_sockets().items() - before.items()))
-        return groups
+        before = open_sockets()
+        group = create_group(
+            store, plan.ranks.index(self._rank), len(plan.ranks), self._open_devices[plan.loop], _CONNECT_TIMEOUT
+        )
+        sockets.add(dict(open_sockets().items() - before.items()))
+        return group

@@ -66,7 +66,8 @@ class FakeProcess:
 
 def fake_schedule(failed: frozenset[Worker] = frozenset(), grid: Grid = GRID) -> Schedule:
     """A schedule in which nobody does anything."""
-    return Schedule(Problem(grid, Costs.uniform(grid.stages), failed), {}, 1.0)
+    workers = {worker: () for worker in grid.workers() if worker not in failed}
+    return Schedule(Problem(grid, Costs.uniform(grid.stages), failed), workers, 1.0)
 
 
 class FakePlanner:

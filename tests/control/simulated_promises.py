@@ -181,8 +181,8 @@ class Promises:
                         raise Violation(
                             f"{worker} has begun step {worker.member.begun}; all are to stop at {message.step}"
                         )
-                if message.schedule is not None:
-                    self._expected.append((message.generation, message.step, message.schedule))
+                if message.program is not None:
+                    self._expected.append((message.generation, message.step, message.program))
             case messages.StopVerdict():
                 if self._verdicts.setdefault(message.point, message.agreed) != message.agreed:
                     raise Violation(f"workers are told different verdicts about stop point {message.point}")
@@ -207,7 +207,7 @@ class Promises:
         if message.generation in self._resumed or message.roster != self._rosters[message.generation]:
             raise Violation(f"generation {message.generation} is resumed twice, or with another roster")
         self._resumed.add(message.generation)
-        self._expected.append((message.generation, 0, message.schedule))
+        self._expected.append((message.generation, 0, message.program))
         if message.generation in self._planned:
             boundary, decision = self._planned[message.generation], message.decision
             if decision.version != boundary or decision.ahead or decision.adoptions:

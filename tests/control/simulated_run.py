@@ -19,6 +19,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from simulated_promises import EVICTED, Promises, Violation
@@ -27,7 +28,9 @@ from simulated_workers import (
     Dies,
     Fact,
     Interrupted,
+    Schedule,
     SimulatedWorker,
+    linked_with,
 )
 
 from lightning_recycle.control.protocol import membership, messages
@@ -124,6 +127,9 @@ class Run:
         for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
             self._at(self.random() * FAULTS_END, self._fault)
         self._follow_ups = self.chance.choice((0, 1, 2, 3))  # faults right after what the machine does about one
+        # Whether all connect with all, or with those alone whom the plan needs; with ties all are needed.
+        self.meshed = self.tied or random.Random(f"meshed {seed}").random() < 0.3
+        self._linked_by: Schedule = ((), 0)  # the plan of the newest generation
         self._plans: dict[tuple[int, ...], int] = {}  # the schedule that the coordinator chooses for a roster
         replans = random.Random(f"replans {seed}")
         for number in range(1, 1 + replans.choice((0, 0, 1, 2, 3, 6))):
@@ -377,7 +383,10 @@ class Run:
             if isinstance(command, Send):
                 message = command.message
                 if isinstance(message, messages.Resume):
-                    message = replace(message, schedule=(message.roster, self._plans.get(message.roster, 0)))
+                    self._linked_by = (message.roster, self._plans.get(message.roster, 0))
+                    message = replace(message, program=self._linked_by)
+                elif command.schedule is not None:
+                    message = replace(message, program=command.schedule)
                 if isinstance(message, messages.Judged):
                     self.promises.on_verdict(event, message, self.state)
                 else:
@@ -405,7 +414,14 @@ class Run:
 
     def _adopt(self, roster: tuple[int, ...], number: int) -> None:
         self._plans[roster] = number
-        self._handle(PlanReady(roster, (roster, number)))
+        self._handle(PlanReady(roster, (roster, number), {}, self._reconnects((roster, number))))
+
+    def _reconnects(self, schedule: Schedule) -> bool:
+        """Whether ``schedule`` needs connections that those who run do not have."""
+        if self.meshed or self._linked_by[0] != schedule[0]:
+            return False
+        linked = (partial(linked_with, self.grid, plan) for plan in (schedule, self._linked_by))
+        return not all(new <= old for new, old in zip(*(map(link, schedule[0]) for link in linked), strict=True))
 
     def _post(self, worker: SimulatedWorker, message: Any) -> None:
         self._down[worker.process] = arrival = max(self._down[worker.process], self.now + self.delay())
@@ -523,7 +539,7 @@ class Run:
                 if victim is not None:
                     self.met[f"{who} hit"] += 1
                     self._at(self.delay() * 3, self._crash_if_alive, victim)
-        elif isinstance(message, messages.Boundary) and message.schedule is not None:
+        elif isinstance(message, messages.Boundary) and message.program is not None:
             if self._follow_ups and self.random() < 0.5:
                 self._follow_ups -= 1
                 self._at(self.delay() * 2, self._fault)
@@ -638,9 +654,11 @@ class Run:
                 self._wake(fact)
 
     def unreachable(self, worker: SimulatedWorker) -> tuple[int, ...]:
-        found = [pair for pair, finders in self._cuts.items() if worker.rank in finders]
+        found = [
+            pair for pair, finders in self._cuts.items() if worker.rank in finders and worker.linked.issuperset(pair)
+        ]
         self.promises.broken_pairs[worker.generation].update(found)
-        return tuple(sorted({rank for pair in found for rank in pair} & set(worker.roster) - {worker.rank}))
+        return tuple(sorted({rank for pair in found for rank in pair} & worker.linked - {worker.rank}))
 
     def _end_connecting(self, worker: SimulatedWorker, missing: set[Fact]) -> None:
         """Connecting has taken too long; if others are not there yet, it gets more time."""

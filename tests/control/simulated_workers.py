@@ -31,6 +31,7 @@ __all__ = [
     "Schedule",
     "SimulatedWorker",
     "full_gradient",
+    "linked_with",
     "loss_of",
     "plan_for",
     "script",
@@ -73,6 +74,7 @@ class Network(Protocol):
     commits: bool
     tied: bool
     whole: bool
+    meshed: bool
     guesses: bool
     between: tuple[str, ...]
     facts: dict[Fact, Any]
@@ -150,6 +152,12 @@ def plan_for(grid: Grid, schedule: Schedule, rank: int) -> Plan:
     return Plan(mine, before, after, peers, not set(peers) <= set(route(stage)))
 
 
+def linked_with(grid: Grid, schedule: Schedule, rank: int) -> frozenset[int]:
+    """The ranks that ``rank`` is connected with in a generation that begins with ``schedule``, itself included."""
+    plan = plan_for(grid, schedule, rank)
+    return frozenset((rank, *plan.before, *plan.after, *plan.peers))
+
+
 @lru_cache(maxsize=256)
 def script(between: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     """What every worker's Lightning does after its set-up, in order: steps, and what follows each of them."""
@@ -193,6 +201,7 @@ class SimulatedWorker:
         self.broken: set[int] = set()  # ranks to which its connections are broken in this generation
         self.member = Member(rank, joins)
         self.schedule: Schedule = ((), 0)
+        self.linked: frozenset[int] = frozenset()  # whom it is connected with
         # the executor
         self.version = 0
         self.reduced = False
@@ -405,8 +414,8 @@ class SimulatedWorker:
             for reply in answer.replies:
                 self.send(reply)
             if not isinstance(answer, Hold):
-                if answer.schedule is not None:
-                    self.schedule = answer.schedule
+                if answer.program is not None:
+                    self.schedule = answer.program
                 return
             yield from self.wait(lambda place=answer.place: self.member.pause != place)  # type: ignore[misc]
 
@@ -476,12 +485,15 @@ class SimulatedWorker:
         yield from self.wait(lambda: self.member.resumed() is not None)
         resume = self.member.resumed()
         assert resume is not None
+        network = self.network
+        self.schedule = resume.program  # the whole: what a program is, the protocol does not know
+        self.linked = frozenset(self.roster)
+        if not network.meshed:
+            self.linked = linked_with(self.grid, self.schedule, self.rank)
         if announced.check_links:
             yield from self.check_links()
         self.tell("connects", 0)
-        yield from self.exchange("connects", 0, self.roster)
-        self.schedule = resume.schedule
-        network = self.network
+        yield from self.exchange("connects", 0, sorted(self.linked))
         self.payloads = resume.commits
         for action in recovery.actions(
             self.rank, status, resume.decision, resume.donors, network.commits, network.tied or network.whole
@@ -495,7 +507,7 @@ class SimulatedWorker:
     def check_links(self) -> Waits:
         """Communicator.configure, before it connects."""
         self.tell("doorbell", 0)
-        yield from self.exchange("doorbell", 0, self.roster)
+        yield from self.exchange("doorbell", 0, sorted(self.linked))
         yield self.network.delay()
         if self.interrupted:
             raise CommunicationError
@@ -561,6 +573,7 @@ class SimulatedWorker:
         has = self.version if step == self.version else self.shadow
         assert has == step, f"it computes step {step} with the parameters of version {has}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
+        assert self.linked.issuperset((*plan.before, *plan.after, *plan.peers)), "it has no connection to some of them"
         self.place = (step, "program")
         self.network.begins(self, step)
         if self.network.has_bug(self, step):
@@ -661,6 +674,7 @@ class SimulatedWorker:
         self.reduced, self.payload = False, None
         assert self.version == step, f"it does step {step} on the parameters of version {self.version}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
+        assert self.linked.issuperset((*plan.before, *plan.after, *plan.peers)), "it has no connection to some of them"
         self.place = (step, "program")
         self.network.begins(self, step)
         if self.network.has_bug(self, step):

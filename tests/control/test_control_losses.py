@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from control_plane import PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
+from control_plane import GRID, PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
 from control_worker import Member
 
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.control.protocol.messages import Activity, Broken, Crash, Heartbeat, Hello
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.program import Programs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -24,7 +25,8 @@ def test_a_process_exit_is_a_loss_with_its_cause(plane: ControlPlane) -> None:
     (failure,) = plane.events("failure")
     assert (failure.worker, failure.details["cause"]) == ((1, 1), "it exited with code 1")
     assert all(m.resumes[-1].roster == (0, 1, 2) for m in members[:3])
-    assert all(m.resumes[-1].schedule == fake_schedule(frozenset({Worker(1, 1)})) for m in members[:3])
+    programs = Programs(fake_schedule(frozenset({Worker(1, 1)})))
+    assert [m.resumes[-1].program for m in members[:3]] == [programs.of(GRID.worker(rank)) for rank in range(3)]
 
 
 def test_a_closed_connection_is_a_loss(plane: ControlPlane) -> None:

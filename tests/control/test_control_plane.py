@@ -4,10 +4,11 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from control_plane import PATIENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
+from control_plane import GRID, PATIENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
 from control_worker import Payload
 
 from lightning_recycle.control.client import Interrupted
@@ -18,16 +19,18 @@ from lightning_recycle.control.protocol.messages import Broken, FaultInjected, L
 from lightning_recycle.control.protocol.state import RESULT, Finished
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.program import Programs
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_workers_that_joined_get_the_same_roster_and_schedule(plane: ControlPlane) -> None:
+def test_workers_that_joined_get_the_same_roster_and_each_its_program(plane: ControlPlane) -> None:
     members = plane.members()
     resumes = [member.resumes[0] for member in members]
-    assert all(resume == resumes[0] for resume in resumes)
+    assert all(replace(resume, program=None) == replace(resumes[0], program=None) for resume in resumes)
     assert (resumes[0].generation, resumes[0].roster) == (0, (0, 1, 2, 3))
-    assert resumes[0].schedule == fake_schedule()
+    programs = Programs(fake_schedule())
+    assert [resume.program for resume in resumes] == [programs.of(worker) for worker in GRID.workers()]
     assert plane.coordinator.roster == (0, 1, 2, 3)
     assert plane.coordinator.schedules == [fake_schedule()]
 
@@ -125,15 +128,21 @@ def test_plans_are_made_ahead_at_the_start_and_again_once_the_times_are_known(pl
     assert plane.planner.ahead == [frozenset(), frozenset()]
 
 
-def test_what_a_worker_publishes_reaches_the_others_of_its_generation(plane: ControlPlane) -> None:
+def test_what_a_worker_publishes_reaches_those_of_its_generation_that_look_it_up(plane: ControlPlane) -> None:
     members = plane.members()
+    early = in_thread(members[0].client.lookup, ["address", "other"], threading.Event())
     members[2].client.publish("address", b"of 2")
-    assert together(*(partial(m.client.lookup, "address", threading.Event()) for m in members)) == [b"of 2"] * 4
+    never = threading.Event()
+    assert together(*(partial(m.client.lookup, ["address"], never) for m in members)) == [[b"of 2"]] * 4
+    assert not early.done(), "one is missing"
+    members[3].client.publish("other", b"of 3")
+    assert early.result(PATIENCE) == [b"of 2", b"of 3"]
+    assert members[1].client.member.published("other") is None, "it has not asked"
 
 
 def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane: ControlPlane) -> None:
     members = plane.members()
-    waiting = in_thread(members[0].client.lookup, "address", threading.Event())
+    waiting = in_thread(members[0].client.lookup, ["address"], threading.Event())
     die(plane, members[3])
     with pytest.raises(Interrupted):
         waiting.result(PATIENCE)

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question, propose
-from lightning_recycle.runtime.program import worker_program
+from lightning_recycle.planning.program import worker_program
 
 SLOT = 0.02  # seconds
 GRID = p.Grid(3, 2, 4)

@@ -17,6 +17,7 @@ from lightning_recycle.control.protocol.encoding import HEADER_BYTES, BadMessage
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning import plan
 from lightning_recycle.planning.problem import Costs, Problem
+from lightning_recycle.planning.program import Programs
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -114,13 +115,11 @@ def test_a_message_with_a_grid_that_cannot_be_is_refused() -> None:
         decode(messages.Assign, body.replace(b"pipelines\x02", b"pipelines\x00"))
 
 
-def test_a_schedule_whose_columns_do_not_fit_is_refused() -> None:
-    schedule = plan(Problem(messages.Grid(2, 2, 2), Costs.uniform(2)))
-    body = bytes(encode(messages.Boundary(0, 0, schedule)))[HEADER_BYTES:]
-    one_less = body.index(b"\xa5kinds") + 7
-    cut = bytes([body[one_less] - 1]) + body[one_less + 2 :]
-    with pytest.raises(BadMessageError, match="columns of the schedule have different lengths"):
-        decode(messages.Boundary, body[:one_less] + cut)
+def test_a_worker_s_program_arrives_as_it_was_made() -> None:
+    programs = Programs(plan(Problem(messages.Grid(2, 2, 2), Costs.uniform(2))))
+    for worker in messages.Grid(2, 2, 2).workers():
+        boundary = messages.Boundary(0, 0, programs.of(worker))
+        assert same(transfer(boundary), boundary)
 
 
 def test_payloads_come_back_and_large_ones_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

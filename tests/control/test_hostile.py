@@ -55,6 +55,7 @@ _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "another stage": (m.Report(3, 0, WorkerStatus(0, 0, False)), "it is of stage 1, not 0"),
     "another version": (m.Report(3, 0, WorkerStatus(1, 40, False)), "it has applied 0 steps, not 40"),
     "no rank": (m.Broken(3, 0, "reset", (17,)), r"no ranks \(17,\)"),
+    "too many questions": (m.LookUp(3, 0, ("key",) * 1000), "it looks 1000 keys up"),
     "too much to publish": (m.Publish(3, 0, "key", bytes(2 << 20)), "it publishes 2097155 bytes"),
 }
 

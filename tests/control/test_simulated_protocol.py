@@ -171,7 +171,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
 WORKERS: list[tuple[str, Any, str, str, str]] = [
     ("a worker begins steps while it should pause", Member, "begin", "if not paused or", "if True or"),
     ("a worker takes a plan before its step", Member, "begin", "if plan.step <= step", "if True"),
-    ("a worker never takes a plan", Member, "begin", "due[-1].schedule if due else None", "None"),
+    ("a worker never takes a plan", Member, "begin", "due[-1].program if due else None", "None"),
     ("a worker keeps the plans of an old generation", Member, "enter", "self.plans.clear()", "pass"),
     ("a worker applies a gradient without the loss", Member, "loss",
      "self._losses.get(step)", "self._losses.get(step, messages.StepLoss(step, 0.0))"),

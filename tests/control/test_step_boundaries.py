@@ -441,7 +441,7 @@ def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_th
     state, commands = feed(state, *paused((0, 2), 1, 4))
     assert commands == []
     state, commands = feed(state, m.Paused(1, 1, 3))
-    assert commands == [s.Send(THREE, m.Boundary(1, 5, "a plan", 0)), s.Record("replanned", 5, None, {"gain": 0.3})]
+    assert commands == [s.Send(THREE, m.Boundary(1, 5), "a plan"), s.Record("replanned", 5, None, {"gain": 0.3})]
     assert (state.generation, state.pause, state.plan, state.regrouping) == (1, None, None, False)
 
 
@@ -472,6 +472,20 @@ def test_who_waits_to_be_let_in_goes_before_a_plan() -> None:
     assert state.plan is None
 
 
+def test_a_plan_that_needs_other_connections_begins_with_a_generation_at_the_boundary() -> None:
+    plan = s.PlanReady(THREE, "a plan", {"gain": 0.3}, reconnects=True)
+    state, _ = feed(running_without_3(), plan, *finish(THREE, range(5)))
+    state, commands = feed(state, *paused(THREE, 1, 4))
+    assert commands == [s.Send(THREE, m.Boundary(1, 5))], "all stop there"
+    state, commands = feed(state, *arrived(THREE, 1, 5))
+    assert commands[:2] == [s.Record("paused", 5), s.Record("replanned", 5, None, {"gain": 0.3})]
+    assert [(r.generation, r.roster) for r in messages(commands, m.Regroup)] == [(2, THREE)]
+    assert state.plan is None
+    _, commands = feed(state, *reports(THREE, 2, 5))
+    (resume,) = messages(commands, m.Resume)
+    assert (resume.decision.version, resume.decision.adoptions) == (5, ()), "nothing is redone"
+
+
 def test_who_comes_right_after_a_change_of_plan_is_let_in_by_a_pause_of_its_own() -> None:
     state, _ = feed(running_without_3(), PLAN, *paused(THREE, 1, 4))
     state, commands = feed(state, m.Ready(3))
@@ -484,5 +498,5 @@ def test_who_comes_right_after_a_change_of_plan_is_let_in_by_a_pause_of_its_own(
 
 def test_a_newer_plan_replaces_one_that_has_not_begun() -> None:
     _, commands = feed(running_without_3(), PLAN, s.PlanReady(THREE, "a better one"), *paused(THREE, 1, 0))
-    assert messages(commands, m.Boundary) == [m.Boundary(1, 1, "a better one")]
+    assert [c for c in commands if isinstance(c, s.Send)][1:] == [s.Send(THREE, m.Boundary(1, 1), "a better one")]
     assert len(messages(commands, m.Pause)) == 1

@@ -55,7 +55,10 @@ class Meeting:
         path.with_suffix(f".{os.getpid()}").write_bytes(value)
         path.with_suffix(f".{os.getpid()}").rename(path)
 
-    def lookup(self, key: str, cancelled: threading.Event) -> bytes:
+    def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
+        return [self._look_up(key, cancelled) for key in keys]
+
+    def _look_up(self, key: str, cancelled: threading.Event) -> bytes:
         path = self._directory / key.replace("/", "_")
         while not path.exists():
             if self._interrupted >= self.generation or cancelled.is_set():

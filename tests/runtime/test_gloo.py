@@ -165,7 +165,7 @@ def test_without_filters_gloo_connects_by_itself_and_the_log_says_so(
     created: dict[int, object] = {}
 
     def create(rank: int, factory: GroupFactory) -> None:
-        created[rank] = factory.create(0, [plan], (0, 1), None, never, OpenSockets())["group"]
+        created[rank] = factory.create(0, [plan], None, never, OpenSockets())["group"].whole
 
     threads = [threading.Thread(target=create, args=item) for item in enumerate((without, with_filters))]
     for thread in threads:
@@ -173,6 +173,47 @@ def test_without_filters_gloo_connects_by_itself_and_the_log_says_so(
     for thread in threads:
         thread.join()
     assert all_reduce([created[0], created[1]])[0][0] == 11.0
+
+
+@pytest.mark.parametrize("without", [(), (1,), (0, 2)], ids=str)
+def test_workers_that_are_not_connected_with_the_same_others_number_them_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[int, ...]
+) -> None:
+    """A line of three, in which some have Gloo connect by itself."""
+
+    def refuse(sock: socket.socket) -> None:
+        raise OSError(92, "Protocol not available")
+
+    meeting = tasks.Meeting(str(tmp_path))
+    meeting.generation = 0
+    factories = []
+    for rank in range(3):
+        with monkeypatch.context() as patched:
+            if rank in without:
+                patched.setattr(gloo, "drop_everything", refuse)
+            factories.append(GroupFactory(rank, tasks.HOST, meeting, tasks.KEY, loops=1))
+    received: dict[int, list[float]] = {}
+
+    def run(rank: int, ranks: tuple[int, ...]) -> None:
+        plan = GroupPlan("group", ranks, meshed=False)
+        group = factories[rank].create(0, [plan], None, threading.Event(), OpenSockets())["group"]
+        assert group.whole is None
+        tensors = {other: torch.zeros(1) for other in ranks if other != rank}
+        mine = torch.full((1,), float(rank))
+        works = []
+        for other, tensor in tensors.items():
+            process_group, number = group.places[other]
+            works += [process_group.recv([tensor], number, 7), process_group.send([mine], number, 7)]
+        for work in works:
+            work.wait()
+        received[rank] = [float(tensor) for tensor in tensors.values()]
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate([(0, 1), (0, 1, 2), (1, 2)])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert received == {0: [1.0], 1: [0.0, 2.0], 2: [1.0]}
 
 
 # ---------------------------------------------------------------------- strangers

@@ -10,6 +10,7 @@ import os
 import socket
 import types
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
@@ -21,11 +22,8 @@ from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import HEADER_BYTES, SCHEMA, encode
 from lightning_recycle.planning.footprint import Footprint
-from lightning_recycle.planning.grid import Grid, Microbatch, Worker
-from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
-from lightning_recycle.planning.problem import Costs, Problem, Technique
+from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import StageProfile
-from lightning_recycle.planning.schedule import Schedule
 
 __all__ = [
     "MESSAGES",
@@ -65,11 +63,9 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.builds(StageProfile, **{name: _SIZES[hint] for name, hint in hints.items()})
     if hint is Footprint:  # likewise
         return st.builds(Footprint, st.text(max_size=20), *[_SIZES[int]] * 6)
-    if hint is Schedule:
-        return _schedules()
     if hint is Grid:
         return st.builds(Grid, *[st.integers(1, 3)] * 3)
-    if isinstance(hint, type) and issubclass(hint, messages.Enum):
+    if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from(list(hint))
     if dataclasses.is_dataclass(hint):
         return st.builds(hint, **{name: values_of(part) for name, part in get_type_hints(hint).items()})
@@ -150,27 +146,3 @@ def assault(address: tuple[str, int], key: bytes, hostile: tuple[list[Any], bool
     except OSError:  # it has been refused already
         pass
     connection.close()
-
-
-@st.composite
-def _schedules(draw: st.DrawFn) -> Schedule:
-    grid = draw(st.builds(Grid, *[st.integers(1, 3)] * 3))
-    cost = st.floats(0, 1e6)
-    costs = Costs(*(tuple(draw(cost) for _ in range(grid.stages)) for _ in range(5)), communication=draw(cost))
-    spared = draw(st.integers(0, grid.pipelines - 1))
-    failed = draw(st.frozensets(st.sampled_from(grid.workers()))) - {Worker(spared, s) for s in range(grid.stages)}
-    factors = {worker: draw(st.floats(0.1, 10)) for worker in draw(st.frozensets(st.sampled_from(grid.workers())))}
-    limit = draw(st.none() | st.tuples(*[st.integers(1, 5)] * grid.stages))
-    technique = Technique(draw(st.booleans()), draw(st.booleans()))
-    problem = Problem(grid, costs, failed, technique, limit, tuple(factors.items()))
-    microbatch = st.none() | st.builds(Microbatch, st.integers(0, 3), st.integers(0, 3))
-    workers = {
-        worker: tuple(
-            ScheduledOp(Op(kind, worker.stage, m), start, end)
-            for kind, m, start, end in draw(
-                st.lists(st.tuples(st.sampled_from(OpKind), microbatch, cost, cost), max_size=4)
-            )
-        )
-        for worker in problem.live_workers()
-    }
-    return Schedule(problem, workers, draw(cost))

@@ -14,7 +14,7 @@ Must not know: connections; of a generation's roster, more than who failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
@@ -26,6 +26,7 @@ from lightning_recycle.control.protocol.state import PlanReady
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
+from lightning_recycle.planning.program import exchanges, links
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
@@ -75,6 +76,7 @@ class RunPlans:
         self._profiled: dict[int, Profiled] = {}
         self._footprints: dict[Worker, Footprint] = {}
         self._steps = 0  # since the newest schedule began
+        self._links: Mapping[Worker, frozenset[Worker]] = {}  # who is connected with whom in the newest generation
 
     # ------------------------------------------------------------------ what all run
 
@@ -91,6 +93,7 @@ class RunPlans:
             self._planner.forget(joining)
         schedule = self._planner.plan(failed, self.operation_seconds)
         self._begin(schedule, step)
+        self._links = links(schedule)
         return schedule
 
     @property
@@ -215,7 +218,9 @@ class RunPlans:
             "planning_seconds": seconds,
             "found_by": found_by,
         }
-        return PlanReady(tuple(self._grid.rank(worker) for worker in schedule.live_workers), schedule, details)
+        roster = tuple(self._grid.rank(worker) for worker in schedule.live_workers)
+        reconnects = any(other not in self._links.get(worker, ()) for worker, other in exchanges(schedule))
+        return PlanReady(roster, schedule, details, reconnects)
 
     def propose_move(self, failed: Collection[Worker], vacant: Worker) -> Worker | None:
         """A healthy worker of another stage that should take the position ``vacant``, if there is one."""

@@ -47,11 +47,13 @@ _OF_MEMBERS = (
     messages.Raised,
     messages.Connected,
     messages.Publish,
+    messages.LookUp,
 )
 _MAY_BE_ANY_NUMBER = ("losses", "facts")
 """Fields with what the user computes: a loss that diverges is the user's business."""
 
 _PUBLISHED_BYTES = 1 << 20
+_KEYS_PER_WORKER = 64  # that there may be; a few are usual
 
 
 def objection(state: MembershipState, rank: int, message: Any) -> str | None:
@@ -115,6 +117,9 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
         case messages.Publish():
             size = len(message.key) + len(message.value)
             return _unless(size <= _PUBLISHED_BYTES, f"it publishes {size} bytes")
+        case messages.LookUp():
+            count, most = len(message.keys), _KEYS_PER_WORKER * state.grid.num_workers
+            return _unless(count <= most, f"it looks {count} keys up, and there are no {most}")
         case messages.Profiled():
             return _unless(message.steps > 0, f"it measured {message.steps} steps")
     return None

@@ -25,9 +25,8 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.schedule_columns import ScheduleColumns
 from lightning_recycle.errors import ControlPlaneError, ReCycleError
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.program import Program
 
 __all__ = ["HEADER_BYTES", "SCHEMA", "BadMessageError", "decode", "encode", "parse_header"]
 
@@ -41,7 +40,7 @@ HEADER_BYTES = _HEADER.size
 
 _HELLO_BYTES = 4096  # before it nobody knows who is there
 _DATA_BYTES = 16 << 20  # numbers and names; a million losses fit
-_SCHEDULE_BYTES = 1 << 30  # a plan for 24 x 64 workers and 128 micro-batches has 15 MB
+_PROGRAM_BYTES = 1 << 28  # of one worker; a task takes about a hundred
 _OPAQUE_BYTES = 1 << 40  # checkpoints and results pass through: what the sender's memory holds
 
 
@@ -51,40 +50,27 @@ class _Form:
 
     Args:
         message: the type.
-        columns: the same fields, with columns for schedules; the type itself if it has none.
-        schedules: the names of the fields that are schedules, or None.
         limit: the most bytes that the body may have.
-        decoder: of ``columns``.
+        decoder: of the body.
     """
 
     message: type[Any]
-    columns: type[Any]
-    schedules: tuple[str, ...]
     limit: int
     decoder: msgspec.msgpack.Decoder[Any]
 
 
 def _form(message: type[Any]) -> _Form:
-    hints = get_type_hints(message)
-    schedules = tuple(name for name, hint in hints.items() if hint == (Schedule | None))
-    columns = message
-    if schedules:
-        columns = dataclasses.make_dataclass(
-            message.__name__,
-            [(name, ScheduleColumns | None if name in schedules else hint) for name, hint in hints.items()],
-            frozen=True,
-            slots=True,
-        )
-    limit = _SCHEDULE_BYTES if schedules else _DATA_BYTES
-    if any(_mentions_bytes(hint) for hint in hints.values()):
+    hints = get_type_hints(message).values()
+    limit = _PROGRAM_BYTES if any(_mentions(Program, hint) for hint in hints) else _DATA_BYTES
+    if any(_mentions(bytes, hint) for hint in hints):
         limit = _OPAQUE_BYTES
     if message is messages.Hello:
         limit = _HELLO_BYTES
-    return _Form(message, columns, schedules, limit, msgspec.msgpack.Decoder(columns))
+    return _Form(message, limit, msgspec.msgpack.Decoder(message))
 
 
-def _mentions_bytes(hint: Any) -> bool:
-    return hint is bytes or any(_mentions_bytes(part) for part in get_args(hint))
+def _mentions(kind: type[Any], hint: Any) -> bool:
+    return hint is kind or any(_mentions(kind, part) for part in get_args(hint))
 
 
 def _describe(kind: type[Any]) -> Iterator[str]:
@@ -96,7 +82,7 @@ def _describe(kind: type[Any]) -> Iterator[str]:
 
 def _describe_parts(hint: Any) -> Iterator[str]:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        yield from _describe(ScheduleColumns if hint is Schedule else hint)
+        yield from _describe(hint)
     for part in get_args(hint):
         yield from _describe_parts(part)
 
@@ -121,15 +107,9 @@ def encode(message: Any) -> bytearray:
     """
     number = _NUMBERS[type(message)]
     form = _FORMS[number]
-    body = message
-    if form.schedules:
-        fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
-        for name in form.schedules:
-            fields[name] = None if fields[name] is None else ScheduleColumns.of(fields[name])
-        body = form.columns(**fields)
     frame = bytearray(HEADER_BYTES)
     try:
-        _ENCODER.encode_into(body, frame, HEADER_BYTES)
+        _ENCODER.encode_into(message, frame, HEADER_BYTES)
     except (TypeError, OverflowError, ValueError) as error:
         raise ReCycleError(f"{message!r:.500} cannot be sent: {error}. Give plain numbers and strings.") from error
     size = len(frame) - HEADER_BYTES
@@ -162,14 +142,8 @@ def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
     """
     form = _FORMS[_NUMBERS[kind]]
     try:
-        message = form.decoder.decode(body)
-        if not form.schedules:
-            return message
-        fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
-        for name in form.schedules:
-            fields[name] = None if fields[name] is None else fields[name].schedule()
-        return kind(**fields)
-    # RecursionError: nested too deeply. ReCycleError: a grid, costs or a problem that cannot be.
+        return form.decoder.decode(body)
+    # RecursionError: nested too deeply. ReCycleError: a grid that cannot be.
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ReCycleError) as error:
         raise BadMessageError(f"no {kind.__name__}: {error}") from error
 

@@ -14,14 +14,14 @@ around it, and the simulated histories drive the same object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.stopping import last_point
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.program import Program
 
 __all__ = ["Go", "Hold", "Interrupted", "Member"]
 
@@ -35,11 +35,11 @@ class Go:
     """The step may begin.
 
     Args:
-        schedule: holds from now on, if there is one.
+        program: holds from now on, if there is one.
         replies: messages to send.
     """
 
-    schedule: Schedule | None = None
+    program: Program | None = None
     replies: tuple[Any, ...] = ()
 
 
@@ -125,7 +125,7 @@ class Member:
                     self._newest_pause = pause
                     self._paused_generation, self._boundary = message.generation, None
                 return (messages.Paused(self.rank, message.generation, self.begun, message.number),)
-            case messages.Boundary(schedule=None):
+            case messages.Boundary(program=None):
                 if message.generation == self._paused_generation:
                     self._boundary = message.step
             case messages.Boundary():
@@ -146,9 +146,9 @@ class Member:
                 self.rank, self.joining = message.rank, message.joining
             case messages.Committed():
                 self._committed = message
-            case messages.Publish():
+            case messages.Found():
                 if message.generation == self.generation:
-                    self._published[message.key] = message.value
+                    self._published.update(message.values)
             case messages.Answer():
                 self._answers[message.number] = message
         return ()
@@ -178,12 +178,17 @@ class Member:
         return self._resume if self._resume is not None and self._resume.generation == self.generation else None
 
     def publish(self, key: str, value: bytes) -> messages.Publish:
-        """The message that makes ``value`` known to all workers of the generation."""
+        """The message that makes ``value`` known to those workers of the generation that look ``key`` up."""
         self._published[key] = value
         return messages.Publish(self.rank, self.generation, key, value)
 
+    def look_up(self, keys: Iterable[str]) -> messages.LookUp | None:
+        """The question for what workers of the generation publish under ``keys``; None if all that is known."""
+        unknown = tuple(key for key in keys if key not in self._published)
+        return messages.LookUp(self.rank, self.generation, unknown) if unknown else None
+
     def published(self, key: str) -> bytes | None:
-        """The value that a worker of the generation has published."""
+        """The value that a worker of the generation has published under ``key``, once the answer is there."""
         return self._published.get(key)
 
     # ------------------------------------------------------------------ steps
@@ -218,7 +223,7 @@ class Member:
             self.begun = max(self.begun, step)
             due = [plan for plan in self.plans if plan.step <= step]
             self.plans = self.plans[len(due) :]
-            return Go(due[-1].schedule if due else None, replies)
+            return Go(due[-1].program if due else None, replies)
         place = (self.generation, step)
         if boundary is None or self._said == place:
             return Hold(replies, self.pause)

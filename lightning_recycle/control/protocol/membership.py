@@ -25,7 +25,8 @@ of the network.
 
 Another plan for the same workers (PlanReady) also begins at a step boundary, but nobody stops there: the Boundary
 carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
-holds, which is the shell's business (Resume).
+holds, which is the shell's business (Resume). A plan that needs other connections is such a generation's: all stop at
+the boundary and connect anew.
 """
 
 from __future__ import annotations
@@ -394,7 +395,7 @@ def _paused(state: MembershipState, event: messages.Paused) -> _Next:
     if pause.begun.keys() != state.live:
         return state, ()
     boundary = max(pause.begun.values()) + 1
-    if state.plan is not None and not any(_wanted(state)):
+    if state.plan is not None and not state.plan.reconnects and not any(_wanted(state)):
         return _change_plan(state, state.plan, boundary)
     state = replace(state, pause=replace(pause, boundary=boundary))
     return state, (Send(state.roster, messages.Boundary(state.generation, boundary, None, pause.number)),)
@@ -402,9 +403,9 @@ def _paused(state: MembershipState, event: messages.Paused) -> _Next:
 
 def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> _Next:
     """All run ``plan`` from ``boundary`` on, without stopping there."""
-    message = messages.Boundary(state.generation, boundary, plan.schedule, state.pauses)
+    message = messages.Boundary(state.generation, boundary, None, state.pauses)
     state = replace(state, pause=None, pauses=state.pauses + 1, plan=None)
-    return state, (Send(state.roster, message), Record("replanned", boundary, None, plan.details))
+    return state, (Send(state.roster, message, plan.schedule), Record("replanned", boundary, None, plan.details))
 
 
 def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
@@ -417,6 +418,8 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
         return state, ()
     enter, leave = _wanted(state)
     commands: list[Command] = [Record("paused", event.step)]
+    if state.plan is not None and not (enter or leave):
+        commands.append(Record("replanned", event.step, None, state.plan.details))
     moved = {mover: rank for rank, mover in state.moves.items() if rank in enter}
     for rank in sorted(leave):
         if rank in moved:

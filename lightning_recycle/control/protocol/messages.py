@@ -1,8 +1,7 @@
 """What workers and coordinator say to each other: frozen values, sent over one connection per worker.
 
 The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.protocol.encoding`): every field is
-data that msgpack has, an enum, a dataclass of such fields, or a
-:class:`~lightning_recycle.planning.schedule.Schedule`. What only workers and the launching process understand is
+data that msgpack has, an enum, or a dataclass of such fields. What only workers and the launching process understand is
 ``bytes``, which the coordinator passes on and never opens.
 
 Every name here is public; import the module, not the names.
@@ -19,7 +18,7 @@ from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import StageProfile
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.program import Program
 
 Number: TypeAlias = bool | int | float
 """A number that keeps its type: integers are counters and digests, compared exactly."""
@@ -363,12 +362,23 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """What all others of ``generation`` must know of a worker to connect to it; passed on unread."""
+    """What others of ``generation`` must know of a worker to connect to it: who looks ``key`` up gets ``value``."""
 
     rank: int
     generation: int
     key: str
     value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """The worker wants to know what others of ``generation`` publish, or have published, under ``keys``
+    (:class:`Found`).
+    """
+
+    rank: int
+    generation: int
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,12 +429,12 @@ class Pause:
 class Boundary:
     """All stop at the beginning of ``step``: nobody has begun it, and nothing is redone.
 
-    With a ``schedule`` nobody stops: all run it from that step on, until the next generation.
+    With a ``program`` nobody stops: all run that of another schedule from that step on, until the next generation.
     """
 
     generation: int
     step: int
-    schedule: Schedule | None = None
+    program: Program | None = None
     number: int = 0
 
 
@@ -483,11 +493,20 @@ class Resume:
     generation: int
     roster: tuple[int, ...]
     decision: Decision
-    schedule: Schedule | None
+    program: Program | None
+    """What this worker does in a step. The coordinator's shell adds it: each worker has another one."""
     commits: Mapping[int, Payload | None]
     """What the stages contributed to the commit of step ``decision.version - 1``, by stage, as far as known."""
     donors: Mapping[int, int] = field(default_factory=dict)
     """For each rank that joins, the peer that gives it its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer to :class:`LookUp`, once all of its keys are published: their values."""
+
+    generation: int
+    values: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,6 +619,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Crash,
     Connected,
     Publish,
+    LookUp,
     FaultInjected,
 )
 """What a worker may say once it has a position; its first message is a :class:`Hello`."""
@@ -620,7 +640,7 @@ TO_WORKERS: tuple[type[Any], ...] = (
     StopRequested,
     StopVerdict,
     Judged,
-    Publish,
+    Found,
     Alive,
     Stop,
 )

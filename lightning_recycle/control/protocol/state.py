@@ -66,11 +66,13 @@ class PlanReady:
         roster: the ranks that the plan is for; others have no use for it.
         schedule: the plan.
         details: why it is better, for the record.
+        reconnects: whether it needs connections that these workers do not have.
     """
 
     roster: tuple[int, ...]
     schedule: Schedule
     details: Mapping[str, Any] = field(default_factory=dict)
+    reconnects: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +122,11 @@ MembershipEvent: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send ``message`` to ``ranks``."""
+    """Send ``message`` to ``ranks``; with a ``schedule``, to each with its program of that schedule."""
 
     ranks: tuple[int, ...]
     message: Any
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True, slots=True)

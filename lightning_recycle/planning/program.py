@@ -1,0 +1,159 @@
+"""One worker's part of a schedule: its operations with the messages they need, and whom it must reach. Pure data.
+
+Concept: the schedule says which worker runs what in which order. The source of an operation's input and the destination
+of its output follow from that, so messages are not separate operations. A worker needs no more of the schedule than its
+:class:`Program`, whose size does not grow with the number of workers; the coordinator, which has the schedule, sends
+each worker its own.
+
+Contract: :func:`links` is symmetric, and has every pair of workers that exchange messages in a step of the schedule, in
+its evaluations, and in what is run forward by the first worker of each stage. It holds no pairs of one stage.
+
+Must not know: torch, connections, what a worker does with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lightning_recycle.planning.grid import Worker, global_index
+from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.schedule import Schedule
+
+__all__ = ["Program", "Programs", "Task", "exchanges", "links", "worker_program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An operation with everything the executor needs to know about it.
+
+    Args:
+        op: the operation.
+        label: its readable name.
+        index: the micro-batch's index in the global batch; -1 for REDUCE and STEP.
+        source: rank of the worker whose message it waits for; None for none.
+        destination: rank of the worker that gets its output; None for none.
+        decoupled: for F, whether the micro-batch's weight gradients are computed in a separate W.
+    """
+
+    op: Op
+    label: str
+    index: int = -1
+    source: int | None = None
+    destination: int | None = None
+    decoupled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one worker must know of a schedule.
+
+    Args:
+        tasks: its tasks for one step, in order.
+        neighbours: ranks of the workers of the stages before and after that it is connected with (:func:`links`).
+        idle_peer: whether the schedule leaves a worker of its stage without micro-batches.
+        decoupled: whether weight gradients may be computed apart from input gradients.
+    """
+
+    tasks: tuple[Task, ...] = ()
+    neighbours: tuple[int, ...] = ()
+    idle_peer: bool = False
+    decoupled: bool = False
+
+
+class Programs:
+    """The programs of the workers of one schedule; what they have in common is found once."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._links = links(schedule)
+        self._idle_stages = {
+            worker.stage
+            for worker, operations in schedule.workers.items()
+            if all(scheduled.op.microbatch is None for scheduled in operations)
+        }
+
+    def of(self, worker: Worker) -> Program:
+        """The program of ``worker``.
+
+        Raises:
+            PlanningError: if it is not part of the schedule.
+        """
+        grid = self._schedule.grid
+        return Program(
+            worker_program(self._schedule, worker),
+            tuple(sorted(grid.rank(other) for other in self._links.get(worker, ()))),
+            worker.stage in self._idle_stages,
+            self._schedule.problem.technique.decoupled,
+        )
+
+
+def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
+    """The tasks of ``worker`` for one step, in order."""
+    grid = schedule.grid
+    program = schedule.program(worker)
+    deferred = {op.microbatch for op in program if op.kind is OpKind.BACKWARD_WEIGHT}
+    tasks: list[Task] = []
+    for op in program:
+        if op.microbatch is None:
+            tasks.append(Task(op, str(op)))
+            continue
+        before, after = (
+            grid.rank(schedule.route(stage, op.microbatch)) if 0 <= stage < grid.stages else None
+            for stage in (op.stage - 1, op.stage + 1)
+        )
+        if op.kind is OpKind.FORWARD:
+            source, destination = before, after
+        elif op.kind is OpKind.BACKWARD_WEIGHT:
+            source, destination = None, None
+        else:
+            source, destination = after, before
+        index = global_index(grid, op.microbatch)
+        tasks.append(Task(op, str(op), index, source, destination, decoupled=op.microbatch in deferred))
+    return tuple(tasks)
+
+
+def exchanges(schedule: Schedule) -> Iterator[tuple[Worker, Worker]]:
+    """The pairs of workers of consecutive stages that exchange messages in a step; a pair may come more than once."""
+    last = schedule.grid.stages - 1
+    for worker, operations in schedule.workers.items():
+        if worker.stage == last:
+            continue
+        for scheduled in operations:
+            microbatch = scheduled.op.microbatch
+            if scheduled.op.kind is OpKind.FORWARD and microbatch is not None:
+                yield worker, schedule.route(worker.stage + 1, microbatch)
+
+
+def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
+    """For each worker, those of the stages before and after that it is connected with while the schedule runs.
+
+    Besides :func:`exchanges`: the next worker of the same pipeline; where that is lost, all its peers, so that another
+    plan for the same workers can nearly always be run without connecting again; and the first worker of each stage with
+    that of the next.
+    """
+    stages = schedule.grid.stages
+    found: dict[Worker, set[Worker]] = defaultdict(set)
+
+    def link(one: Worker, other: Worker) -> None:
+        found[one].add(other)
+        found[other].add(one)
+
+    for one, other in exchanges(schedule):
+        link(one, other)
+    live: dict[int, list[Worker]] = defaultdict(list)
+    for worker in schedule.live_workers:
+        live[worker.stage].append(worker)
+        for stage in (worker.stage - 1, worker.stage + 1):
+            if 0 <= stage < stages and (neighbour := Worker(worker.pipeline, stage)) in schedule.workers:
+                link(worker, neighbour)
+    for lost in schedule.failed:
+        for stage in (lost.stage - 1, lost.stage + 1):
+            if (neighbour := Worker(lost.pipeline, stage)) in schedule.workers:
+                for peer in live[lost.stage]:
+                    link(neighbour, peer)
+    for stage in range(stages - 1):
+        if live[stage] and live[stage + 1]:
+            link(live[stage][0], live[stage + 1][0])
+    return {worker: frozenset(others) for worker, others in found.items()}
