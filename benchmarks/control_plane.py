@@ -23,7 +23,7 @@ import pstats
 import resource
 import selectors
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -43,7 +43,7 @@ _MICROBATCHES = 2
 _PROCESSES = 4
 _STEPS = 5
 _PATIENCE = 300.0  # seconds for any phase
-_BEAT_SECONDS = 0.5
+_BEAT_SECONDS = 10.0  # where a phase takes long because the machine is busy, heartbeats would be most of it
 _ADDRESS = b"192.168.100.100 54321"
 _KEY = b"the key of a benchmark"
 
@@ -53,7 +53,6 @@ class FakeWorker:
     """What an executor says to the coordinator, without a model."""
 
     grid: Grid
-    rank: int
     connection: MessageConnection
     member: Member = field(init=False)
     version: int = 0
@@ -62,8 +61,12 @@ class FakeWorker:
     wanted: list[str] = field(default_factory=list)  # the keys of those that it connects with
 
     def __post_init__(self) -> None:
-        self.member = Member(self.rank)
-        self.say(messages.Hello(self.rank, os.getpid()))
+        self.member = Member(-1)
+        self.say(messages.Hello(None, os.getpid(), node=f"of process {os.getpid()}"))
+
+    @property
+    def rank(self) -> int:
+        return self.member.rank
 
     @property
     def stage(self) -> int:
@@ -129,20 +132,20 @@ class FakeWorker:
         self.begin_step()
 
 
-def _serve(grid: Grid, ranks: Sequence[int], address: tuple[str, int], commands: Connection) -> None:
-    """The workers ``ranks`` in one process, which does what it is told: ``steps`` to run, or who is ``kill``ed."""
+def _serve(grid: Grid, count: int, address: tuple[str, int], commands: Connection) -> None:
+    """``count`` workers in one process, which does what it is told: ``steps`` to run, or who is ``kill``ed."""
     with selectors.DefaultSelector() as selector:
         selector.register(commands, selectors.EVENT_READ, None)
         workers: dict[int, FakeWorker] = {}
-        waiting = list(ranks)
+        waiting = list(range(count))
         next_beat = time.monotonic() + _BEAT_SECONDS
         reported: dict[str, Any] = {}
         resumed_at = 0.0
         while True:
             if waiting:  # one after the other, and meanwhile those before it live
-                rank = waiting.pop(0)
-                workers[rank] = FakeWorker(grid, rank, connect(address, _KEY, timeout=_PATIENCE))
-                selector.register(workers[rank].connection, selectors.EVENT_READ, rank)
+                number = waiting.pop(0)
+                workers[number] = FakeWorker(grid, connect(address, _KEY, timeout=_PATIENCE))
+                selector.register(workers[number].connection, selectors.EVENT_READ, number)
             for key, _ in selector.select(0.0 if waiting else 0.05):
                 if key.data is None:
                     kind, value = commands.recv()
@@ -152,9 +155,10 @@ def _serve(grid: Grid, ranks: Sequence[int], address: tuple[str, int], commands:
                         for worker in workers.values():
                             worker.steps = value
                             worker.begin_step()
-                    elif value in workers:
-                        selector.unregister(workers[value].connection)
-                        workers.pop(value).connection.close()
+                    else:
+                        for number in [n for n, worker in workers.items() if worker.rank == value]:
+                            selector.unregister(workers[number].connection)
+                            workers.pop(number).connection.close()
                     continue
                 worker = workers[key.data]
                 try:
@@ -195,8 +199,8 @@ class _Crowd:
         self._processes = []
         for number in range(_PROCESSES):
             mine, theirs = context.Pipe()
-            ranks = range(number, grid.num_workers, _PROCESSES)
-            process = context.Process(target=_serve, args=(grid, ranks, address, theirs), daemon=True)
+            count = len(range(number, grid.num_workers, _PROCESSES))
+            process = context.Process(target=_serve, args=(grid, count, address, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)

@@ -49,6 +49,7 @@ _FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, mess
 _PUBLISHED_BYTES = 4 << 20  # that a worker may publish in a generation
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
+_REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
 
 
@@ -109,6 +110,10 @@ class Coordinator:
         self._unreachable: list[int] = []  # could not be sent a message
         self._to_evict: list[protocol.Evict] = []
         self._next_review = 0.0
+        self._review_seconds = max(_TICK, grid.num_workers * _REVIEW_SECONDS)
+        self._fills = False  # whether a vacancy may be filled, or a spare be placed
+        self._filled = self._state.live  # the workers when that was last tried
+        self._order = sorted(range(grid.num_workers), key=lambda rank: (grid.worker(rank).stage, rank))
         self._next_sign = time.monotonic() + SIGN_SECONDS
         self._done = threading.Event()
         self._closing = False
@@ -227,9 +232,10 @@ class Coordinator:
         if self._state.outcome is not None:
             return
         if now >= self._next_review:  # not after every message: it looks at all workers
-            self._next_review = now + _TICK
+            self._next_review = now + self._review_seconds
             self._give_up_late(now)
             self._review(now)
+            self._fills = True
         if now >= self._next_sign:
             self._next_sign = now + SIGN_SECONDS
             self._tell_everybody(messages.Alive())
@@ -237,7 +243,9 @@ class Coordinator:
             if now > deadline:
                 del self._graces[generation]
                 self._handle(protocol.GraceElapsed(generation, reason))
-        self._fill_vacancies(now)
+        if self._fills or self._state.live is not self._filled:
+            self._fills, self._filled = False, self._state.live
+            self._fill_vacancies(now)
 
     def _give_up_late(self, now: float) -> None:
         """Evicts who is not where it should be by now; one that is late to connect first shows where it is."""
@@ -312,7 +320,7 @@ class Coordinator:
             connection.inbox.expects = messages.FROM_SPARES
             self._vacancies.spares.append((connection, hello.node))
             self._selector.register(connection, selectors.EVENT_READ, partial(self._on_spare, connection))
-            self._place_spares()
+            self._fills = True
         else:
             self._admit(hello.rank, connection, hello.joining)
 
@@ -353,6 +361,8 @@ class Coordinator:
 
     def _place_spares(self) -> None:
         """Gives workers that were started by hand a position: of the first roster, or of a lost worker."""
+        if not self._vacancies.spares:
+            return
         joining = self._state.generation >= 0
         if joining:
             free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
@@ -380,9 +390,9 @@ class Coordinator:
 
     def _fill_vacancies(self, now: float) -> None:
         """Finds a worker for every empty position: a spare, a replacement, or a worker of another stage."""
-        if self._state.outcome is not None or self._state.generation < 0:
-            return
         self._place_spares()
+        if self._state.generation < 0:
+            return
         for rank in self._state.vacant:
             if self._has_candidate(rank) or not self._vacancies.may_start(rank, now):
                 continue
@@ -428,9 +438,10 @@ class Coordinator:
 
     def _tell_everybody(self, message: Any) -> None:
         """Sends ``message`` to all workers, also to spares; one that is gone needs none."""
+        frame = encode(message)
         for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
             with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-                connection.send(message)
+                connection.send_frame(frame)
                 self._watch_unsent(connection)
 
     def _on_writable(self, key: selectors.SelectorKey) -> None:
@@ -648,7 +659,8 @@ class Coordinator:
         programs = None if schedule is None else Programs(schedule)
         frame = encode(message) if programs is None else bytearray()
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
-        for rank in sorted(command.ranks, key=lambda rank: (self.grid.worker(rank).stage, rank)):
+        told = frozenset(command.ranks)
+        for rank in command.ranks if len(told) == 1 else (rank for rank in self._order if rank in told):
             connection = self._connections.get(rank)
             if connection is None:
                 continue

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from lightning_recycle.control.connection import NonBlockingConnection
@@ -44,6 +45,7 @@ class Vacancies:
         self.may_move = options.normalize
         self._stages = stages
         self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
+        self._pipelines: dict[int, Counter[str]] = {}  # how many of each machine, by pipeline
         self._options = options
         self._start_worker = start_worker
         self._wake = wake
@@ -62,21 +64,29 @@ class Vacancies:
         if not free or not self.spares:
             return None
         connection, node = self.spares.pop(0)
-        rank = min(free, key=lambda rank: (*self._strangeness(rank, node), rank))
+        lowest: dict[int, int] = {}  # free position of each pipeline
+        for rank in free:
+            pipeline = rank // self._stages
+            lowest[pipeline] = min(rank, lowest.get(pipeline, rank))
+        rank = min((*self._strangeness(pipeline, node), first) for pipeline, first in lowest.items())[-1]
         self._nodes[rank] = node
+        self._pipelines.setdefault(rank // self._stages, Counter())[node] += 1
         return rank, connection
 
-    def _strangeness(self, rank: int, node: str) -> tuple[bool, bool]:
-        """How badly a worker of ``node`` fits the position: best is a pipeline with others of its node, so that loss of
-        the node hits different stages, next an empty one.
+    def _strangeness(self, pipeline: int, node: str) -> tuple[bool, bool]:
+        """How badly a worker of ``node`` fits the pipeline: best is one with others of its node, so that loss of the
+        node hits different stages, next an empty one.
         """
-        first = rank // self._stages * self._stages
-        pipeline = [self._nodes.get(r) for r in range(first, first + self._stages)]
-        return node not in pipeline, any(other not in (None, node) for other in pipeline)
+        nodes = self._pipelines.get(pipeline, {}).keys()
+        return node not in nodes, bool(nodes - {node})
 
     def leave_node(self, rank: int) -> None:
         """The worker at ``rank`` is gone."""
-        self._nodes.pop(rank, None)
+        if (node := self._nodes.pop(rank, None)) is not None:
+            nodes = self._pipelines[rank // self._stages]
+            nodes[node] -= 1
+            if not nodes[node]:
+                del nodes[node]
 
     def forget_spare(self, connection: NonBlockingConnection) -> None:
         """The spare behind ``connection`` is gone."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.messages import Heartbeat
 from lightning_recycle.control.protocol.progress import Observation, everybody_waits, sign_of_work
@@ -117,13 +115,13 @@ class Watch:
         begun = state.generation >= 0 and state.live <= self._beats.keys()
         standings = {}
         for rank, unable in stalled.items():
-            standing = Standing(self._silence(now, rank))
+            silence = self._silence(now, rank)
             others = []
-            if begun and rank in state.live and standing.is_heard:  # of a silent worker nothing else is known
+            if begun and rank in state.live and Standing(silence).is_heard:  # of a silent worker nothing else is known
                 others.append(self._work(now, rank, state, seconds))
             if unable > 0:
                 others.append(self._stalled(unable))
-            standings[rank] = replace(standing, others=tuple(sign for sign in others if sign is not None))
+            standings[rank] = Standing(silence, tuple(sign for sign in others if sign is not None))
         holders = state.live - state.joining
         self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.version)
         return ruling

@@ -61,7 +61,7 @@ class Rendezvous(Protocol):
     def publish(self, key: str, value: bytes) -> None: ...
 
     def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
-        """Waits for the values of ``keys``; raises to stop connecting, soon after ``cancelled`` is set at the latest."""
+        """The values of ``keys``, once all are there; raises to stop connecting, soon after ``cancelled`` is set."""
 
 
 class _Store(Store):

@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import WorkerStatus
@@ -140,7 +140,7 @@ def _unless(condition: bool, why: str) -> str | None:
 
 
 def _numbers(message: Any) -> Iterator[tuple[str, float]]:
-    """The numbers in ``message``, with the names of the fields that hold them."""
+    """The numbers in ``message`` that may be none, with the names of the fields that hold them."""
     for name in _names(message.__class__):
         value = getattr(message, name)
         if isinstance(value, (int, float)):
@@ -153,4 +153,12 @@ def _numbers(message: Any) -> Iterator[tuple[str, float]]:
 
 @cache
 def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in _MAY_BE_ANY_NUMBER)
+    """The fields of a dataclass that may hold floats; every integer that arrives is a number."""
+    hints = get_type_hints(kind)
+    return tuple(name for name in hints if name not in _MAY_BE_ANY_NUMBER and _may_hold_floats(hints[name]))
+
+
+def _may_hold_floats(hint: Any) -> bool:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return bool(_names(hint))
+    return hint is float or any(_may_hold_floats(part) for part in get_args(hint))

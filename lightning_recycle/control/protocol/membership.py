@@ -104,7 +104,7 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         return state, ()
     match event:
         case Joined():
-            return _begin_if_complete(replace(state, joined=state.joined | {event.rank}))
+            return _begin_if_complete(state.updated(joined=state.joined | {event.rank}))
         case Lost():
             return _lose(state, event)
         case messages.Raised():
@@ -128,7 +128,7 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         case messages.Restored():
             if state.applied or event.version <= state.version:
                 return state, ()
-            return replace(state, version=event.version, summed=event.version), ()
+            return replace(state, version=event.version, passed=0, summed=event.version), ()
         case messages.Losses():
             return agreements.add_losses(state, event)
         case messages.Applied():
@@ -221,7 +221,7 @@ def _with(before: tuple[Command, ...], then: _Next) -> _Next:
 def _report(state: MembershipState, event: messages.Report) -> _Next:
     if event.generation != state.generation or not state.regrouping:
         return state, ()
-    state = replace(state, reports={**state.reports, event.rank: event})
+    state = state.updated(reports={**state.reports, event.rank: event})
     if state.reports.keys() != state.live:
         return state, ()
     joining = frozenset(rank for rank, report in state.reports.items() if report.status.version < 0)
@@ -391,7 +391,7 @@ def _paused(state: MembershipState, event: messages.Paused) -> _Next:
     if pause.boundary is not None:
         return state, ()
     pause = replace(pause, begun={**pause.begun, event.rank: event.step})
-    state = replace(state, pause=pause)
+    state = state.updated(pause=pause)
     if pause.begun.keys() != state.live:
         return state, ()
     boundary = max(pause.begun.values()) + 1
@@ -413,7 +413,7 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
     if pause is None or event.generation != state.generation or event.step != pause.boundary:
         return state, ()
     pause = replace(pause, arrived=pause.arrived | {event.rank})
-    state = replace(state, pause=pause)
+    state = state.updated(pause=pause)
     if pause.arrived != state.live:
         return state, ()
     enter, leave = _wanted(state)
@@ -435,6 +435,7 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
         joined=state.joined | enter,
         joining=enter,
         ready=state.ready - enter,
+        passed=0,
         applied={**state.applied, **dict.fromkeys(enter, event.step - 1)},
         moves={rank: mover for rank, mover in state.moves.items() if rank not in enter},
     )

@@ -263,6 +263,7 @@ class MembershipState:
         next_collective: the lowest number that is not answered yet.
         causes: why workers were lost, by rank.
         version: the number of steps that every live worker has applied.
+        passed: all live workers of lower ranks have applied step ``version``.
         has_resumed: whether a generation has been resumed. Before, code runs that only one worker runs, such as
             ``prepare_data``.
         retries: how often work that raised a suspected exception is run again.
@@ -300,6 +301,7 @@ class MembershipState:
     next_collective: int = 0
     causes: Mapping[int, str] = field(default_factory=dict)
     version: int = 0
+    passed: int = 0
     has_resumed: bool = False
     retries: int = 1
     raised: tuple[Remembered, ...] = ()
