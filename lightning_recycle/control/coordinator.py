@@ -97,6 +97,7 @@ class Coordinator:
         self._listener = Listener((host, port), self.authkey, grid.num_workers, self._wake)
         self._state = protocol.initial_state(grid, self.options.machine_error_retries)
         self._connections: dict[int, NonBlockingConnection] = {}
+        self._pids: dict[NonBlockingConnection, int] = {}  # of the spares
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
@@ -319,9 +320,11 @@ class Coordinator:
         if hello.rank is None:
             connection.inbox.expects = messages.FROM_SPARES
             self._vacancies.spares.append((connection, hello.node))
+            self._pids[connection] = hello.pid
             self._selector.register(connection, selectors.EVENT_READ, partial(self._on_spare, connection))
             self._fills = True
         else:
+            self._history.introduce(hello.rank, hello.node, hello.pid)
             self._admit(hello.rank, connection, hello.joining)
 
     def _fits(self, hello: messages.Hello) -> bool:
@@ -357,6 +360,7 @@ class Coordinator:
                 log.warning("Closed the connection of a spare: %s.", error)
             self._selector.unregister(connection)
             self._vacancies.forget_spare(connection)
+            self._pids.pop(connection, None)
             connection.close()
 
     def _place_spares(self) -> None:
@@ -369,7 +373,8 @@ class Coordinator:
         else:
             free = [r for r in sorted(self._state.live) if r not in self._processes and r not in self._connections]
         while placed := self._vacancies.place_spare(free):
-            rank, connection = placed
+            rank, connection, node = placed
+            pid = self._pids.pop(connection)
             free.remove(rank)
             self._selector.unregister(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
@@ -379,6 +384,7 @@ class Coordinator:
                 self._vacancies.leave_node(rank)
                 connection.close()
                 continue
+            self._history.introduce(rank, node, pid)
             self._admit(rank, connection, joining)
 
     def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:

@@ -58,6 +58,9 @@ class Event:
         step: the optimizer step concerned.
         worker: (pipeline, stage), where one is concerned.
         details: further facts, by name.
+        host: the machine of the worker's process, by the name it gave (``RECYCLE_NODE``, or the host name); None where
+            no process is concerned.
+        pid: its process id there.
     """
 
     kind: str
@@ -67,6 +70,8 @@ class Event:
     worker: tuple[int, int] | None = None
     seconds: float | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    host: str | None = None
+    pid: int | None = None
 
 
 class History:
@@ -83,6 +88,7 @@ class History:
         }
         self._grid = grid
         self._losses: dict[int, float] = {}  # of steps that are not committed yet
+        self._processes: dict[int, tuple[str, int]] = {}  # host and process id of the newest one at each rank
         self._injected: dict[int, FaultInjected] = {}
         self._failure_time: float | None = None
         self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
@@ -95,6 +101,10 @@ class History:
     def has_steps(self) -> bool:
         """Whether a step was committed."""
         return self._steps_kept > 0
+
+    def introduce(self, rank: int, host: str, pid: int) -> None:
+        """From now on what happens to ``rank`` happens to this process."""
+        self._processes[rank] = host, pid
 
     def fault_injected(self, message: FaultInjected) -> None:
         """Remembers that a worker is about to fail on purpose: that is when it died."""
@@ -115,10 +125,11 @@ class History:
         seconds: float | None = None,
     ) -> None:
         """Adds an event unchanged."""
-        worker = None
+        worker, host, pid = None, None, None
         if rank is not None:
             position = self._grid.worker(rank)
             worker = (position.pipeline, position.stage)
+            host, pid = self._processes.get(rank, (None, None))
         event = Event(
             kind,
             time.time(),
@@ -127,6 +138,8 @@ class History:
             worker,
             seconds,
             dict(details or {}),
+            host,
+            pid,
         )
         self.events.append(event)
         if kind == "step":
@@ -153,10 +166,11 @@ class History:
             case "failure":
                 seconds = self._fail(record, details, now)
                 log.warning(
-                    "Worker %s was lost at step %d: %s. Live workers: %d of %d.",
+                    "Worker %s was lost at step %d: %s%s. Live workers: %d of %d.",
                     self._grid.worker(record.rank or 0),
                     record.step,
                     details["cause"],
+                    self._process(record.rank),
                     len(state.live),
                     self._grid.num_workers,
                 )
@@ -214,6 +228,10 @@ class History:
         """A worker that was waited for is well again."""
         self.add("cleared", state, rank, seconds=seconds)
         log.warning("Worker %s is well again after %.1f s.", self._grid.worker(rank), seconds)
+
+    def _process(self, rank: int | None) -> str:
+        known = None if rank is None else self._processes.get(rank)
+        return "" if known is None else f" (process {known[1]} on {known[0] or 'an unnamed host'})"
 
     def connected(self, state: MembershipState) -> None:
         """All workers of the generation are connected."""

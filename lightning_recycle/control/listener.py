@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from lightning_recycle.control.addresses import listen_at, shown
 from lightning_recycle.control.connection import HANDSHAKE_SECONDS, NonBlockingConnection
 from lightning_recycle.control.handshake import VERSION, Handshake, Refused, Role, VersionMismatch
 from lightning_recycle.control.inbox import Inbox
@@ -51,6 +52,9 @@ class Listener:
         wake: called in the listener's thread when :attr:`accepted` has a new connection.
         handshake_seconds: until a stranger must have proved that it knows the key.
         max_strangers: how many connections may be in the handshake; by default some more than ``workers``.
+
+    Raises:
+        ConfigurationError: if nobody can listen there.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class Listener:
         self._lock = threading.Lock()
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order in which they came
         self._selector = selectors.DefaultSelector()
-        self._socket = socket.create_server(address, backlog=max(16, workers))
+        self._socket = listen_at(address, backlog=max(16, workers))
         self._socket.setblocking(False)
         self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="recycle-acceptor", daemon=True)
@@ -124,7 +128,7 @@ class Listener:
             self._refuse(next(iter(self._strangers.values())), "too many others came after it")
         sock.setblocking(False)
         handshake = Handshake(Role.COORDINATOR, self._key, VERSION, SCHEMA)
-        name = f"{address[0]}:{address[1]}"
+        name = shown(address[:2])
         stranger = _Stranger(sock, name, handshake, time.monotonic() + self._handshake_seconds)
         self._strangers[sock.fileno()] = stranger
         self._selector.register(sock, selectors.EVENT_READ)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_recycle.control.addresses import address_from, shown
 from lightning_recycle.control.coordinator import Coordinator
 from lightning_recycle.control.handshake import check_key
 from lightning_recycle.control.options import CoordinatorOptions
@@ -30,21 +31,9 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Technique
 
-__all__ = ["address_from", "key_from_environment", "main"]
+__all__ = ["key_from_environment", "main"]
 
 log = logging.getLogger(__name__)
-
-
-def address_from(text: str, name: str) -> tuple[str, int]:
-    """(host, port) of ``host:port``.
-
-    Raises:
-        ConfigurationError: if it is something else; ``name`` is the setting that the user gave it in.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"{name}={text!r}: give host:port, for example {name}=10.0.0.1:29400.")
-    return host, int(port)
 
 
 def key_from_environment() -> bytes:
@@ -84,7 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = 0
         while options.runs is None or runs < options.runs:
             runs += 1
-            outcome = _serve(grid, address, key, options)
+            try:
+                outcome = _serve(grid, address, key, options)
+            except ConfigurationError as error:
+                print(f"recycle-coordinator: {error}", file=sys.stderr)
+                return 2
             if isinstance(outcome, Finished):
                 log.info("The run finished.")
                 continue
@@ -117,8 +110,8 @@ def _serve(grid: Grid, address: tuple[str, int], key: bytes, options: argparse.N
         port=address[1],
         authkey=key,
     )
-    log.info("Waiting for %d workers at %s:%d.", grid.num_workers, *coordinator.address)
-    print(f"listening on {coordinator.address[0]}:{coordinator.address[1]}", flush=True)
+    log.info("Waiting for %d workers at %s.", grid.num_workers, shown(coordinator.address))
+    print(f"listening on {shown(coordinator.address)}", flush=True)
     try:
         coordinator.start({})
         return coordinator.wait()

@@ -59,8 +59,10 @@ class Vacancies:
 
     # ------------------------------------------------------------------ spares
 
-    def place_spare(self, free: Collection[int]) -> tuple[int, NonBlockingConnection] | None:
-        """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one."""
+    def place_spare(self, free: Collection[int]) -> tuple[int, NonBlockingConnection, str] | None:
+        """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one; returns it with
+        the connection and the machine of the spare.
+        """
         if not free or not self.spares:
             return None
         connection, node = self.spares.pop(0)
@@ -71,7 +73,7 @@ class Vacancies:
         rank = min((*self._strangeness(pipeline, node), first) for pipeline, first in lowest.items())[-1]
         self._nodes[rank] = node
         self._pipelines.setdefault(rank // self._stages, Counter())[node] += 1
-        return rank, connection
+        return rank, connection, node
 
     def _strangeness(self, pipeline: int, node: str) -> tuple[bool, bool]:
         """How badly a worker of ``node`` fits the pipeline: best is one with others of its node, so that loss of the

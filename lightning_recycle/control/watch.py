@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.messages import Heartbeat
 from lightning_recycle.control.protocol.progress import Observation, everybody_waits, sign_of_work

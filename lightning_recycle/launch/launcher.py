@@ -31,13 +31,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
+from lightning_recycle.control.addresses import address_from
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.history import Event
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
-from lightning_recycle.control.standalone import address_from, key_from_environment
+from lightning_recycle.control.standalone import key_from_environment
 from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.delivery import Extras
@@ -70,6 +71,7 @@ __all__ = ["INCARNATIONS_PER_START", "SupervisorLauncher"]
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
+_ALL_INTERFACES = {"0.0.0.0": _HOST, "::": "::1"}  # where workers of this machine reach who listens at all of them
 INCARNATIONS_PER_START = 1_000_000
 """More than one position can have in one attempt, so a worker's incarnation tells which attempt it belongs to."""
 
@@ -278,8 +280,8 @@ class SupervisorLauncher(_Launcher):
             def start(rank: int, incarnation: int, device: int, joining: bool = True) -> LocalWorker:
                 incarnation += attempt * INCARNATIONS_PER_START  # what happened to a position once has happened
                 address = coordinator.address
-                if listen and address[0] == "0.0.0.0":
-                    address = (_HOST, address[1])
+                if listen and address[0] in _ALL_INTERFACES:
+                    address = (_ALL_INTERFACES[address[0]], address[1])
                 argument = WorkerStart(
                     Place(rank, incarnation, device), joining, setup, address, coordinator.authkey, crew.payload
                 )

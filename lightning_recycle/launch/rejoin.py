@@ -6,7 +6,9 @@ process replaces itself by a new run of its own program (``exec``), which is the
 once: the model, the device with its context, threads and connections. Its process id stays, so whoever started it sees
 one process. The new program comes to its entry point as any worker does and waits there as a spare.
 
-``RECYCLE_REJOIN_SECONDS`` says for how long; 0, the default, means that the process ends instead.
+``RECYCLE_REJOIN_SECONDS`` says for how long; 0, the default, means that the process ends instead. For how long a worker
+tries to connect that has not been in a run yet, ``RECYCLE_CONNECT_SECONDS`` says: all parts of a job start at the same
+time, and the coordinator's name, the route to it and itself may come last.
 """
 
 from __future__ import annotations
@@ -15,17 +17,23 @@ import logging
 import math
 import multiprocessing
 import os
+import random
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
+from lightning_recycle.control.handshake import VersionMismatch
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["rejoin_seconds", "start_afresh", "take_deadline"]
+__all__ = ["connect_seconds", "patiently", "rejoin_seconds", "start_afresh", "take_deadline"]
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _VARIABLE = "RECYCLE_REJOIN_SECONDS"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0  # seconds between two attempts
 _DEADLINE = "_RECYCLE_REJOIN_UNTIL"  # from the process before to the one after: seconds of the machine's clock
 
 
@@ -35,14 +43,52 @@ def rejoin_seconds() -> float:
     Raises:
         ConfigurationError: if ``RECYCLE_REJOIN_SECONDS`` is no such number.
     """
-    text = os.environ.get(_VARIABLE, "0")
+    return _seconds(_VARIABLE, "0")
+
+
+def connect_seconds() -> float:
+    """For how long a worker tries to reach its coordinator at first.
+
+    Raises:
+        ConfigurationError: if ``RECYCLE_CONNECT_SECONDS`` is no such number.
+    """
+    return _seconds("RECYCLE_CONNECT_SECONDS", "60")
+
+
+def _seconds(variable: str, default: str) -> float:
+    text = os.environ.get(variable, default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise ConfigurationError(f"{_VARIABLE}={text!r}: give a number of seconds, for example {_VARIABLE}=600.")
+        raise ConfigurationError(f"{variable}={text!r}: give a number of seconds, for example {variable}=600.")
     return seconds
+
+
+def patiently(connect: Callable[[], _T], passing: tuple[type[Exception], ...], deadline: float, whom: str) -> _T:
+    """What ``connect`` returns, tried again after errors that may pass, at growing intervals.
+
+    Args:
+        connect: the attempt.
+        passing: the errors that may pass; a VersionMismatch never does.
+        deadline: on the monotonic clock; the error of an attempt that ends later is raised.
+        whom: the address, for the log.
+    """
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return connect()
+        except VersionMismatch:
+            raise
+        except passing as error:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
+            if pause == _FIRST_PAUSE:
+                log.warning("No coordinator can be reached at %s yet (%s); trying for %.0f s.", whom, error, left)
+        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))  # many workers do not come at the same moment
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def start_afresh(seconds: float) -> NoReturn:

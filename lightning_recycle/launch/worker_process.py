@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
+from lightning_recycle.control.addresses import shown
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient, in_words
 from lightning_recycle.control.handshake import Refused, VersionMismatch
 from lightning_recycle.control.payload import unpack
@@ -45,7 +46,6 @@ __all__ = ["Call", "WorkerStart", "run_outside", "worker_main"]
 
 log = logging.getLogger(__name__)
 
-_COORDINATOR_SECONDS = 60.0  # that an outside worker waits for the coordinator to listen
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
 _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, ended a run
 
@@ -126,33 +126,31 @@ def run_outside(
         SystemExit: if this worker was cut off and could not get back in.
     """
     global _run_ended
-    patience, rejoin_until = rejoin.rejoin_seconds(), rejoin.take_deadline()
+    patience, rejoin_until, trying = rejoin.rejoin_seconds(), rejoin.take_deadline(), rejoin.connect_seconds()
     if (since := time.monotonic() - _run_ended) < _BETWEEN_RUNS_SECONDS:
         time.sleep(_BETWEEN_RUNS_SECONDS - since)
-    # While it starts, or between two runs, nobody listens. On the way back in anything may go wrong for a while.
-    passing = (ConnectionRefusedError,) if rejoin_until is None else (OSError, Refused)
-    deadline = time.monotonic() + _COORDINATOR_SECONDS if rejoin_until is None else rejoin_until
+    # While it starts, or between two runs, nobody listens; its name and the route to it may come later, too. On the way
+    # back in, even who listens may be another one for a while.
+    passing = (OSError,) if rejoin_until is None else (OSError, Refused)
+    deadline = time.monotonic() + trying if rejoin_until is None else rejoin_until
     try:
-        while True:
-            try:
-                client = ControlClient(None, address, authkey, heartbeat_interval=0.5, survives=True)
-                break
-            except VersionMismatch:
-                raise
-            except passing:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
+        client = rejoin.patiently(
+            lambda: ControlClient(None, address, authkey, heartbeat_interval=0.5, survives=True),
+            passing,
+            deadline,
+            shown(address),
+        )
     except VersionMismatch as error:
-        raise ConfigurationError(f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: {error}.") from error
+        raise ConfigurationError(f"RECYCLE_COORDINATOR={shown(address)}: {error}.") from error
     except (OSError, Refused) as error:
         if rejoin_until is not None:
             log.warning("This worker could not get back into its run within %g s and ends: %s", patience, error)
             sys.exit(EXIT_LOST_COORDINATOR)
+        tried = f", after {trying:g} s" if isinstance(error, OSError) else ""
         raise ConfigurationError(
-            f"RECYCLE_COORDINATOR={address[0]}:{address[1]}: no run can be joined there ({type(error).__name__}:"
-            f" {error}). Start a recycle-coordinator there, or the launching process with RECYCLE_LISTEN set to that"
-            " address, and give RECYCLE_KEY the same value here and there."
+            f"RECYCLE_COORDINATOR={shown(address)}: no run can be joined there ({type(error).__name__}:"
+            f" {error}{tried}). Start a recycle-coordinator there, or the launching process with RECYCLE_LISTEN set to"
+            " that address, and give RECYCLE_KEY the same value here and there."
         ) from error
     if patience:
         client.on_lost = partial(rejoin.start_afresh, patience)

@@ -1,6 +1,7 @@
 """Losses over real sockets, by whatever they are noticed, and disturbances without one."""
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ def test_a_process_exit_is_a_loss_with_its_cause(plane: ControlPlane) -> None:
     together(*(member.step for member in members[:3]))
     (failure,) = plane.events("failure")
     assert (failure.worker, failure.details["cause"]) == ((1, 1), "it exited with code 1")
+    assert (failure.host, failure.pid) == (socket.gethostname(), os.getpid())
     assert all(m.resumes[-1].roster == (0, 1, 2) for m in members[:3])
     programs = Programs(fake_schedule(frozenset({Worker(1, 1)})))
     assert [m.resumes[-1].program for m in members[:3]] == [programs.of(GRID.worker(rank)) for rank in range(3)]

@@ -170,6 +170,18 @@ def test_a_loss_is_a_warning_that_says_who_why_and_how_many_are_left(
     assert line.getMessage() == "Worker (1, 1) was lost at step 7: killed. Live workers: 3 of 4."
 
 
+def test_events_of_a_worker_name_the_process_that_holds_the_position(caplog: pytest.LogCaptureFixture) -> None:
+    history, state = History(GRID), STATE
+    history.introduce(3, "node7", 4711)
+    history.record(Record("failure", 7, 3, {"cause": "killed"}), state)
+    assert "killed (process 4711 on node7). Live" in caplog.text
+    history.introduce(3, "node8", 12)
+    history.record(Record("rejoined", 8, 3), state)
+    history.record(Record("rejoined", 8, 2), state)
+    history.record(Record("step", 8), state)
+    assert [(e.host, e.pid) for e in history.events] == [("node7", 4711), ("node8", 12), (None, None), (None, None)]
+
+
 def test_details_that_json_does_not_know_do_not_stop_the_run(recorder: Recorder) -> None:
     what: Callable[[], None] = lambda: None  # noqa: E731
     assert recorder.at(1003.0, "left", rank=3, what=what).details == {"what": what}

@@ -23,7 +23,6 @@ from support.waiting import wait_for
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
 from lightning_recycle.control.listener import Listener
-from lightning_recycle.launch import worker_process
 
 HERE = Path(__file__).parent
 LENGTH = 16
@@ -175,7 +174,7 @@ def test_a_wrong_address_or_a_missing_key_is_refused(
 ) -> None:
     for name, value in {"RECYCLE_KEY": "any key of the run", "MARKS": ".", **variables}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(worker_process, "_COORDINATOR_SECONDS", 0.5)  # to wait for one that starts late
+    monkeypatch.setenv("RECYCLE_CONNECT_SECONDS", "0.5")  # to wait for one that starts late
     with pytest.raises(ConfigurationError) as caught:
         train()
     assert all(word in str(caught.value) for word in words), caught.value

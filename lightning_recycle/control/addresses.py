@@ -1,0 +1,87 @@
+"""Where a coordinator listens and is found: ``host:port``, with names, IPv4 and IPv6, and what can be wrong with it.
+
+Contract: every mistake is a :class:`~lightning_recycle.errors.ConfigurationError` that names the address and the
+remedy. What may pass (a name that cannot be resolved yet, no route) is left to whoever dials.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = ["address_from", "listen_at", "shown"]
+
+_ANY_IPV6 = "::"
+
+
+def address_from(text: str, name: str) -> tuple[str, int]:
+    """(host, port) of ``host:port`` or ``[host]:port``, the latter for IPv6.
+
+    Raises:
+        ConfigurationError: if it is something else; ``name`` is the setting that the user gave it in.
+    """
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigurationError(f"{name}={text!r}: put an IPv6 address into brackets, as in {name}=[{host}]:{port}.")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(f"{name}={text!r}: give host:port, for example {name}=10.0.0.1:29400.")
+    return host, int(port)
+
+
+def shown(address: tuple[str, int]) -> str:
+    """``address`` as :func:`address_from` takes it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
+    """A socket that listens at ``address``; port 0 is a free one, and ``::`` every address, also of IPv4.
+
+    Raises:
+        ConfigurationError: if that is not possible, or if the name of a machine stands for an address that no other
+            machine reaches.
+    """
+    host, port = address
+    try:
+        family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"A coordinator cannot listen at {shown(address)}: {host!r} cannot be resolved ({error.strerror}). Give an"
+            " address of this machine, or 0.0.0.0 for all of them."
+        ) from error
+    found = str(resolved[0])
+    if _is_name(host) and host != "localhost" and ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+        raise ConfigurationError(
+            f"A coordinator at {shown(address)} could be reached from this machine only: {host!r} stands for {found}"
+            " here, as /etc/hosts often says of a machine's own name. Give an address that other machines reach, or"
+            f" 0.0.0.0 for all of them; if all workers are on this machine, {found}."
+        )
+    both = host == _ANY_IPV6 and socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(
+            (found, port), family=socket.AddressFamily(family), backlog=backlog, dualstack_ipv6=both
+        )
+    except OSError as error:
+        remedies = {
+            errno.EADDRINUSE: "another process listens there, perhaps a coordinator that was started before: end it, or"
+            " give another port",
+            errno.EADDRNOTAVAIL: f"this machine has no address {found}: give one of its own, or 0.0.0.0",
+            errno.EACCES: "ports below 1024 need privileges: give another one",
+        }
+        remedy = remedies.get(error.errno or 0, "give another address")
+        raise ConfigurationError(
+            f"A coordinator cannot listen at {shown(address)} ({error.strerror or error}): {remedy}."
+        ) from error
+
+
+def _is_name(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return True
+    return False

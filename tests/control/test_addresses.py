@@ -1,0 +1,134 @@
+"""Where a coordinator listens: names, IPv4 and IPv6, and errors in one line."""
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from control_plane import together
+from support.thread_client import ThreadClient
+
+from lightning_recycle.control.addresses import address_from, listen_at, shown
+from lightning_recycle.errors import ConfigurationError
+
+KEY = "the key of this test"
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("10.0.0.1:29400", ("10.0.0.1", 29400)), ("name.of-it:1", ("name.of-it", 1)), ("[fe80::1]:7", ("fe80::1", 7))],
+)
+def test_an_address_is_read_and_shown(text: str, address: tuple[str, int]) -> None:
+    assert address_from(text, "X") == address
+    assert shown(address) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("somewhere", "give host:port"),
+        (":5", "give host:port"),
+        ("host:70000", "give host:port"),
+        ("::1:5", r"brackets, as in X=\[::1\]:5"),
+    ],
+)
+def test_what_is_no_address_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        address_from(text, "X")
+
+
+@pytest.fixture
+def resolves(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Names and the addresses that they stand for."""
+    names: dict[str, str] = {}
+    ask = socket.getaddrinfo
+
+    def answer(host: str, *args: Any, **options: Any) -> Any:
+        return ask(names.get(host, host), *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    return names
+
+
+def test_the_name_of_a_machine_that_stands_for_itself_alone_is_refused(resolves: dict[str, str]) -> None:
+    """Debian's /etc/hosts says 127.0.1.1 of a machine's own name."""
+    resolves["node7"] = "127.0.1.1"
+    with pytest.raises(
+        ConfigurationError, match=r"node7:29400 could be reached from this machine only: .*127\.0\.1\.1"
+    ):
+        listen_at(("node7", 29400), 1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost"])
+def test_who_wants_this_machine_alone_says_so(host: str) -> None:
+    listen_at((host, 0), 1).close()
+
+
+def test_a_port_in_use_is_an_error_that_says_so() -> None:
+    with listen_at(("127.0.0.1", 0), 1) as first, pytest.raises(ConfigurationError, match="another process listens"):
+        listen_at(first.getsockname(), 1)
+
+
+def test_an_address_of_another_machine_is_an_error_that_says_so() -> None:
+    with pytest.raises(ConfigurationError, match=r"this machine has no address 192\.0\.2\.1"):
+        listen_at(("192.0.2.1", 0), 1)
+
+
+@ipv6
+def test_all_addresses_are_those_of_ipv4_too() -> None:
+    with listen_at(("::", 0), 1) as server:
+        port = server.getsockname()[1]
+        for host in ("::1", "127.0.0.1"):
+            socket.create_connection((host, port), timeout=5).close()
+
+
+def coordinator(listen: str) -> subprocess.Popen[str]:
+    options = ["--listen", listen, "--pipelines", "2", "--stages", "1", "--microbatches", "1", "--runs", "1"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "lightning_recycle.control.standalone", *options],
+        env={**os.environ, "RECYCLE_KEY": KEY},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("problem", ["in use", "no name"])
+def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None:
+    with listen_at(("127.0.0.1", 0), 1) as other:
+        place = shown(other.getsockname()) if problem == "in use" else "no-such-machine.invalid:0"
+        _, said = coordinator(place).communicate(timeout=60)
+    assert "Traceback" not in said
+    assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
+
+
+@ipv6
+def test_workers_meet_over_ipv6() -> None:
+    process = coordinator("[::1]:0")
+    clients: list[ThreadClient] = []
+    try:
+        assert process.stdout is not None
+        address = address_from(process.stdout.readline().split()[-1], "address")
+        assert address[0] == "::1"
+        clients += [ThreadClient(None, address, KEY.encode(), 0.05) for _ in range(2)]
+        assert sorted(found.rank for found in together(*(c.await_assignment for c in clients))) == [0, 1]
+        assert [client.local_host for client in clients] == ["::1", "::1"]
+    finally:
+        for client in clients:
+            client.leave()
+        process.kill()
+        process.communicate()
+        assert all(client.exited.wait(15.0) for client in clients)
