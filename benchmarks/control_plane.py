@@ -20,7 +20,6 @@ import cProfile
 import multiprocessing
 import os
 import pstats
-import resource
 import selectors
 import time
 from collections.abc import Mapping
@@ -35,6 +34,7 @@ from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
 from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.standalone import allow_descriptors
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.problem import Technique
 
@@ -280,8 +280,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 250, 500, 1000, 2000])
     parser.add_argument("--profile", action="store_true", help="also print where the coordinator's time goes")
     options = parser.parse_args()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_descriptors(2 * max(options.workers) + 256)
     print(f"{os.cpu_count()} processors; seconds that passed (seconds of the coordinator's processor time)")
     print(f"{'workers':>8}" + "".join(f"{name:>22}" for name in ("start", "step", "agree", "connect")))
     for workers in options.workers:

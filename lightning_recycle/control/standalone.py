@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,9 +32,11 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Technique
 
-__all__ = ["key_from_environment", "main"]
+__all__ = ["allow_descriptors", "key_from_environment", "main"]
 
 log = logging.getLogger(__name__)
+
+_OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
 
 
 def key_from_environment() -> bytes:
@@ -67,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"recycle-coordinator: {error}", file=sys.stderr)
         return 2
+    allow_descriptors(grid.num_workers + _OTHER_DESCRIPTORS)
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     status = 0
     with contextlib.suppress(KeyboardInterrupt):
@@ -90,6 +94,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 log.error("The run ended: %s", outcome)
     return status
+
+
+def allow_descriptors(count: int) -> None:
+    """Lets this process open ``count`` files and sockets, or as many as the system allows it to allow itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if most < count:
+        log.warning(
+            "This process may open %d files and sockets, and needs %d: raise the limit (ulimit -n).", most, count
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _serve(grid: Grid, address: tuple[str, int], key: bytes, options: argparse.Namespace) -> Any:

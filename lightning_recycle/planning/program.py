@@ -24,6 +24,9 @@ from lightning_recycle.planning.schedule import Schedule
 __all__ = ["Program", "Programs", "Task", "exchanges", "links", "worker_program"]
 
 
+_FEW_PIPELINES = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """An operation with everything the executor needs to know about it.
@@ -129,11 +132,15 @@ def exchanges(schedule: Schedule) -> Iterator[tuple[Worker, Worker]]:
 def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
     """For each worker, those of the stages before and after that it is connected with while the schedule runs.
 
-    Besides :func:`exchanges`: the next worker of the same pipeline; where that is lost, all its peers, so that another
-    plan for the same workers can nearly always be run without connecting again; and the first worker of each stage with
-    that of the next.
+    With few pipelines all workers of the one stage and the other, so that every plan for the same workers can be run
+    without connecting again. With many, where each would need hundreds of connections, besides :func:`exchanges` the
+    next worker of the same pipeline; where that is lost, all its peers; and the first worker of each stage with that of
+    the next.
     """
     stages = schedule.grid.stages
+    if schedule.grid.pipelines <= _FEW_PIPELINES:
+        by_stage = [frozenset(w for w in schedule.workers if w.stage == stage) for stage in range(-1, stages + 1)]
+        return {worker: by_stage[worker.stage] | by_stage[worker.stage + 2] for worker in schedule.workers}
     found: dict[Worker, set[Worker]] = defaultdict(set)
 
     def link(one: Worker, other: Worker) -> None:

@@ -17,7 +17,7 @@ from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import committed_steps, exact_fit, failures, fit
 
 from lightning_recycle.callbacks import Fault, PlanMonitor
-from lightning_recycle.planning import OpKind, Schedule, Worker
+from lightning_recycle.planning import OpKind, Schedule, Worker, program
 
 SLOW = Worker(1, 1)
 WINDOW = 3
@@ -80,6 +80,16 @@ def test_weights_are_exact_across_a_change_of_plan(options: dict[str, Any], clip
     assert forwards(after, SLOW) <= 1, "20 times as slow: the other one takes nearly all"
     assert kinds(run).count("resumed") == 1, "nobody had to regroup"
     assert run.callback_metrics["recycle/replans"] == 1
+
+
+def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_FEW_PIPELINES", 0)  # as if there were too many to connect them all
+    run = train()
+    (change,) = [event for event in run.strategy.history if event.kind == "replanned"]
+    assert change.step == CHANGE
+    assert kinds(run).count("resumed") == 2
+    assert "redone" not in kinds(run)
+    assert forwards(run.strategy.schedules[-1], SLOW) <= 1
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,17 @@ from itertools import combinations
 import pytest
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning import Costs, Problem, Worker, heuristic
+from lightning_recycle.planning import Costs, Problem, Worker, heuristic, program
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.program import Programs, exchanges, links
 
 GRID = Grid(3, 3, 3)
+
+
+@pytest.fixture
+def many_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few count as many."""
+    monkeypatch.setattr(program, "_FEW_PIPELINES", 0)
 
 
 def schedule_without(*lost: Worker, grid: Grid = GRID):  # type: ignore[no-untyped-def]
@@ -21,8 +27,12 @@ def schedule_without(*lost: Worker, grid: Grid = GRID):  # type: ignore[no-untyp
 LOSSES = [(), *[(w,) for w in GRID.workers()], *[p for p in combinations(GRID.workers(), 2) if p[0] != p[1]][::5]]
 
 
+@pytest.mark.parametrize("few", [0, 16], ids=["many", "few"])
 @pytest.mark.parametrize("lost", LOSSES, ids=str)
-def test_every_message_of_a_program_is_for_a_neighbour_which_expects_it(lost: tuple[Worker, ...]) -> None:
+def test_every_message_of_a_program_is_for_a_neighbour_which_expects_it(
+    lost: tuple[Worker, ...], few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "_FEW_PIPELINES", few)
     programs = Programs(schedule_without(*lost))
     live = [worker for worker in GRID.workers() if worker not in lost]
     found = {GRID.rank(worker): programs.of(worker) for worker in live}
@@ -39,6 +49,13 @@ def test_without_failures_a_worker_has_two_neighbours_however_many_there_are() -
     assert programs.of(Worker(7, 1)).neighbours == (grid.rank(Worker(7, 0)), grid.rank(Worker(7, 2)))
 
 
+def test_with_few_pipelines_a_worker_reaches_all_of_the_stages_before_and_after() -> None:
+    found = links(schedule_without(Worker(1, 2)))
+    assert found[Worker(0, 1)] == {*(Worker(d, 0) for d in range(3)), Worker(0, 2), Worker(2, 2)}
+    assert found[Worker(0, 0)] == {Worker(d, 1) for d in range(3)}
+
+
+@pytest.mark.usefixtures("many_pipelines")
 def test_where_a_worker_is_lost_its_neighbours_reach_all_its_peers() -> None:
     """So another plan that deals its micro-batches to others needs no other connections."""
     found = links(schedule_without(Worker(1, 1)))
@@ -46,6 +63,7 @@ def test_where_a_worker_is_lost_its_neighbours_reach_all_its_peers() -> None:
     assert found[Worker(1, 2)] >= {Worker(0, 1), Worker(2, 1)}
 
 
+@pytest.mark.usefixtures("many_pipelines")
 def test_the_first_workers_of_the_stages_reach_each_other() -> None:
     """They run ``self(x)`` together."""
     found = links(schedule_without(Worker(0, 1), Worker(1, 1), Worker(0, 2)))
