@@ -134,6 +134,8 @@ class FakeWorker:
 
 def _serve(grid: Grid, count: int, address: tuple[str, int], commands: Connection) -> None:
     """``count`` workers in one process, which does what it is told: ``steps`` to run, or who is ``kill``ed."""
+    commands.send({})  # what it imports is imported
+    commands.recv()
     with selectors.DefaultSelector() as selector:
         selector.register(commands, selectors.EVENT_READ, None)
         workers: dict[int, FakeWorker] = {}
@@ -205,6 +207,8 @@ class _Crowd:
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv()
 
     def tell(self, kind: str, value: Any = None) -> None:
         for pipe in self._pipes:
@@ -234,7 +238,7 @@ def measure(workers: int, profile: bool) -> dict[str, tuple[float, float]]:
     grid = Grid(workers // _STAGES, _STAGES, _MICROBATCHES)
     planner = RunPlanner(grid, "heuristic", Technique())
     planner.prepare()
-    victim = grid.num_workers // 2 + 3
+    victim = grid.num_workers // 2 + 1
     planner.plan(frozenset({grid.worker(victim)}), {})  # as if made ahead
     patient = dict.fromkeys(("heartbeat_timeout", "start_timeout", "report_timeout", "last_holder_timeout"), _PATIENCE)
     coordinator = Coordinator(grid, planner, CoordinatorOptions(**patient), authkey=_KEY)
@@ -247,8 +251,8 @@ def measure(workers: int, profile: bool) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
     crowd = _Crowd(grid, coordinator.address)
     try:
-        time.sleep(2.0)  # the processes have begun
         began, used = time.monotonic(), time.process_time()
+        crowd.tell("begin")
 
         def phase(name: str, end: float | None = None, parts: int = 1) -> None:
             now = time.monotonic() if end is None else end
