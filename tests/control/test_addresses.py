@@ -1,6 +1,7 @@
 """Where a coordinator listens: names, IPv4 and IPv6, and errors in one line."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from control_plane import together
 from support.thread_client import ThreadClient
 
 from lightning_recycle.control.addresses import address_from, listen_at, shown
+from lightning_recycle.control.standalone import allow_descriptors
 from lightning_recycle.errors import ConfigurationError
 
 KEY = "the key of this test"
@@ -132,3 +134,19 @@ def test_workers_meet_over_ipv6() -> None:
         process.kill()
         process.communicate()
         assert all(client.exited.wait(15.0) for client in clients)
+
+
+def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    allow_descriptors(1000)
+    assert limits == [(1024, 4096)]
+    allow_descriptors(2256)
+    assert limits[-1] == (2256, 4096)
+    assert not caplog.records
+    allow_descriptors(9000)
+    assert limits[-1] == (4096, 4096)
+    assert "may open 4096 files and sockets, and needs 9000" in caplog.text
