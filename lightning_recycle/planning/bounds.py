@@ -54,7 +54,12 @@ class _Bounds:
         self.problem = problem
         self.stages = problem.grid.stages
         self.fused = not problem.technique.decoupled
-        self.factors = [problem.live_factors(s) for s in range(self.stages)]
+        self.memories = problem.memories
+        self.factors = (
+            [problem.live_factors(s) for s in range(self.stages)]
+            if problem.worker_factors
+            else [(1.0,) * live for live in problem.live_counts()]
+        )
         fastest = [min(factors) for factors in self.factors]
         # Distances between stages, for a micro-batch that never waits and always meets the fastest worker.
         self.forward_to, self.backward_to = [0.0], [0.0]  # from stage 0 to s, and back
@@ -103,7 +108,7 @@ class _Bounds:
     def _windows(self, stage: int, count: int) -> tuple[int, int]:
         """The most of ``count`` micro-batches between F and the end of B (BW), and between F and the end of W (BW)."""
         until_backward = until_weight = float(count)
-        for memory in self.problem.memories:
+        for memory in self.memories:
             held = memory.after_forward[stage]
             least = held if self.fused else min(held, memory.after_backward[stage])
             until_backward = min(until_backward, memory.most(stage, held))

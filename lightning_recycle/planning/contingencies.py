@@ -17,8 +17,10 @@ from dataclasses import replace
 from itertools import combinations, islice
 from math import comb, prod
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic import heuristic
+from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.normalization import distributions, normalize, normalized_failures
 from lightning_recycle.planning.problem import Problem
 
@@ -65,7 +67,8 @@ def contingencies(problem: Problem, failures: int, most: int) -> list[Problem]:
 def normalized_problem(problem: Problem, failures: int) -> Problem:
     """``problem`` with that *number* of failed workers, in the stages where they cost least (failure normalization).
 
-    Where two distributions have the same bound, the heuristic's plans decide; on large grids only the bounds do.
+    Where two distributions have the same bound, the heuristic's plans decide; on large grids only the bounds do, and
+    those that are planned by lanes (:mod:`~lightning_recycle.planning.lane_planning`) keep as many as they can.
 
     Raises:
         ConfigurationError: when ``failures`` is not an integer of at least 0.
@@ -77,6 +80,7 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
         return replace(problem, failed=normalized_failures(grid, distribution))
 
     judged = failures and 3 * grid.global_microbatches * grid.stages <= _JUDGED_OPERATIONS
+    by_lanes = worth_coding(problem, CODED_FROM)
     distribution = normalize(
         grid,
         problem.costs,
@@ -84,6 +88,7 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
         technique=problem.technique,
         in_flight_limit=problem.in_flight_limit,
         period=(lambda distribution: heuristic(at(distribution)).period) if judged else None,
+        most=min(grid.pipelines - 1, -(-whole("", "failures", failures) // grid.stages)) if by_lanes else None,
     )
     return at(distribution)
 

@@ -21,12 +21,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from lightning_recycle.arguments import is_integer
+from lightning_recycle.arguments import is_integer, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.coupling import coupled
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.lane_planning import CODED_FROM, LanePlanner, good_enough, worth_coding
 from lightning_recycle.planning.local_search import local_search
 from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.problem import Problem
@@ -53,11 +54,13 @@ pipeline also waits for the slow worker's individual operations. Giving it more 
 
 @dataclass(frozen=True, slots=True)
 class HeuristicPlanner:
-    """The planner "heuristic"; see :func:`heuristic` for ``effort``."""
+    """The planner "heuristic"; see :func:`heuristic` for its settings."""
 
     effort: int = DEFAULT_EFFORT
+    coded_from: int = CODED_FROM
 
     def __post_init__(self) -> None:
+        whole("HeuristicPlanner", "coded_from", self.coded_from)
         if not is_integer(self.effort, 0):
             raise ConfigurationError(
                 f"HeuristicPlanner(effort={self.effort!r}): give a number of operations of at least 0."
@@ -65,10 +68,10 @@ class HeuristicPlanner:
 
     def plan(self, problem: Problem) -> Schedule:
         """See :func:`heuristic`."""
-        return heuristic(problem, self.effort)
+        return heuristic(problem, self.effort, self.coded_from)
 
 
-def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
+def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, coded_from: int = CODED_FROM) -> Schedule:
     """A schedule for ``problem``: 1F1B where it applies (no failure, slow worker or decoupling), else a list schedule.
 
     Among the schedules found, it has the smallest period (with the staggered optimizer, else makespan), then the
@@ -78,13 +81,28 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
         problem: the problem to plan.
         effort: number of operations to play in total; 0 for the plain rule alone, "backward, then forward, then weight
             gradient, oldest first", under which the paper's techniques can be compared.
+        coded_from: number of operations from which on all lanes get one plan
+            (:mod:`~lightning_recycle.planning.lane_planning`), if that is near the lower bound or a plan that lists
+            all operations would take too long.
     """
+    if not worth_coding(problem, coded_from):
+        return _listed(problem, effort)
+    with collector_paused():
+        coded = _lanes.plan(problem, effort)
+    return coded if good_enough(coded) else min(coded, _listed(problem, effort), key=_score)
+
+
+def _listed(problem: Problem, effort: int) -> Schedule:
+    """The plan that lists every operation."""
     if not problem.failed and not problem.worker_factors and not problem.technique.decoupled:
         return one_f_one_b(problem)
     with collector_paused():
         if effort and any(factor != 1 for s in range(problem.grid.stages) for factor in problem.live_factors(s)):
             return _at_unequal_speeds(problem, effort)
         return _list_schedule(problem, effort)
+
+
+_lanes = LanePlanner(_listed)
 
 
 def _at_unequal_speeds(problem: Problem, effort: int) -> Schedule:

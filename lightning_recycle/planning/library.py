@@ -49,7 +49,7 @@ from lightning_recycle.planning.planner import Planner, get_planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.renaming import renamed, representative
 from lightning_recycle.planning.result import PlanResult, proven
-from lightning_recycle.planning.schedule import PLAN_SCHEMA, Schedule
+from lightning_recycle.planning.schedule import CODED_SCHEMA, PLAN_SCHEMA, Schedule, problem_of
 from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
@@ -62,6 +62,7 @@ LIBRARY_SCHEMA = 2
 """Version of the entries' format. Version 1 (``*.json``) is read, not written."""
 
 _SUFFIX = ".plan.gz"
+_BODIES = {PLAN_SCHEMA: "workers", CODED_SCHEMA: "lane"}  # what is on the second line of a file
 _TOLERANCE = 0.25  # of the mean operation
 _GOOD = 1.05  # of the lower bound: a plan for another memory limit that takes longer is not used
 _TRIED = 4  # of the plans that may serve, the nearest ones
@@ -303,7 +304,7 @@ class PlanLibrary:
 
 def _to_bytes(result: PlanResult, package: str, planner: Any) -> bytes:
     plan = plan_to_json(result, columns=True)
-    workers = _json(plan.pop("workers"))
+    workers = _json(plan.pop(_BODIES[plan["schema"]]))
     header = {"library": LIBRARY_SCHEMA, "package": package, "planner": planner, "plan": plan}
     header["checksum"] = _checksum(header, workers)
     return gzip.compress(f"{_json(header)}\n{workers}\n".encode(), _COMPRESSION, mtime=0)
@@ -313,9 +314,7 @@ def _entry(path: Path) -> _Entry:
     """What the plan in a file is for; reads no more of it than that."""
     header = _header(path)
     question = header.get("question", header)
-    # The operations are not needed to know the problem.
-    problem = Schedule.from_plan({**header["plan"], "workers": []}).problem
-    return _Entry(path, question["package"], question["planner"], representative(problem))
+    return _Entry(path, question["package"], question["planner"], representative(problem_of(header["plan"])))
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -342,7 +341,7 @@ def _read(path: Path) -> PlanResult:
     checksum = header.pop("checksum", None)
     if checksum != _checksum(header, workers):
         raise PlanningError("its checksum is wrong.")
-    return read_plan({**header["plan"], "workers": json.loads(workers)})
+    return read_plan({**header["plan"], _BODIES[header["plan"]["schema"]]: json.loads(workers)})
 
 
 def _checksum(header: Mapping[str, Any], workers: str) -> str:
@@ -363,10 +362,10 @@ def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
     mapped = renamed(schedule, replace(stored, failed=problem.failed, worker_factors=problem.worker_factors))
     same_limits = _limits(stored) == _limits(problem)
     if same_limits and stored.costs == problem.costs:
-        return replace(result, schedule=replace(mapped, problem=problem))
+        return replace(result, schedule=mapped.under(problem))
     if stored.costs != problem.costs:
         mapped = retime(mapped, problem.costs)
-    mapped = replace(mapped, problem=problem)
+    mapped = mapped.under(problem)
     if not same_limits:
         try:
             validate(mapped)

@@ -63,6 +63,7 @@ def normalize(
     technique: Technique | None = None,
     in_flight_limit: tuple[int, ...] | None = None,
     period: Callable[[tuple[int, ...]], float] | None = None,
+    most: int | None = None,
 ) -> tuple[int, ...]:
     """The number of failures each stage should carry so that ``failures`` in total cost least.
 
@@ -75,26 +76,28 @@ def normalize(
         period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`. It is
             called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default
             the bounds alone decide.
+        most: how many failures a stage may carry; by default all but one of its workers.
 
     Raises:
         ConfigurationError: when ``failures`` is not an integer of at least 0.
         PlanningError: when some stage would have no live worker.
     """
     whole("", "failures", failures)
-    most = grid.stages * (grid.pipelines - 1)
-    if failures > most:
+    most = grid.pipelines - 1 if most is None else min(most, grid.pipelines - 1)
+    if failures > grid.stages * most:
         raise PlanningError(
             f"{failures} failures leave a stage of the grid {grid} without a worker, however they are distributed: "
-            f"at most {most} can be planned for."
+            f"at most {grid.stages * most} can be planned for."
         )
+    counts = range(most + 1)
     problem = Problem(grid, costs, frozenset(), technique or Technique(), in_flight_limit)
     bounds: list[list[float]] = [[] for _ in range(grid.stages)]
-    for count in range(grid.pipelines):
+    for count in counts:
         everywhere = replace(problem, failed=normalized_failures(grid, (count,) * grid.stages))
         for stage, bound in enumerate(stage_lower_bounds(everywhere)):
             bounds[stage].append(round(bound, 9))
-    pressure = [[_memory_pressure(problem, s, count) for count in range(grid.pipelines)] for s in range(grid.stages)]
-    allowed = [[True] * grid.pipelines for _ in range(grid.stages)]
+    pressure = [[_memory_pressure(problem, s, count) for count in counts] for s in range(grid.stages)]
+    allowed = [[True] * len(counts) for _ in range(grid.stages)]
     # One criterion after the other, because the best prefix under several criteria is not part of the best whole.
     for table in (bounds, pressure):
         least = _least_maximum(table, allowed, failures)
@@ -113,7 +116,8 @@ def normalize(
         return bound, max(held), round(sum(held), 9), distribution
 
     best, shortest = chosen, float("inf")
-    for distribution in sorted(_rivals(grid, chosen), key=rank)[:_MOST_PERIODS]:
+    rivals = [distribution for distribution in _rivals(grid, chosen) if max(distribution) <= most]
+    for distribution in sorted(rivals, key=rank)[:_MOST_PERIODS]:
         if rank(distribution)[0] >= shortest:
             break
         found = round(period(distribution), 9)  # rounding must not decide between equally good ones

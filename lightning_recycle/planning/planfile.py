@@ -19,6 +19,7 @@ from typing import Any
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.files import write_json
+from lightning_recycle.planning.coded import read_schedule
 from lightning_recycle.planning.result import TOLERANCE, PlanResult, SolverUse, proven
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
@@ -82,7 +83,7 @@ def read_plan(data: Any) -> PlanResult:
     """
     if not isinstance(data, Mapping):
         raise PlanningError("the plan is damaged: a JSON object is expected. Compute it again.")
-    schedule = Schedule.from_plan(data)
+    schedule = read_schedule(data)
     backend, status, bound = data.get("backend"), data.get("status"), data.get("lower_bound")
     if not isinstance(backend, str) or status not in ("optimal", "feasible"):
         raise PlanningError(f"the plan is damaged (backend {backend!r}, status {status!r}): compute it again.")

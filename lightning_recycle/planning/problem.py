@@ -13,6 +13,7 @@ flight.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -85,8 +86,8 @@ class Problem:
                     f"failed worker {worker} is outside the grid {grid}: "
                     f"its pipeline must be in 0..{grid.pipelines - 1} and its stage in 0..{grid.stages - 1}."
                 )
-        for stage in range(grid.stages):
-            if not self.live_workers(stage):
+        for stage, live in enumerate(self.live_counts()):
+            if not live:
                 raise PlanningError(
                     f"all {grid.pipelines} replicas of stage {stage} have failed: its parameters are gone and "
                     "no plan exists. Restart from a checkpoint."
@@ -142,6 +143,11 @@ class Problem:
         """The factors of the workers of ``stage`` that have not failed, by pipeline."""
         factors = dict(self.worker_factors)
         return tuple(factors.get(worker, 1.0) for worker in self.live_workers(stage))
+
+    def live_counts(self) -> tuple[int, ...]:
+        """How many workers of each stage have not failed."""
+        lost = Counter(worker.stage for worker in self.failed)
+        return tuple(self.grid.pipelines - lost[stage] for stage in range(self.grid.stages))
 
     def live_workers(self, stage: int | None = None) -> tuple[Worker, ...]:
         """The workers that have not failed: all in rank order, or those of one stage by pipeline."""

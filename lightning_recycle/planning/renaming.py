@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.coded import CodedSchedule, coded
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Microbatch, Worker
 from lightning_recycle.planning.ops import Op, ScheduledOp
@@ -68,6 +69,8 @@ def renamed(schedule: Schedule, problem: Problem) -> Schedule:
     """
     if schedule.problem == problem:
         return schedule
+    if isinstance(schedule, CodedSchedule) and schedule.serves(problem):
+        return coded(problem, schedule.lane)
     if not alike(schedule.problem, problem):
         raise PlanningError(
             f"the plan for failures {_counts(schedule.problem)} by stage is none for {_counts(problem)}, or other "

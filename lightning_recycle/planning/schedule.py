@@ -15,7 +15,7 @@ Must not know: how it was made, how it is run, torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,10 +27,13 @@ from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 
-__all__ = ["PLAN_SCHEMA", "Schedule", "staggered_period"]
+__all__ = ["CODED_SCHEMA", "PLAN_SCHEMA", "Schedule", "problem_of", "staggered_period"]
 
 PLAN_SCHEMA = 1
 """Version of the plan file's format; a reader refuses newer ones."""
+
+CODED_SCHEMA = 2
+"""Version of a plan file that has the operations of a lane (:mod:`~lightning_recycle.planning.coded`), not of all."""
 
 _KINDS = {kind.value: kind for kind in OpKind}
 
@@ -64,6 +67,11 @@ class Schedule:
         """The workers that execute this schedule, in rank order."""
         return tuple(sorted(self.workers))
 
+    @property
+    def num_operations(self) -> int:
+        """The number of operations of all workers."""
+        return sum(len(ops) for ops in self.workers.values())
+
     @cached_property
     def makespan(self) -> float:
         """Time from the start of an iteration's first operation to the end of its last, from empty to empty."""
@@ -80,6 +88,14 @@ class Schedule:
             return self._routes[stage, microbatch]
         except KeyError:
             raise PlanningError(f"the schedule has no forward of micro-batch {microbatch} at stage {stage}.") from None
+
+    def under(self, problem: Problem) -> Schedule:
+        """The same operations and times as a schedule for ``problem``, whose costs and workers are the same."""
+        return replace(self, problem=problem)
+
+    def expand(self) -> Schedule:
+        """The schedule with its operations listed for every worker: itself, unless it is coded."""
+        return self
 
     def peak_in_flight(self, worker: Worker) -> int:
         """The most micro-batches ``worker`` holds at once, counted from the start of F to the end of W or BW."""
@@ -183,24 +199,10 @@ class Schedule:
         Raises:
             PlanningError: when ``plan`` is not a plan, or has a schema that this version cannot read.
         """
-        schema = plan.get("schema") if isinstance(plan, Mapping) else None
-        if schema != PLAN_SCHEMA:
-            raise PlanningError(
-                f"a plan with schema {schema!r} cannot be read: this version reads schema {PLAN_SCHEMA}. "
-                "Compute the plan again, or update lightning-recycle."
-            )
+        problem = problem_of(plan)
+        if plan["schema"] != PLAN_SCHEMA:
+            raise PlanningError(f"a plan with schema {plan['schema']} does not list its operations: use load_plan.")
         try:
-            limit = plan["in_flight_limit"]
-            memory = plan.get("memory")
-            problem = Problem(
-                grid=Grid(**plan["grid"]),
-                costs=Costs(**plan["costs"]),
-                failed=frozenset(Worker(*position) for position in plan["failed"]),
-                technique=Technique(**plan["technique"]),
-                in_flight_limit=None if limit is None else tuple(limit),
-                worker_factors=tuple((Worker(d, s), factor) for d, s, factor in plan.get("worker_factors", ())),
-                memory=None if memory is None else Memory(**memory),
-            )
             with collector_paused():
                 workers = {
                     Worker(entry["pipeline"], entry["stage"]): _from_columns(entry["ops"], entry["stage"])
@@ -209,8 +211,6 @@ class Schedule:
                     for entry in plan["workers"]
                 }
             return cls(problem, workers, float(plan["period"]))
-        except ReCycleError as error:
-            raise PlanningError(f"the plan is damaged: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise PlanningError(f"the plan is damaged ({error!r}): compute it again.") from error
 
@@ -229,6 +229,35 @@ class Schedule:
             for scheduled in ops
             if scheduled.op.kind is OpKind.FORWARD and scheduled.op.microbatch is not None
         }
+
+
+def problem_of(plan: Mapping[str, Any]) -> Problem:
+    """What a plan file's content is the plan of, in either schema.
+
+    Raises:
+        PlanningError: when it does not say so, or has a schema that this version cannot read.
+    """
+    schema = plan.get("schema") if isinstance(plan, Mapping) else None
+    if schema not in (PLAN_SCHEMA, CODED_SCHEMA):
+        raise PlanningError(
+            f"a plan with schema {schema!r} cannot be read: this version reads schemas {PLAN_SCHEMA} and "
+            f"{CODED_SCHEMA}. Compute the plan again, or update lightning-recycle."
+        )
+    try:
+        limit, memory = plan["in_flight_limit"], plan.get("memory")
+        return Problem(
+            grid=Grid(**plan["grid"]),
+            costs=Costs(**plan["costs"]),
+            failed=frozenset(Worker(*position) for position in plan["failed"]),
+            technique=Technique(**plan["technique"]),
+            in_flight_limit=None if limit is None else tuple(limit),
+            worker_factors=tuple((Worker(d, s), factor) for d, s, factor in plan.get("worker_factors", ())),
+            memory=None if memory is None else Memory(**memory),
+        )
+    except ReCycleError as error:
+        raise PlanningError(f"the plan is damaged: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanningError(f"the plan is damaged ({error!r}): compute it again.") from error
 
 
 def staggered_period(workers: Mapping[Worker, tuple[ScheduledOp, ...]]) -> float:

@@ -22,7 +22,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.coded import CodedSchedule, coded
 from lightning_recycle.planning.grid import Microbatch, Worker
+from lightning_recycle.planning.lanes import Lane
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem
 from lightning_recycle.planning.schedule import Schedule, staggered_period
@@ -47,6 +49,7 @@ FORWARD, BACKWARD, WEIGHT, FUSED = 0, 1, 2, 3
 """Kinds within a code; BACKWARD is B, or BW where no backward is split; FUSED is BW where others are."""
 
 _ROUND_LIMIT = 40  # passes over all operations in the search for the period; small grids need 3 to 6
+_MOST_EXPANDED = 2_000_000  # operations of a coded schedule that are listed one by one, at about 180 bytes
 _OPERATION_BUDGET = 8_000_000  # the same for large grids: about 5 s
 
 
@@ -265,8 +268,21 @@ def retime(schedule: Schedule, costs: Costs, worker_factors: WorkerFactors | Non
         schedule: the schedule whose orders to keep.
         costs: the new costs of the operations.
         worker_factors: factors by which operations take longer on a worker; by default those of the schedule's problem.
+
+    Raises:
+        PlanningError: when a coded schedule is too large to be timed for workers of unequal speed.
     """
     factors = schedule.problem.worker_factors if worker_factors is None else worker_factors
+    if isinstance(schedule, CodedSchedule):
+        new = replace(schedule.problem, costs=costs, worker_factors=factors)  # type: ignore[arg-type]
+        if not new.worker_factors:
+            return coded(new, Lane.of(retime(schedule.lane.schedule(), costs)))
+        if schedule.num_operations > _MOST_EXPANDED:
+            raise PlanningError(
+                f"a coded plan of {schedule.num_operations:,} operations cannot be timed for workers of unequal speed: "
+                f"its lanes then differ, and more than {_MOST_EXPANDED:,} operations are not listed one by one."
+            )
+        schedule = schedule.expand()
     problem = replace(schedule.problem, costs=costs, worker_factors=factors)  # type: ignore[arg-type]
     grid = schedule.grid
     microbatches = tuple(grid.all_microbatches())

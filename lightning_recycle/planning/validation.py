@@ -31,8 +31,10 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.lane_validation import lane_violations
 from lightning_recycle.planning.ops import OpKind, ScheduledOp
 from lightning_recycle.planning.schedule import Schedule
 
@@ -74,7 +76,12 @@ def validate(schedule: Schedule) -> None:
         InvalidScheduleError: with all violations.
     """
     with collector_paused():
-        violations = tuple(_violations(schedule))
+        if isinstance(schedule, CodedSchedule):
+            violations = tuple(lane_violations(schedule))
+            if not violations and _has_instant_operations(schedule):
+                violations = tuple(_violations(schedule.lane.schedule()))
+        else:
+            violations = tuple(_violations(schedule))
     if violations:
         raise InvalidScheduleError(violations)
 

@@ -1,0 +1,286 @@
+"""Coded schedules: one lane's plan is a plan for all lanes, and equal to the list of all operations in every answer."""
+
+import json
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_properties import problems
+
+from lightning_recycle import planning as p
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.coded import CodedSchedule, coded
+from lightning_recycle.planning.contingencies import next_failures
+from lightning_recycle.planning.lane_places import LanePlaces
+from lightning_recycle.planning.lane_validation import lane_violations
+from lightning_recycle.planning.lanes import Lane, lane_problem, lanes_of
+from lightning_recycle.planning.planfile import plan_to_json, read_plan
+from lightning_recycle.planning.renaming import renamed
+from lightning_recycle.planning.schedule import staggered_period
+from lightning_recycle.runtime.program import worker_program
+
+CLOSE = 1e-6
+EFFORT = 500
+LARGE = p.Grid(256, 64, 256)
+UNEQUAL = p.Costs.uniform(64, 1.0, 1.1, 0.9, communication=0.1)
+
+
+def plan_by_lanes(problem: p.Problem) -> CodedSchedule:
+    lane = lane_problem(problem)
+    return coded(problem, Lane.of(p.heuristic(lane, EFFORT)))
+
+
+@st.composite
+def coded_schedules(draw: st.DrawFn) -> CodedSchedule:
+    problem = draw(problems())
+    return plan_by_lanes(replace(problem, worker_factors=()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(coded_schedules())
+def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CodedSchedule) -> None:
+    problem, every = schedule.problem, schedule.expand()
+    p.validate(every)
+    p.validate(schedule)
+    assert type(every) is p.Schedule
+    assert dict(schedule.workers) == every.workers
+    assert schedule.live_workers == every.live_workers
+    assert abs(schedule.makespan - every.makespan) < CLOSE
+    if problem.technique.staggered:
+        assert abs(schedule.period - staggered_period(every.workers)) < CLOSE
+    assert schedule.num_operations == sum(map(len, every.workers.values()))
+    for worker in every.live_workers:
+        assert schedule.program(worker) == every.program(worker)
+        assert schedule.peak_in_flight(worker) == every.peak_in_flight(worker)
+        assert worker_program(schedule, worker) == worker_program(every, worker)
+        if problem.memory is not None:
+            assert schedule.peak_memory(worker) == every.peak_memory(worker)
+    for stage in range(problem.grid.stages):
+        for microbatch in problem.grid.all_microbatches():
+            assert schedule.route(stage, microbatch) == every.route(stage, microbatch)
+    tighter = replace(problem, in_flight_limit=(2,) * problem.grid.stages)
+    assert schedule.fits(problem)
+    assert schedule.fits(tighter) == every.fits(tighter)
+
+
+@settings(max_examples=50, deadline=None)
+@given(coded_schedules())
+def test_it_survives_a_plan_file_and_pickle(schedule: CodedSchedule) -> None:
+    assert read_plan(json.loads(json.dumps(plan_to_json(schedule)))).schedule == schedule
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+
+
+@settings(max_examples=50, deadline=None)
+@given(coded_schedules(), st.sampled_from([0.5, 1.0, 3.0]))
+def test_other_costs_give_it_the_times_of_the_listed_schedule(schedule: CodedSchedule, factor: float) -> None:
+    costs = schedule.problem.costs
+    other = replace(costs, forward=tuple(factor * cost + 0.1 for cost in costs.forward), communication=0.3)
+    later, listed = p.retime(schedule, other), p.retime(schedule.expand(), other)
+    assert isinstance(later, CodedSchedule)
+    p.validate(later)
+    assert abs(later.period - listed.period) < CLOSE
+
+
+CHANGES: list[Callable[[Lane, random.Random], Lane]] = []
+
+
+def change(function: Callable[[Lane, random.Random], Lane]) -> Callable[[Lane, random.Random], Lane]:
+    CHANGES.append(function)
+    return function
+
+
+def at(values: tuple, stage: int, value: object) -> tuple:  # type: ignore[type-arg]
+    return (*values[:stage], value, *values[stage + 1 :])
+
+
+@change
+def two_operations_change_places(lane: Lane, draw: random.Random) -> Lane:
+    stage = draw.randrange(len(lane.kinds))
+    kinds = list(lane.kinds[stage])
+    place = draw.randrange(len(kinds) - 1)
+    kinds[place], kinds[place + 1] = kinds[place + 1], kinds[place]
+    return replace(lane, kinds=at(lane.kinds, stage, "".join(kinds)))
+
+
+@change
+def a_time_without_work_is_gone_or_longer(lane: Lane, draw: random.Random) -> Lane:
+    stage = draw.randrange(len(lane.kinds))
+    idle = dict(lane.idle[stage])
+    place = draw.choice([*idle, draw.randrange(len(lane.kinds[stage]))])
+    idle[place] = idle.get(place, 0.0) + draw.choice([-1.0, -0.1, 0.1, float("nan")])
+    return replace(lane, idle=at(lane.idle, stage, tuple(sorted(idle.items()))))
+
+
+@change
+def two_microbatches_change_places(lane: Lane, draw: random.Random) -> Lane:
+    stage = draw.randrange(len(lane.kinds))
+    numbers = dict(lane.numbers[stage])
+    letter = draw.choice(sorted(numbers))
+    listed = [first + step for first, count in numbers[letter] for step in range(count)]
+    one, other = draw.randrange(len(listed)), draw.randrange(len(listed))
+    listed[one], listed[other] = listed[other], listed[one] if draw.random() < 0.8 else listed[other]
+    numbers[letter] = tuple((number, 1) for number in listed)
+    return replace(lane, numbers=at(lane.numbers, stage, tuple(sorted(numbers.items()))))
+
+
+@change
+def reduce_starts_at_another_time(lane: Lane, draw: random.Random) -> Lane:
+    stage = draw.randrange(len(lane.kinds))
+    return replace(lane, reduce=at(lane.reduce, stage, lane.reduce[stage] + draw.choice([-1.0, 0.0, 0.5])))
+
+
+@change
+def less_memory(lane: Lane, draw: random.Random) -> Lane:
+    limit = tuple(draw.randint(1, 4) for _ in lane.kinds)
+    return replace(lane, problem=replace(lane.problem, in_flight_limit=limit))
+
+
+@change
+def another_technique(lane: Lane, draw: random.Random) -> Lane:
+    technique = p.Technique(draw.random() < 0.5, draw.random() < 0.5)
+    return replace(lane, problem=replace(lane.problem, technique=technique))
+
+
+@settings(max_examples=150, deadline=None)
+@given(coded_schedules(), st.sampled_from(CHANGES), st.integers(0, 1000), st.sampled_from([1.0, 0.9, 1.1]))
+def test_its_validator_agrees_with_the_validator(
+    schedule: CodedSchedule, changed: Callable[[Lane, random.Random], Lane], seed: int, scale: float
+) -> None:
+    """The one that checks columns of a lane accepts what the one that checks every operation accepts."""
+    costs = schedule.problem.costs
+    assume(min(*costs.forward, *costs.backward_input, *costs.backward_weight) > 0)
+    lane = changed(schedule.lane, random.Random(seed))
+    problem = replace(schedule.problem, in_flight_limit=lane.problem.in_flight_limit, technique=lane.problem.technique)
+    damaged = coded(problem, lane)
+    damaged = replace(damaged, period=damaged.period * scale)
+    listed = True
+    try:
+        p.validate(damaged.expand())
+    except p.InvalidScheduleError:
+        listed = False
+    assert (not list(lane_violations(damaged))) == listed
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_every_live_worker_and_every_microbatch_is_in_one_lane(problem: p.Problem) -> None:
+    grid, lanes = problem.grid, lanes_of(problem)
+    places = LanePlaces(grid, problem.failed, lanes)
+    workers = Counter(places.worker(lane, stage) for lane in range(lanes) for stage in range(grid.stages))
+    assert set(workers.values()) == {1}
+    assert not problem.failed & workers.keys()
+    assert {worker: places.lane(worker) for worker in workers} == {
+        places.worker(lane, stage): lane for lane in range(lanes) for stage in range(grid.stages)
+    }
+    idle = set(problem.live_workers()) - workers.keys()
+    assert {places.lane(worker) for worker in idle} <= {None}
+    found = [microbatch for lane in range(lanes) for microbatch in places.microbatches(lane)]
+    assert Counter(found) == Counter(grid.all_microbatches())
+    assert all(places.lane_of(microbatch) == lane for lane in range(lanes) for microbatch in places.microbatches(lane))
+    counts = [places.count(lane) for lane in range(lanes)]
+    assert max(counts) - min(counts) <= 1
+    # Who measures for a stage, and who leads, has work: the first live worker of every stage.
+    assert all(places.lane(problem.live_workers(stage)[0]) is not None for stage in range(grid.stages))
+
+
+def test_it_serves_whoever_has_failed_in_the_stage() -> None:
+    grid = p.Grid(5, 3, 4)
+    schedule = plan_by_lanes(p.Problem(grid, p.Costs.uniform(3), frozenset({p.Worker(4, 1), p.Worker(3, 1)})))
+    for failed in ({(0, 1), (2, 1)}, {(0, 0), (1, 2), (3, 1), (2, 1)}):
+        problem = replace(schedule.problem, failed=frozenset(p.Worker(*place) for place in failed))
+        other = renamed(schedule, problem)
+        assert isinstance(other, CodedSchedule)
+        assert other.lane is schedule.lane
+        p.validate(other.expand())
+    with pytest.raises(PlanningError, match="plan again"):
+        renamed(schedule, replace(schedule.problem, failed=frozenset({p.Worker(0, 1)})))
+
+
+@pytest.mark.parametrize(
+    ("share", "costs", "limit"), [(0.01, UNEQUAL, None), pytest.param(0.05, UNEQUAL, 127, marks=pytest.mark.exhaustive)]
+)
+def test_16384_workers_get_a_plan_near_the_bound(
+    tmp_path: Path, share: float, costs: p.Costs, limit: int | None
+) -> None:
+    limits = None if limit is None else (limit,) * LARGE.stages
+    problem = p.Problem(LARGE, costs, in_flight_limit=limits)
+    problem = p.normalized_problem(problem, round(share * LARGE.num_workers))
+    result = p.solve(problem)
+    assert isinstance(result.schedule, CodedSchedule)
+    assert result.gap < 0.016
+    path = tmp_path / "plan.json"
+    p.save_plan(path, result)
+    assert path.stat().st_size < 200_000
+    assert p.load_plan(path).schedule == result.schedule
+    lane = result.schedule.lane.schedule()
+    p.validate(lane)  # as listed
+    worker = p.Worker(17, 40)
+    operations = Counter(op.kind for op in result.schedule.program(worker) if op.microbatch is not None)
+    assert operations[p.OpKind.FORWARD] in (problem.grid.global_microbatches // lanes_of(problem) + n for n in (0, 1))
+
+
+def test_after_a_failure_the_next_plans_are_there_at_once() -> None:
+    """However many distributions there are, they have one lane."""
+    problem = p.Problem(p.Grid(64, 8, 128), p.Costs.uniform(8))
+    plans = [p.heuristic(replace(problem, failed=failed)) for failed in next_failures(problem)]
+    assert len(plans) == 8
+    assert len({id(plan.lane) for plan in plans if isinstance(plan, CodedSchedule)}) == 1
+
+
+def test_a_library_stores_and_finds_it(tmp_path: Path) -> None:
+    problem = p.Problem(p.Grid(64, 8, 128), p.Costs.uniform(8), frozenset({p.Worker(3, 4), p.Worker(9, 6)}))
+    library = p.PlanLibrary(tmp_path)
+    stored = p.solve(problem)
+    path = library.put(stored)
+    assert path.stat().st_size < 20_000
+    other = replace(problem, failed=frozenset({p.Worker(0, 4), p.Worker(1, 6)}))
+    found = p.PlanLibrary(tmp_path).get(other)
+    assert isinstance(found, CodedSchedule)
+    assert (found.problem, found.lane, found.period) == (other, stored.schedule.lane, stored.schedule.period)  # type: ignore[attr-defined]
+    slower = replace(other, costs=p.Costs.uniform(8, 1.1))
+    retimed = p.PlanLibrary(tmp_path).get(slower)
+    assert isinstance(retimed, CodedSchedule)
+    p.validate(retimed)
+
+
+DAMAGE: dict[str, Callable[[dict], object]] = {  # type: ignore[type-arg]
+    "no lane": lambda plan: plan.pop("lane"),
+    "a stage less": lambda plan: plan["lane"]["stages"].pop(),
+    "no operations": lambda plan: plan["lane"]["stages"][0].update(ops=""),
+    "operations without end": lambda plan: plan["lane"]["stages"][0].update(ops="999999999999F"),
+    "unknown operations": lambda plan: plan["lane"]["stages"][0].update(ops="12Q"),
+    "micro-batches without end": lambda plan: plan["lane"]["stages"][0]["microbatch"].update(F=[[0, 10**12]]),
+    "idle nowhere": lambda plan: plan["lane"]["stages"][0].update(idle=[[10**6], [1.0]]),
+    "a word for a number": lambda plan: plan["lane"]["stages"][0].update(reduce="soon"),
+    "another period": lambda plan: plan.update(period=plan["period"] - 1),
+    "another number of failures": lambda plan: plan.update(failed=[[0, 0], [1, 0], [2, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_plan_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "plan.json"
+    p.save_plan(path, plan_by_lanes(p.Problem(p.Grid(5, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(1, 1)}))))
+    plan = json.loads(path.read_text())
+    assert plan["schema"] == 2
+    DAMAGE[name](plan)
+    path.write_text(json.dumps(plan))
+    with pytest.raises(PlanningError, match=r"plan\.json"):
+        p.load_plan(path)
+
+
+def test_workers_of_unequal_speed_are_planned_one_by_one() -> None:
+    problem = p.Problem(p.Grid(4, 2, 4), p.Costs.uniform(2), worker_factors={p.Worker(0, 0): 2.0})  # type: ignore[arg-type]
+    assert not isinstance(p.heuristic(problem, EFFORT, coded_from=0), CodedSchedule)
+    with pytest.raises(PlanningError, match="unequal speed"):
+        lane_problem(problem)
+    schedule = plan_by_lanes(replace(problem, worker_factors=()))
+    slower = p.retime(schedule, problem.costs, problem.worker_factors)
+    p.validate(slower)
+    assert slower.period > schedule.period
