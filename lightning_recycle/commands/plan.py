@@ -68,7 +68,7 @@ def _write(
     if output is not None:
         save_plan(output, result)
         written.append(str(output))
-    operations = sum(len(ops) for ops in result.schedule.workers.values())
+    operations = result.schedule.num_operations
     if picture is not None and automatic and operations > _LARGEST_PICTURE:
         written.append(f"no picture of {operations:,} operations (picture=FILE forces it)")
     elif picture is not None:

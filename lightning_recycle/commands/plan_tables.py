@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from rich.table import Table
 
-from lightning_recycle.planning import PlanResult, Problem, Technique, distribution_of, heuristic, one_f_one_b
+from lightning_recycle.planning import Grid, PlanResult, Problem, Technique, distribution_of, heuristic, one_f_one_b
 
 __all__ = ["Row", "baselines", "comparison", "row", "single"]
 
@@ -73,7 +73,9 @@ def row(result: PlanResult) -> Row:
 
 def baselines(problem: Problem) -> tuple[float, float]:
     """Periods of fault-free 1F1B and of the fault-free zero-bubble schedule with at most S micro-batches in flight."""
-    return _baselines(replace(problem, failed=frozenset(), worker_factors=(), technique=Technique()))
+    # Without failures all pipelines are alike.
+    one = Grid(1, problem.grid.stages, problem.grid.microbatches)
+    return _baselines(replace(problem, grid=one, failed=frozenset(), worker_factors=(), technique=Technique()))
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from lightning_recycle.errors import PlanningError
@@ -109,6 +110,17 @@ class CodedSchedule(Schedule):
             raise PlanningError(f"the schedule has no forward of micro-batch {microbatch} at stage {stage}.")
         places = self.workers.places
         return places.worker(places.lane_of(microbatch), stage)
+
+    def exchanges(self) -> Iterator[tuple[Worker, Worker]]:
+        """The pairs of workers of consecutive stages that exchange messages in a step: neighbours in a lane."""
+        places = self.workers.places
+        for lane in range(places.lanes):
+            workers = [places.worker(lane, stage) for stage in range(self.grid.stages)]
+            yield from pairwise(workers)
+
+    def idle_workers(self) -> frozenset[Worker]:
+        """The live workers that run no micro-batch: those in no lane."""
+        return frozenset(worker for worker in self.workers if self.workers.places.lane(worker) is None)
 
     def peak_in_flight(self, worker: Worker) -> int:
         """The most micro-batches ``worker`` holds at once, counted from the start of F to the end of W or BW."""

@@ -24,7 +24,7 @@ from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.normalization import distributions, normalize, normalized_failures
 from lightning_recycle.planning.problem import Problem
 
-__all__ = ["contingencies", "next_failures", "normalized_problem", "usual_limit"]
+__all__ = ["contingencies", "most_in_a_stage", "next_failures", "normalized_problem", "usual_limit"]
 
 _MOST_COMPARED = 100_000  # distributions
 _JUDGED_OPERATIONS = 20_000  # up to that, a plan takes about a second, and normalization may ask for some
@@ -80,7 +80,6 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
         return replace(problem, failed=normalized_failures(grid, distribution))
 
     judged = failures and 3 * grid.global_microbatches * grid.stages <= _JUDGED_OPERATIONS
-    by_lanes = worth_coding(problem, CODED_FROM)
     distribution = normalize(
         grid,
         problem.costs,
@@ -88,9 +87,18 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
         technique=problem.technique,
         in_flight_limit=problem.in_flight_limit,
         period=(lambda distribution: heuristic(at(distribution)).period) if judged else None,
-        most=min(grid.pipelines - 1, -(-whole("", "failures", failures) // grid.stages)) if by_lanes else None,
+        most=most_in_a_stage(problem, failures),
     )
     return at(distribution)
+
+
+def most_in_a_stage(problem: Problem, failures: int) -> int | None:
+    """How many of ``failures`` workers a stage may carry if they are distributed; None for any number.
+
+    Where plans are made by lanes, the stage with the most failures decides about all: then no more than an even share.
+    """
+    whole("", "failures", failures)
+    return -(-failures // problem.grid.stages) if worth_coding(problem, CODED_FROM) else None
 
 
 def next_failures(problem: Problem) -> list[frozenset[Worker]]:

@@ -135,7 +135,7 @@ class ExactPlanner:
             return "the plan meets the lower bound"
         if first.gap <= self.least_gap:
             return f"the plan is {_gap(first)}, and least_gap={self.least_gap:g}"
-        operations = sum(len(ops) for ops in first.schedule.workers.values())
+        operations = first.schedule.num_operations
         if operations > self.max_operations:
             return (
                 f"{operations:,} operations are more than max_operations={self.max_operations:,}, up to which a "

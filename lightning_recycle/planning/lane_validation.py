@@ -7,9 +7,11 @@ ms, a tenth of what the validator needs for them. A lane that is one micro-batch
 no other waits, and holds no more.
 
 Durations and the order of a worker's operations need no check: times are decoded from durations and idle times, which
-are not negative. Where an operation takes no time at all, the validator itself is asked, because it looks for cycles.
+are not negative.
 
-Contract: accepts a coded schedule if and only if the validator accepts what it expands to.
+Contract: accepts a coded schedule if and only if the validator accepts what it expands to. That holds where
+:func:`covers` says so; other lanes are for the validator itself: those with operations that take no time, which may
+wait for one another, and with other kinds of operations than F, B, W and BW.
 
 Must not know: any scheduler.
 """
@@ -25,11 +27,19 @@ from lightning_recycle.planning.lanes import LETTERS, Lane, LaneOperations
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.ops import OpKind
 
-__all__ = ["lane_violations"]
+__all__ = ["covers", "lane_violations"]
 
 _F, _B, _W, _BW = (
     LETTERS[kind] for kind in (OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 )
+
+
+def covers(lane: Lane) -> bool:
+    """Whether these rules are all that ``lane`` has to follow."""
+    costs = lane.problem.costs
+    weights = costs.backward_weight if lane.problem.technique.decoupled else (1.0,)
+    instant = min(*costs.forward, *costs.backward_input, *weights) == 0.0
+    return not instant and set().union(*lane.kinds) <= {_F, _B, _W, _BW}
 
 
 def lane_violations(schedule: CodedSchedule) -> Iterator[str]:
@@ -58,8 +68,6 @@ def _once(lane: Lane, stage: int, operations: LaneOperations) -> Iterator[str]:
     """Each micro-batch has one F, and one B and one W or one BW, in this order."""
     everything = list(range(lane.microbatches))
     placed = {letter: _by_number(operations, letter) for letter in operations.of_kind}
-    if not placed.keys() <= {_F, _B, _W, _BW}:
-        yield f"once: stage {stage} runs operations of unknown kinds, {sorted(placed)}"
     forwards, split, weights, fused = (placed.get(letter, ([], [])) for letter in (_F, _B, _W, _BW))
     backwards = sorted(split[0] + fused[0]) if fused[0] else split[0]
     if forwards[0] != everything or backwards != everything or split[0] != weights[0]:

@@ -161,8 +161,8 @@ class Lane:
         # Idle, busy, idle, busy, ...: the running sum is start, end, start, end, ...
         times = list(accumulate(chain.from_iterable(zip(gaps, map(durations.__getitem__, kinds), strict=True))))
         reduce = self.reduce[stage]
-        step = reduce + costs.reduce[stage]
-        end = step + costs.optimizer[stage]
+        step = reduce + costs.of(OpKind.REDUCE, stage)
+        end = step + costs.of(OpKind.STEP, stage)
         return LaneOperations(kinds, numbers, of_kind, times[0::2], times[1::2], reduce, step, end)
 
     def schedule(self) -> Schedule:

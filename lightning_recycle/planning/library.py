@@ -43,6 +43,7 @@ from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.planfile import plan_to_json, read_plan
 from lightning_recycle.planning.planner import Planner, get_planner, solve
@@ -285,10 +286,12 @@ class PlanLibrary:
 
     def _keep(self, result: PlanResult) -> None:
         """Keeps a plan in memory, and forgets those that were not used for longest."""
-        grid = result.schedule.grid
+        grid, schedule = result.schedule.grid, result.schedule
+        coded = isinstance(schedule, CodedSchedule)
+        size = len(schedule.workers) if coded else 3 * grid.global_microbatches * grid.stages
         with self._lock:
-            self._known[result.schedule.problem] = result
-            while len(self._known) > max(1, _KEPT_OPERATIONS // (3 * grid.global_microbatches * grid.stages)):
+            self._known[schedule.problem] = result
+            while len(self._known) > max(1, _KEPT_OPERATIONS // size):
                 self._known.popitem(last=False)
 
     def _report(self, path: Path, error: BaseException) -> None:
@@ -314,7 +317,8 @@ def _entry(path: Path) -> _Entry:
     """What the plan in a file is for; reads no more of it than that."""
     header = _header(path)
     question = header.get("question", header)
-    return _Entry(path, question["package"], question["planner"], representative(problem_of(header["plan"])))
+    problem = problem_of(header["plan"])  # the operations are not needed to know it
+    return _Entry(path, question["package"], question["planner"], representative(problem))
 
 
 def _header(path: Path) -> dict[str, Any]:

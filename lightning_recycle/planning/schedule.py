@@ -14,7 +14,7 @@ Must not know: how it was made, how it is run, torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -96,6 +96,22 @@ class Schedule:
     def expand(self) -> Schedule:
         """The schedule with its operations listed for every worker: itself, unless it is coded."""
         return self
+
+    def exchanges(self) -> Iterator[tuple[Worker, Worker]]:
+        """The pairs of workers of consecutive stages that exchange messages in a step; a pair may come repeatedly."""
+        for worker, operations in self.workers.items():
+            for scheduled in operations if worker.stage < self.grid.stages - 1 else ():
+                microbatch = scheduled.op.microbatch
+                if scheduled.op.kind is OpKind.FORWARD and microbatch is not None:
+                    yield worker, self.route(worker.stage + 1, microbatch)
+
+    def idle_workers(self) -> frozenset[Worker]:
+        """The live workers that run no micro-batch."""
+        return frozenset(
+            worker
+            for worker, operations in self.workers.items()
+            if all(scheduled.op.microbatch is None for scheduled in operations)
+        )
 
     def peak_in_flight(self, worker: Worker) -> int:
         """The most micro-batches ``worker`` holds at once, counted from the start of F to the end of W or BW."""

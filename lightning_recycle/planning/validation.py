@@ -27,6 +27,7 @@ Must not know: any scheduler; it does not even use the schedule's own route and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -34,7 +35,7 @@ from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.lane_validation import lane_violations
+from lightning_recycle.planning.lane_validation import covers, lane_violations
 from lightning_recycle.planning.ops import OpKind, ScheduledOp
 from lightning_recycle.planning.schedule import Schedule
 
@@ -76,10 +77,10 @@ def validate(schedule: Schedule) -> None:
         InvalidScheduleError: with all violations.
     """
     with collector_paused():
-        if isinstance(schedule, CodedSchedule):
+        if isinstance(schedule, CodedSchedule) and covers(schedule.lane):
             violations = tuple(lane_violations(schedule))
-            if not violations and _has_instant_operations(schedule):
-                violations = tuple(_violations(schedule.lane.schedule()))
+        elif isinstance(schedule, CodedSchedule):
+            violations = tuple(_violations(replace(schedule.lane.schedule(), period=schedule.period)))
         else:
             violations = tuple(_violations(schedule))
     if violations:

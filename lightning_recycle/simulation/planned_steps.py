@@ -20,6 +20,7 @@ from lightning_recycle.planning import (
     Technique,
     normalize,
 )
+from lightning_recycle.planning.coded import CodedSchedule
 
 __all__ = ["DEFAULT_EFFORT", "PlannedStep", "distribution", "planned_seconds", "planned_step"]
 
@@ -48,6 +49,8 @@ def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> PlannedStep:
     schedule = HeuristicPlanner(effort).plan(problem)
     if not problem.technique.staggered:
         return PlannedStep(schedule.period)
+    if isinstance(schedule, CodedSchedule):  # its lanes are alike
+        schedule = schedule.lane.schedule()
     ends = [operations[-1].end for operations in schedule.workers.values() if operations]
     return PlannedStep(schedule.period, max(0.0, schedule.makespan - schedule.period), max(ends) - min(ends))
 

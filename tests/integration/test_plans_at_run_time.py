@@ -30,6 +30,8 @@ from lightning_recycle.planning import (
     plan,
     save_profile,
 )
+from lightning_recycle.planning.coded import CodedSchedule, coded
+from lightning_recycle.planning.lanes import Lane, lane_problem
 from lightning_recycle.planning.profile import load_profile
 
 
@@ -188,3 +190,33 @@ def test_a_users_planner_is_asked(tmp_path: Path) -> None:
 def test_the_plan_is_staggered_only_if_the_steps_are(options: dict[str, Any], staggered: bool) -> None:
     run = fit(Regression().double(), 2, 2, max_steps=1, **options)
     assert run.strategy.schedules[0].problem.technique.staggered is staggered
+
+
+class ByLanes(HeuristicPlanner):
+    """Plans as for thousands of workers, however few there are."""
+
+    def plan(self, problem: Problem) -> Schedule:
+        return coded(problem, Lane.of(heuristic(lane_problem(problem))))
+
+
+CODED_KILLS = [
+    [Fault("kill", 0, 0, step=3)],
+    [Fault("kill", 0, 1, step=3)],
+    [Fault("kill", 2, 1, step=3)],
+    [Fault("kill", 1, 0, step=2), Fault("kill", 2, 1, step=5, at="reduce")],  # the second one is in no lane
+    [Fault("kill", 2, 0, step=2), Fault("kill", 0, 0, step=5)],
+]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    sampled(CODED_KILLS, 2),
+    ids=lambda faults: ", ".join(f"{fault.pipeline}-{fault.stage}" for fault in faults),
+)
+def test_coded_plans_are_run_and_lose_nothing(faults: list[Fault]) -> None:
+    """Lanes of live workers, and workers in no lane, which only reduce and step."""
+    run = exact_fit(Regression().double(), 3, 2, faults, strategy={"planner": ByLanes()})
+    schedules = run.strategy.schedules
+    assert all(isinstance(schedule, CodedSchedule) for schedule in schedules)
+    assert {len(schedule.failed) for schedule in schedules} == set(range(len(faults) + 1))
+    assert [len(schedule.idle_workers()) for schedule in schedules if len(schedule.failed) == 1] == [1]

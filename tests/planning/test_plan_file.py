@@ -62,7 +62,8 @@ def overlap(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed(schema=2), "schema 2 cannot be read.*update"),
+        (changed(schema=3), "schema 3 cannot be read.*update"),
+        (changed(schema=2), "damaged"),
         (overlap, r"breaks \d+ rule\(s\), the first: .*Compute it again"),
         (changed(status="perfect"), "'perfect'"),
         (changed(lower_bound="low"), "lower_bound 'low'"),

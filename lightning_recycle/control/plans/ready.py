@@ -13,15 +13,17 @@ Must not know: how plans are made.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.renaming import renamed, representative
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["ReadyPlan", "ReadyPlans", "schedules_kept"]
+__all__ = ["ReadyPlan", "ReadyPlans", "newest", "schedules_kept"]
 
 _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
 
@@ -31,6 +33,24 @@ _Key: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
 def schedules_kept(grid: Grid) -> int:
     """How many schedules of ``grid`` are kept: a run may see any number, and large ones take 100 MB each."""
     return max(1, _KEPT_OPERATIONS // (3 * grid.global_microbatches * grid.stages))
+
+
+def newest(schedules: Sequence[Schedule]) -> int:
+    """How many of ``schedules``, from the last one on, may be kept: at least one."""
+    left, count = _KEPT_OPERATIONS, 0
+    for schedule in reversed(schedules):
+        left -= _held(schedule)
+        if left < 0 and count:
+            break
+        count += 1
+    return count
+
+
+def _held(schedule: Schedule) -> int:
+    """The operations that take as much memory as ``schedule``; for a coded one, which worker has which lane."""
+    if isinstance(schedule, CodedSchedule):
+        return len(schedule.workers)
+    return 3 * schedule.grid.global_microbatches * schedule.grid.stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +96,16 @@ class ReadyPlans:
             self._plans.pop(key, None)
             self._plans[key] = plan
             forgettable = [key for key in self._plans if key != (frozenset(), ())]
-            for key in forgettable[: -schedules_kept(self._grid)]:
+            kept = newest([self._plans[key].schedule for key in forgettable])
+            for key in forgettable[: len(forgettable) - kept]:
                 del self._plans[key]
+
+    @property
+    def capacity(self) -> int:
+        """How many plans like the largest one here can be kept."""
+        with self._lock:
+            largest = max((_held(plan.schedule) for plan in self._plans.values()), default=0)
+        return max(1, _KEPT_OPERATIONS // largest) if largest else schedules_kept(self._grid)
 
 
 def _key(problem: Problem) -> _Key:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.ahead import PlanningAhead
-from lightning_recycle.control.plans.ready import ReadyPlan, ReadyPlans, schedules_kept
+from lightning_recycle.control.plans.ready import ReadyPlan, ReadyPlans
 from lightning_recycle.control.plans.searching import search
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
@@ -46,7 +46,7 @@ from lightning_recycle.planning import (
     retime,
     solve,
 )
-from lightning_recycle.planning.contingencies import next_failures, usual_limit
+from lightning_recycle.planning.contingencies import most_in_a_stage, next_failures, usual_limit
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.footprint import Footprint, MemoryLimit, memory_of
 from lightning_recycle.planning.library import PlanLibrary
@@ -265,7 +265,12 @@ class RunPlanner:
             return None
         actual = distribution_of(self._grid, failed)
         wanted = normalize(
-            self._grid, costs, len(failed), technique=self._technique, period=self._true_periods(len(failed), costs)
+            self._grid,
+            costs,
+            len(failed),
+            technique=self._technique,
+            period=self._true_periods(len(failed), costs),
+            most=most_in_a_stage(Problem(self._grid, costs, technique=self._technique), len(failed)),
         )
         if wanted[vacant.stage] >= actual[vacant.stage]:
             return None
@@ -273,14 +278,14 @@ class RunPlanner:
         def period(gone: frozenset[Worker]) -> float:
             return lower_bound(Problem(self._grid, costs, gone, self._technique))
 
-        movers = [
-            worker
-            for worker in reversed(self._grid.workers())  # the leader is among the first pipelines
+        movers = {
+            worker.stage: worker
+            for worker in self._grid.workers()  # the last of each stage: the leader is among the first pipelines
             if worker not in failed and wanted[worker.stage] > actual[worker.stage]
-        ]
+        }
         if not movers:
             return None
-        best = min(movers, key=lambda mover: period(failed - {vacant} | {mover}))
+        best = min(sorted(movers.values(), reverse=True), key=lambda mover: period(failed - {vacant} | {mover}))
         now = period(failed)
         gain = now - period(failed - {vacant} | {best})
         return best if gain > _MOVE_GAIN * now and gain * _MOVE_HORIZON > _MOVE_SECONDS else None
@@ -327,7 +332,7 @@ class RunPlanner:
     ) -> Iterator[None]:
         """Makes one plan after the other, in the planning thread."""
         present = self._problem(failed, seconds)
-        kept = schedules_kept(self._grid) - (running is not None)
+        kept = self._ready.capacity - (running is not None)
         # Another plan for those who train now, at once if theirs does not fit into memory.
         fits = running is None or _keeps_to(running, present)
         if not fits:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
-from lightning_recycle.control.plans.ready import schedules_kept
+from lightning_recycle.control.plans.ready import newest
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.messages import Applied, Measured, Profiled
 from lightning_recycle.control.protocol.state import PlanReady
@@ -110,7 +110,7 @@ class RunPlans:
 
     def _begin(self, schedule: Schedule, step: int) -> None:
         self.schedules.append(schedule)
-        del self.schedules[: -schedules_kept(self._grid)]
+        del self.schedules[: -newest(self.schedules)]
         self._steps = 0
         if self._drift is not None:
             self._drift.begin(schedule, step, self._planner.communication)
