@@ -5,6 +5,7 @@
     .venv/bin/python benchmarks/planner.py --quick      # the paper's models only
     .venv/bin/python benchmarks/planner.py --optima 200 # the heuristic against proven optima of random small problems
     .venv/bin/python benchmarks/planner.py --hard       # problems where a solver finds more than the heuristic
+    .venv/bin/python benchmarks/planner.py --scale      # 1,536 to 16,384 workers: planning, storing, loading, using
 
 Every plan is made in a process of its own, on one core, which also reports its peak memory; the time is that of
 ``solve``, validation included. The gap is to the proven lower bound: the optimum is at most that
@@ -22,6 +23,7 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,13 +38,16 @@ from lightning_recycle.planning import (
     Costs,
     ExactPlanner,
     Grid,
+    PlanLibrary,
     PlanResult,
     Problem,
     Schedule,
     Technique,
     Worker,
     heuristic,
+    load_plan,
     normalized_problem,
+    save_plan,
     solve,
     validate,
 )
@@ -56,6 +61,7 @@ LARGE = ((Grid(24, 64, 128), 0.05), (Grid(32, 64, 128), 0.25))
 # The paper's three models on 32 workers, stages x pipelines 2 x 16, 4 x 8, 8 x 4, with at least 4 S micro-batches per
 # pipeline.
 PAPER = (("GPT-3 Medium", Grid(16, 2, 16)), ("GPT-3 3.35B", Grid(8, 4, 16)), ("GPT-3 6.7B", Grid(4, 8, 32)))
+SCALE = ((Grid(24, 64, 128), (0.01, 0.05)), (Grid(32, 64, 128), (0.01, 0.05)), (Grid(256, 64, 256), (0.01, 0.05)))
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
 
 EXAMPLE = Grid(3, 4, 6)
@@ -71,18 +77,23 @@ def main() -> None:
     parser.add_argument("--solvers", action="store_true", help="the running example with each installed solver")
     parser.add_argument("--optima", type=int, metavar="N", help="the heuristic's gap on N random small problems")
     parser.add_argument("--hard", action="store_true", help="each solver against the heuristic")
+    parser.add_argument("--scale", action="store_true", help="plans for thousands of workers")
     parser.add_argument("--quick", action="store_true", help="without the large grids")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for a solver (default: 300)")
     parser.add_argument("--backends", default="cbc,highs,gurobi,cpsat", help="for --solvers")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        run_case(json.loads(arguments.case))
+        case = json.loads(arguments.case)
+        (run_scale_case if "scale" in case else run_case)(case)
         return
     console.print(f"Python {platform.python_version()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}")
     if arguments.solvers:
         for backend in arguments.backends.split(","):
             console.print(solver_table(backend, arguments.time_limit))
+        return
+    if arguments.scale:
+        console.print(scale_table())
         return
     if arguments.optima:
         console.print(optima_table(range(arguments.optima), min(arguments.time_limit, 20.0)))
@@ -180,6 +191,77 @@ def run_case(case: dict[str, object]) -> None:
             }
         )
     )
+
+
+def scale_table() -> Table:
+    """Processor time of one core for all that a large plan goes through."""
+    table = Table(title="Plans for thousands of workers, processor time of one core", title_justify="left", box=None)
+    names = ("grid", "costs", "limit", "failed", "normalize s", "plan s", "again s", "library kB", "load ms")
+    for name in (*names, "program ms", "period", "bound", "gap"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for grid, shares in SCALE:
+        for unequal in (False, True):
+            for limit in (None, 2 * grid.stages - 1):
+                for share in shares:
+                    case = {
+                        "scale": True,
+                        "grid": [grid.pipelines, grid.stages, grid.microbatches],
+                        "failures": round(share * grid.num_workers),
+                        "limit": limit,
+                        "unequal": unequal,
+                    }
+                    command = [sys.executable, str(Path(__file__).resolve()), "--case", json.dumps(case)]
+                    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+                    table.add_row(
+                        *(str(grid), "unequal" if unequal else "equal", "none" if limit is None else str(limit)),
+                        *(f"{share:.0%}", f"{found['normalize']:.2f}", f"{found['plan']:.2f}", f"{found['again']:.2f}"),
+                        *(f"{found['bytes'] / 1e3:.1f}", f"{1e3 * found['load']:.0f}"),
+                        *(f"{1e3 * found['program']:.2f}", f"{found['period']:.1f}", f"{found['bound']:.1f}"),
+                        f"{100 * (found['period'] / found['bound'] - 1):.2f}%",
+                    )
+    return table
+
+
+def run_scale_case(case: dict[str, object]) -> None:
+    """In a process of its own: a plan from nothing, then for one more failure; stored, loaded, used."""
+    grid = Grid(*case["grid"])  # type: ignore[misc]
+    unequal = Costs.uniform(grid.stages, 1.0, 1.1, 0.9, communication=0.1)
+    limit = None if case["limit"] is None else (case["limit"],) * grid.stages
+    problem = Problem(
+        grid,
+        unequal if case["unequal"] else Costs.uniform(grid.stages),
+        in_flight_limit=limit,  # type: ignore[arg-type]
+    )
+    clock = time.process_time
+    started = clock()
+    problem = normalized_problem(problem, case["failures"])  # type: ignore[arg-type]
+    normalized = clock()
+    result = solve(problem)
+    planned = clock()
+    next_to_last = max(worker for worker in problem.live_workers(0))
+    solve(replace(problem, failed=problem.failed | {next_to_last}))
+    again = clock()
+    with tempfile.TemporaryDirectory() as folder:
+        size = PlanLibrary(folder).put(result).stat().st_size
+        save_plan(Path(folder) / "plan.json", result)
+        loading = clock()
+        schedule = load_plan(Path(folder) / "plan.json").schedule
+        loaded = clock()
+    workers = schedule.live_workers[:: len(schedule.live_workers) // 100]
+    extracting = clock()
+    for worker in workers:
+        schedule.program(worker)
+    found = {
+        "normalize": normalized - started,
+        "plan": planned - normalized,
+        "again": again - planned,
+        "bytes": size,
+        "load": loaded - loading,
+        "program": (clock() - extracting) / len(workers),
+        "period": schedule.period,
+        "bound": result.lower_bound,
+    }
+    print(json.dumps(found))
 
 
 def solver_table(backend: str, time_limit: float) -> Table:
