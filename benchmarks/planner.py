@@ -61,7 +61,7 @@ LARGE = ((Grid(24, 64, 128), 0.05), (Grid(32, 64, 128), 0.25))
 # The paper's three models on 32 workers, stages x pipelines 2 x 16, 4 x 8, 8 x 4, with at least 4 S micro-batches per
 # pipeline.
 PAPER = (("GPT-3 Medium", Grid(16, 2, 16)), ("GPT-3 3.35B", Grid(8, 4, 16)), ("GPT-3 6.7B", Grid(4, 8, 32)))
-SCALE = ((Grid(24, 64, 128), (0.01, 0.05)), (Grid(32, 64, 128), (0.01, 0.05)), (Grid(256, 64, 256), (0.01, 0.05)))
+SCALE = ((Grid(24, 64, 128), (0.05,)), (Grid(32, 64, 128), (0.05,)), (Grid(256, 64, 256), (0.01, 0.05)))
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
 
 EXAMPLE = Grid(3, 4, 6)

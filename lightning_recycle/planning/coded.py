@@ -108,15 +108,12 @@ class CodedSchedule(Schedule):
         inside = 0 <= microbatch.pipeline < grid.pipelines and 0 <= microbatch.index < grid.microbatches
         if not (inside and 0 <= stage < grid.stages):
             raise PlanningError(f"the schedule has no forward of micro-batch {microbatch} at stage {stage}.")
-        places = self.workers.places
-        return places.worker(places.lane_of(microbatch), stage)
+        return self._row(self.workers.places.lane_of(microbatch))[stage]
 
     def exchanges(self) -> Iterator[tuple[Worker, Worker]]:
         """The pairs of workers of consecutive stages that exchange messages in a step: neighbours in a lane."""
-        places = self.workers.places
-        for lane in range(places.lanes):
-            workers = [places.worker(lane, stage) for stage in range(self.grid.stages)]
-            yield from pairwise(workers)
+        for lane in range(self.workers.places.lanes):
+            yield from pairwise(self._row(lane))
 
     def idle_workers(self) -> frozenset[Worker]:
         """The live workers that run no micro-batch: those in no lane."""
@@ -166,6 +163,18 @@ class CodedSchedule(Schedule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return coded, (self.problem, self.lane)
+
+    def _row(self, lane: int) -> tuple[Worker, ...]:
+        """The workers of a lane, by stage."""
+        row = self._rows.get(lane)
+        if row is None:
+            stages = range(self.grid.stages)
+            row = self._rows[lane] = tuple(self.workers.places.worker(lane, stage) for stage in stages)
+        return row
+
+    @cached_property
+    def _rows(self) -> dict[int, tuple[Worker, ...]]:
+        return {}
 
     @cached_property
     def _peaks(self) -> dict[tuple[int, int], int]:
