@@ -132,7 +132,8 @@ class CodedSchedule(Schedule):
 
     def fits(self, problem: Problem) -> bool:
         """Whether no worker holds more than the memory of ``problem`` and its in-flight limits allow."""
-        return self.lane.schedule().fits(replace(problem, grid=self.lane.problem.grid, failed=frozenset()))
+        one = replace(problem, grid=self.lane.problem.grid, failed=frozenset(), worker_factors=())
+        return self.lane.schedule().fits(one)
 
     def expand(self) -> Schedule:
         """The same schedule with the operations of all workers."""

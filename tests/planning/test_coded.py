@@ -15,6 +15,7 @@ from test_properties import problems
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning import timing
 from lightning_recycle.planning.coded import CodedSchedule, coded
 from lightning_recycle.planning.contingencies import next_failures
 from lightning_recycle.planning.lane_places import LanePlaces
@@ -214,6 +215,7 @@ def test_16384_workers_get_a_plan_near_the_bound(
     problem = p.normalized_problem(problem, round(share * LARGE.num_workers))
     result = p.solve(problem)
     assert isinstance(result.schedule, CodedSchedule)
+    assert lanes_of(problem) == LARGE.pipelines - -(-len(problem.failed) // LARGE.stages), "failures are spread evenly"
     assert result.gap < 0.016
     path = tmp_path / "plan.json"
     p.save_plan(path, result)
@@ -276,7 +278,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, name: str) -> None:
         p.load_plan(path)
 
 
-def test_workers_of_unequal_speed_are_planned_one_by_one() -> None:
+def test_workers_of_unequal_speed_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = p.Problem(p.Grid(4, 2, 4), p.Costs.uniform(2), worker_factors={p.Worker(0, 0): 2.0})  # type: ignore[arg-type]
     assert not isinstance(p.heuristic(problem, EFFORT, coded_from=0), CodedSchedule)
     with pytest.raises(PlanningError, match="unequal speed"):
@@ -285,3 +287,7 @@ def test_workers_of_unequal_speed_are_planned_one_by_one() -> None:
     slower = p.retime(schedule, problem.costs, problem.worker_factors)
     p.validate(slower)
     assert slower.period > schedule.period
+    assert schedule.fits(problem)
+    monkeypatch.setattr(timing, "_MOST_EXPANDED", 10)
+    with pytest.raises(PlanningError, match=r"unequal speed.*more than 10"):
+        p.retime(schedule, problem.costs, problem.worker_factors)

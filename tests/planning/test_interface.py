@@ -136,6 +136,7 @@ def test_what_is_no_plan_is_refused(data: object) -> None:
         (lambda: p.Problem(GRID, UNIT, in_flight_limit=(4, 4, 4, 0)), ConfigurationError, "at least 1"),
         (lambda: p.plan(p.Problem(GRID, UNIT), planner="magic"), ConfigurationError, r"'magic'.*heuristic"),
         (lambda: p.plan(p.Problem(GRID, UNIT), planner=7), ConfigurationError, "7 is not a planner"),  # type: ignore[arg-type]
+        (lambda: p.HeuristicPlanner(coded_from=-1), ConfigurationError, r"coded_from=-1.*at least 0"),
         (lambda: p.HeuristicPlanner(effort=-1), ConfigurationError, r"effort=-1.*at least 0"),
         (lambda: p.one_f_one_b(p.Problem(GRID, UNIT, frozenset({p.Worker(1, 2)}))), PlanningError, r"\(1, 2\) failed"),
         (lambda: p.reroute(p.Grid(1, 1, 1), {p.Worker(0, 0)}), PlanningError, "stage 0 has no live worker"),
