@@ -14,14 +14,14 @@ Must not know: torch, connections, what a worker does with it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_recycle.planning.grid import Worker, global_index
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["Program", "Programs", "Task", "exchanges", "links", "worker_program"]
+__all__ = ["Program", "Programs", "Task", "links", "worker_program"]
 
 
 _FEW_PIPELINES = 16
@@ -71,11 +71,7 @@ class Programs:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._links = links(schedule)
-        self._idle_stages = {
-            worker.stage
-            for worker, operations in schedule.workers.items()
-            if all(scheduled.op.microbatch is None for scheduled in operations)
-        }
+        self._idle_stages = {worker.stage for worker in schedule.idle_workers()}
 
     def of(self, worker: Worker) -> Program:
         """The program of ``worker``.
@@ -117,25 +113,13 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def exchanges(schedule: Schedule) -> Iterator[tuple[Worker, Worker]]:
-    """The pairs of workers of consecutive stages that exchange messages in a step; a pair may come more than once."""
-    last = schedule.grid.stages - 1
-    for worker, operations in schedule.workers.items():
-        if worker.stage == last:
-            continue
-        for scheduled in operations:
-            microbatch = scheduled.op.microbatch
-            if scheduled.op.kind is OpKind.FORWARD and microbatch is not None:
-                yield worker, schedule.route(worker.stage + 1, microbatch)
-
-
 def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
     """For each worker, those of the stages before and after that it is connected with while the schedule runs.
 
     With few pipelines all workers of the one stage and the other, so that every plan for the same workers can be run
-    without connecting again. With many, where each would need hundreds of connections, besides :func:`exchanges` the
-    next worker of the same pipeline; where that is lost, all its peers; and the first worker of each stage with that of
-    the next.
+    without connecting again. With many, where each would need hundreds of connections: those that exchange messages;
+    the next worker of the same pipeline, and where that is lost, all its peers; the first worker of each stage with
+    that of the next.
     """
     stages = schedule.grid.stages
     if schedule.grid.pipelines <= _FEW_PIPELINES:
@@ -147,7 +131,7 @@ def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
         found[one].add(other)
         found[other].add(one)
 
-    for one, other in exchanges(schedule):
+    for one, other in schedule.exchanges():
         link(one, other)
     live: dict[int, list[Worker]] = defaultdict(list)
     for worker in schedule.live_workers:

@@ -22,9 +22,9 @@ from lightning_recycle.planning.lane_places import LanePlaces
 from lightning_recycle.planning.lane_validation import covers, lane_violations
 from lightning_recycle.planning.lanes import Lane, lane_problem, lanes_of
 from lightning_recycle.planning.planfile import plan_to_json, read_plan
+from lightning_recycle.planning.program import worker_program
 from lightning_recycle.planning.renaming import renamed
 from lightning_recycle.planning.schedule import staggered_period
-from lightning_recycle.runtime.program import worker_program
 
 CLOSE = 1e-6
 EFFORT = 500

@@ -9,7 +9,7 @@ import pytest
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Problem, Worker, heuristic, program
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.program import Programs, exchanges, links
+from lightning_recycle.planning.program import Programs, links
 
 GRID = Grid(3, 3, 3)
 
@@ -72,7 +72,7 @@ def test_the_first_workers_of_the_stages_reach_each_other() -> None:
 
 
 def test_exchanges_are_those_of_consecutive_stages() -> None:
-    assert {(a.stage + 1, b.stage) for a, b in exchanges(schedule_without())} == {(1, 1), (2, 2)}
+    assert {(a.stage + 1, b.stage) for a, b in schedule_without().exchanges()} == {(1, 1), (2, 2)}
 
 
 def test_a_worker_without_micro_batches_makes_its_peers_wait() -> None:

@@ -26,7 +26,7 @@ from lightning_recycle.control.protocol.state import PlanReady
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
-from lightning_recycle.planning.program import exchanges, links
+from lightning_recycle.planning.program import links
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
@@ -219,7 +219,7 @@ class RunPlans:
             "found_by": found_by,
         }
         roster = tuple(self._grid.rank(worker) for worker in schedule.live_workers)
-        reconnects = any(other not in self._links.get(worker, ()) for worker, other in exchanges(schedule))
+        reconnects = any(other not in self._links.get(worker, ()) for worker, other in schedule.exchanges())
         return PlanReady(roster, schedule, details, reconnects)
 
     def propose_move(self, failed: Collection[Worker], vacant: Worker) -> Worker | None:
