@@ -128,6 +128,47 @@ def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
     assert 0 < result.solver.seconds <= result.seconds
 
 
+HINT_ALONE = """
+    from ortools.sat.python import cp_model
+
+    from lightning_recycle.planning import cpsat
+    from lightning_recycle.planning.slots import placements
+
+    def solve(task, report):
+        model = cpsat._Model(task.problem, task.schedule.grid, task.lower, task.upper, cp_model)
+        model.hint(placements(task.schedule))
+        open_ = {at for at, variable in enumerate(model.cp.proto.variables) if variable.domain[0] < variable.domain[-1]}
+        assert open_ <= set(model.cp.proto.solution_hint.vars)
+        solver = cp_model.CpSolver()
+        solver.parameters.fix_variables_to_their_hinted_value = True
+        if solver.solve(model.cp) == cp_model.OPTIMAL:
+            report("call", 1)
+"""
+
+
+@pytest.mark.skipif("cpsat" not in BACKENDS, reason="needs ortools")
+@pytest.mark.parametrize("kind", ["unequal costs", "rounded costs", "lopsided"])
+def test_cp_sat_begins_with_the_known_plan_as_its_first_solution(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one it searches no neighbourhoods, and finds nothing where durations are unequal."""
+    grid, two = p.Grid(4, 5, 6), frozenset({p.Worker(2, 2), p.Worker(3, 1)})
+    costs = p.Costs(
+        (1.0, 0.9, 0.9, 1.2, 1.0), (1.2, 1.2, 1.0, 1.0, 1.3), (1.0, 0.9, 0.8, 1.0, 1.0), (0.1,) * 5, (0.0,) * 5
+    )
+    odd = p.Costs.uniform(5, 1.0, 1.0872345671, 0.9123456789, 0.1, 0.05, 0.1034567)
+    start = {
+        "unequal costs": lambda: p.heuristic(p.Problem(grid, costs, two, in_flight_limit=(7, 6, 5, 4, 3)), 0),
+        "rounded costs": lambda: p.heuristic(p.Problem(grid, odd, two, in_flight_limit=(7, 6, 5, 4, 3)), 0),
+        "lopsided": lopsided,
+    }[kind]()
+    (tmp_path / "hint_alone.py").write_text(textwrap.dedent(HINT_ALONE))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(exact_module.BACKENDS, "cpsat", "hint_alone:solve")
+    result = p.ExactPlanner("cpsat", time_limit=60.0).improve(start)
+    assert (result.warning, result.solver.calls) == (None, 1)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatever_the_routing(backend: str) -> None:
     start = lopsided()
