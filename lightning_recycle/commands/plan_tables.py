@@ -15,7 +15,16 @@ from functools import lru_cache
 
 from rich.table import Table
 
-from lightning_recycle.planning import Grid, PlanResult, Problem, Technique, distribution_of, heuristic, one_f_one_b
+from lightning_recycle.planning import (
+    Grid,
+    PlanResult,
+    Problem,
+    Schedule,
+    Technique,
+    distribution_of,
+    heuristic,
+    one_f_one_b,
+)
 
 __all__ = ["Row", "baselines", "comparison", "row", "single"]
 
@@ -107,6 +116,7 @@ def single(result: PlanResult, numbers: Row) -> Table:
         ("lower bound", f"{numbers.lower_bound:g}"),
         ("gap", f"{_percent(numbers.gap)} ({numbers.status})"),
         ("peak memory", f"{_short(numbers.peaks)} micro-batches" + (f" of {_short(limits)}" if limits else "")),
+        *([("peak memory, bytes", _bytes(result.schedule))] if problem.memory is not None else []),
         ("throughput / 1F1B fault-free", f"{numbers.against_1f1b:.3f}"),
         ("throughput / zero-bubble fault-free", f"{numbers.against_zero_bubble:.3f}"),
     ):
@@ -157,12 +167,22 @@ def _solver(result: PlanResult) -> str:
     return f"not asked: {use.reason}" if use.reason else "none"
 
 
+def _bytes(schedule: Schedule) -> str:
+    """By stage, the most that a worker holds, and what it has."""
+    memory = schedule.problem.memory
+    assert memory is not None
+    peaks = [0.0] * schedule.grid.stages
+    for worker in schedule.live_workers:
+        peaks[worker.stage] = max(peaks[worker.stage], schedule.peak_memory(worker))
+    return f"{_short([f'{peak:.4g}' for peak in peaks])} of {_short([f'{most:.4g}' for most in memory.capacity])}"
+
+
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.2f}%" if fraction else "0%"
 
 
-def _short(values: Sequence[int]) -> str:
-    """Numbers by stage; their range if there are many."""
+def _short(values: Sequence[int] | Sequence[str]) -> str:
+    """Values by stage; the least and the greatest if there are many."""
     if len(set(values)) == 1:
         return str(values[0])
-    return "/".join(map(str, values)) if len(values) <= 8 else f"{min(values)} to {max(values)}"
+    return "/".join(map(str, values)) if len(values) <= 8 else f"{min(values, key=float)} to {max(values, key=float)}"

@@ -24,6 +24,7 @@ from lightning_recycle.planning import (
     normalized_problem,
 )
 from lightning_recycle.planning.contingencies import contingencies, usual_limit
+from lightning_recycle.planning.memory import Memory
 
 __all__ = ["problem_from", "problems_ahead"]
 
@@ -64,20 +65,21 @@ def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
         problems = sorted(list(found)[: max(most, len(normalized))], key=lambda p: (len(p.failed), p == normalized[-1]))
     else:
         problems = [base, _with(base, _workers(failures))]
-    if base.in_flight_limit is not None:
+    if base.memories:
         return problems
     return [replace(problem, in_flight_limit=usual_limit(problem.grid, problem.failed)) for problem in problems]
 
 
 def _with(base: Problem, failed: frozenset[Worker]) -> Problem:
-    return Problem(base.grid, base.costs, failed, base.technique, base.in_flight_limit)
+    return replace(base, failed=failed)
 
 
 def _without_failures(config: Mapping[str, Any]) -> Problem:
     grid = Grid(**{name: config["grid"][name] for name in ("pipelines", "stages", "microbatches")})
     costs, profile = _costs(config["costs"], grid)
     technique = Technique(**{name: _switch(config, name) for name in ("decoupled", "staggered")})
-    return Problem(grid, costs, technique=technique, in_flight_limit=_limit(config["memory"], grid, profile))
+    limit, memory = _in_flight(config["memory"], grid), _bytes(config["memory"], profile)
+    return Problem(grid, costs, technique=technique, in_flight_limit=limit, memory=memory)
 
 
 def _costs(settings: Mapping[str, Any], grid: Grid) -> tuple[Costs, Profile | None]:
@@ -120,17 +122,19 @@ def _switch(config: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _limit(memory: Mapping[str, Any], grid: Grid, profile: Profile | None) -> tuple[int, ...] | None:
-    limit, size = memory["in_flight"], memory["bytes"]
-    if size is not None:
-        if limit is not None or profile is None:
-            raise ConfigurationError(
-                "memory.bytes needs costs=profile, which says what a micro-batch takes, and excludes memory.in_flight: "
-                "give one of the two."
-            )
-        if not is_number(size, 0):
-            raise ConfigurationError(f"memory.bytes={size!r}: give a number of bytes, or null for no limit.")
-        return profile.in_flight_limit(size, grid.global_microbatches)
+def _bytes(memory: Mapping[str, Any], profile: Profile | None) -> Memory | None:
+    size = memory["bytes"]
+    if size is None:
+        return None
+    if profile is None:
+        raise ConfigurationError("memory.bytes needs costs=profile, which says what a micro-batch takes.")
+    if not is_number(size, 0):
+        raise ConfigurationError(f"memory.bytes={size!r}: give a number of bytes, or null for no limit.")
+    return profile.memory(size)
+
+
+def _in_flight(memory: Mapping[str, Any], grid: Grid) -> tuple[int, ...] | None:
+    limit = memory["in_flight"]
     if limit is None:
         return None
     limits = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,) * grid.stages

@@ -86,6 +86,7 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
         failures,
         technique=problem.technique,
         in_flight_limit=problem.in_flight_limit,
+        memory=problem.memory,
         period=(lambda distribution: heuristic(at(distribution)).period) if judged else None,
         most=most_in_a_stage(problem, failures),
     )

@@ -302,8 +302,8 @@ class _Model:
         """Exchange pipelines that are alike so that the first run the most, as the model asks.
 
         Returns:
-            For a rank of the plan, the one that runs its part in the hint; for a micro-batch of the hint, the one of the
-            plan whose times it takes. Those that stay are missing.
+            For a rank of the plan, the one that runs its part in the hint; for a micro-batch of the hint, the one of
+            the plan whose times it takes. Those that stay are missing.
         """
         alike = list(dict.fromkeys(rank for pair in self.problem.alike for rank in pair))
         share = {rank: sum(row[0] == FORWARD and row[3] == rank for row in known) for rank in alike}

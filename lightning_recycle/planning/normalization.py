@@ -32,6 +32,7 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import stage_lower_bounds
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem, Technique
 
 __all__ = ["Move", "distribution_of", "distributions", "moves", "normalize", "normalized_failures", "roles"]
@@ -62,6 +63,7 @@ def normalize(
     *,
     technique: Technique | None = None,
     in_flight_limit: tuple[int, ...] | None = None,
+    memory: Memory | None = None,
     period: Callable[[tuple[int, ...]], float] | None = None,
     most: int | None = None,
 ) -> tuple[int, ...]:
@@ -73,6 +75,7 @@ def normalize(
         failures: number of failed workers.
         technique: techniques of the problem to be planned; by default all.
         in_flight_limit: in-flight limit of the problem to be planned.
+        memory: its limit in bytes; a stage has the same whatever fails.
         period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`. It is
             called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default
             the bounds alone decide.
@@ -90,7 +93,7 @@ def normalize(
             f"at most {grid.stages * most} can be planned for."
         )
     counts = range(most + 1)
-    problem = Problem(grid, costs, frozenset(), technique or Technique(), in_flight_limit)
+    problem = Problem(grid, costs, frozenset(), technique or Technique(), in_flight_limit, memory=memory)
     bounds: list[list[float]] = [[] for _ in range(grid.stages)]
     for count in counts:
         everywhere = replace(problem, failed=normalized_failures(grid, (count,) * grid.stages))
@@ -245,7 +248,8 @@ def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
     As in 1F1B, S - s, scaled by its extra work compared with no failures.
     """
     grid = problem.grid
-    limit = grid.stages if problem.in_flight_limit is None else problem.in_flight_limit[stage]
+    most = [memory.most(stage, memory.after_forward[stage]) for memory in problem.memories]
+    limit = min(most, default=float(grid.stages))
     return round((grid.stages - stage) * grid.pipelines / (grid.pipelines - failures) / limit, 9)
 
 

@@ -8,7 +8,8 @@ File (schema 1)::
     {"schema": 1, "steps": 20,
      "communication": {"latency": 1e-4, "bandwidth": 1e10},
      "stages": [{"forward": 0.010, "backward_input": 0.011, "backward_weight": 0.009, "reduce": 0.002,
-                 "optimizer": 0.001, "activation_bytes": 25000000, "output_bytes": 1000000}, ...]}
+                 "optimizer": 0.001, "activation_bytes": 25000000, "output_bytes": 1000000,
+                 "waiting_bytes": 12000000}, ...]}
 
 Contract: immutable values in seconds and bytes, validated; every error is one line that names the file and the remedy.
 
@@ -45,14 +46,17 @@ class StageProfile:
     reduce: float = 0.0
     optimizer: float = 0.0
     activation_bytes: int = 0
-    """Held for one micro-batch from its F to its W."""
+    """Held for one micro-batch from its F to its B; to its W where ``waiting_bytes`` is not known."""
     output_bytes: int = 0
     """Sent to the next stage for one micro-batch; its gradient is as large."""
+    waiting_bytes: int | None = None
+    """Held for one micro-batch from its B to its W; None if that was not measured."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             check = whole if item.name.endswith("_bytes") else at_least
-            check("StageProfile", item.name, getattr(self, item.name))
+            if item.name != "waiting_bytes" or self.waiting_bytes is not None:
+                check("StageProfile", item.name, getattr(self, item.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +96,16 @@ class Profile:
             communication=self.latency + transfer if len(self.stages) > 1 else 0.0,
         )
 
-    def in_flight_limit(self, activation_memory: float, most: int) -> tuple[int, ...] | None:
-        """Micro-batches that fit into ``activation_memory`` bytes, per stage; None when no stage needs any.
-
-        Args:
-            activation_memory: bytes of one worker that parameters, optimizer and buffers leave free.
-            most: the limit where a stage needs none, e.g. D * M.
-
-        Raises:
-            PlanningError: when a stage cannot hold a single one.
-        """
-        if not any(stage.activation_bytes for stage in self.stages):
-            return None
-        nothing = (0.0,) * len(self.stages)
-        held = tuple(float(stage.activation_bytes) for stage in self.stages)
-        return Memory((activation_memory,) * len(held), nothing, held, nothing).in_flight_limit(most)
+    def memory(self, activation_memory: float) -> Memory:
+        """The memory of a plan with ``activation_memory`` bytes of each worker left free for micro-batches."""
+        return Memory(
+            capacity=(activation_memory,) * len(self.stages),
+            fixed=(0.0,) * len(self.stages),
+            after_forward=tuple(stage.activation_bytes for stage in self.stages),
+            after_backward=tuple(
+                stage.activation_bytes if stage.waiting_bytes is None else stage.waiting_bytes for stage in self.stages
+            ),
+        )
 
 
 def save_profile(path: str | PathLike[str], profile: Profile) -> None:

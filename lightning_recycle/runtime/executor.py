@@ -385,6 +385,8 @@ class Executor:
             self._finish_profile(self._profiler)
         if self._meter is not None and (footprint := self._meter.footprint()) is not None:
             self._client.send(messages.Measured(self._client.rank, footprint))
+            if self._profiler is not None and self._meter.splits:
+                self._profiler.waiting_bytes = footprint.after_backward
             self._meter = None
 
     # ------------------------------------------------------------------ steps on a guess

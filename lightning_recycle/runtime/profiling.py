@@ -29,11 +29,15 @@ class StageProfiler:
         parameters: parameters of the stage; autograd saves them too, but they cost a micro-batch nothing.
         first_step: first measured step; those before are warm-up.
         last_step: last measured step, after which :meth:`profile` is complete.
+
+    Attributes:
+        waiting_bytes: what one micro-batch holds from B to W, once the memory meter knows it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], first_step: int = 3, last_step: int = 8) -> None:
         self.first_step, self.last_step = first_step, last_step
         self.latency = self.bandwidth = 0.0
+        self.waiting_bytes: int | None = None
         self._own = {p.untyped_storage().data_ptr() for p in parameters}
         self._activation_bytes = 0
         self._output_bytes = 0
@@ -63,6 +67,7 @@ class StageProfiler:
             optimizer=seconds.get("STEP", 0.0),
             activation_bytes=self._activation_bytes,
             output_bytes=self._output_bytes,
+            waiting_bytes=self.waiting_bytes,
         )
 
 

@@ -9,17 +9,11 @@ Must not know: policies.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    HeuristicPlanner,
-    Problem,
-    Technique,
-    normalize,
-)
+from lightning_recycle.planning import HeuristicPlanner, Problem, normalize, normalized_failures
 from lightning_recycle.planning.coded import CodedSchedule
 
 __all__ = ["DEFAULT_EFFORT", "PlannedStep", "distribution", "planned_seconds", "planned_step"]
@@ -27,6 +21,13 @@ __all__ = ["DEFAULT_EFFORT", "PlannedStep", "distribution", "planned_seconds", "
 DEFAULT_EFFORT = 100_000
 """Operations the planner plays in search of a better schedule: at most 0.2 s for the paper's models on 32 GPUs,
 and within 1 % of the step times found with eight times as many."""
+
+
+_MOST_JUDGED = 5_000
+"""Operations of an iteration; some dozens of plans of this size take seconds. The paper's models have up to 3,072."""
+
+_JUDGED_SHARE = 5
+"""To choose among distributions, plans get this part of the effort."""
 
 
 class PlannedStep(NamedTuple):
@@ -61,8 +62,28 @@ def planned_seconds(problem: Problem, effort: int = DEFAULT_EFFORT) -> float:
 
 
 @lru_cache(maxsize=65536)
-def distribution(
-    grid: Grid, costs: Costs, failures: int, technique: Technique, in_flight_limit: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    """How many failures each stage carries after failure normalization."""
-    return normalize(grid, costs, failures, technique=technique, in_flight_limit=in_flight_limit)
+def distribution(problem: Problem, failures: int, effort: int = DEFAULT_EFFORT) -> tuple[int, ...]:
+    """How many failures each stage carries after failure normalization.
+
+    By the periods of the plans, as in a run, up to ``_MOST_JUDGED`` operations; else, or without effort, by lower
+    bounds alone.
+
+    Args:
+        problem: the fault-free problem.
+        failures: the number of failed workers.
+        effort: of the plan that is wanted.
+    """
+    grid = problem.grid
+
+    def period(spread: tuple[int, ...]) -> float:
+        return planned_seconds(replace(problem, failed=normalized_failures(grid, spread)), effort // _JUDGED_SHARE)
+
+    judged = failures and effort and 3 * grid.global_microbatches * grid.stages <= _MOST_JUDGED
+    return normalize(
+        grid,
+        problem.costs,
+        failures,
+        technique=problem.technique,
+        in_flight_limit=problem.in_flight_limit,
+        period=period if judged else None,
+    )

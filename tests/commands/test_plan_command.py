@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 
 from lightning_recycle.planning import (
     Grid,
+    Memory,
     Profile,
     StageProfile,
     Worker,
@@ -76,8 +77,22 @@ def test_costs_and_memory_of_a_profile(tmp_path: Path) -> None:
     problem = load_plan(tmp_path / "plan.json").schedule.problem
     assert problem.costs.forward == (0.010, 0.010)
     assert problem.costs.communication == pytest.approx(0.0015)
-    assert problem.in_flight_limit == (4, 4)
-    assert "of 4" in out
+    assert problem.in_flight_limit is None
+    assert problem.memory == Memory((4500, 4500), (0, 0), (1000, 1000), (1000, 1000))
+    assert "4000 of 4500" in out
+
+
+def test_bytes_that_w_does_not_need_make_room_for_more_microbatches(tmp_path: Path) -> None:
+    """As in a run: a number of micro-batches is not the limit, but what each of them holds at the time."""
+    stage = StageProfile(1.0, 1.0, 1.0, activation_bytes=1000, waiting_bytes=250)
+    save_profile(tmp_path / "profile.json", Profile((stage,) * 4))
+    settings = ("costs=profile", "costs.path=profile.json", "memory.bytes=4000")
+    plan(tmp_path, *settings, "failures=[[1,2]]")
+    one = load_plan(tmp_path / "plan.json").schedule
+    assert max(map(one.peak_in_flight, one.live_workers)) > 4
+    assert max(map(one.peak_memory, one.live_workers)) <= 4000
+    plan(tmp_path, *settings, "failures=1")
+    assert load_plan(tmp_path / "plan.json").schedule.problem.memory == one.problem.memory
 
 
 def test_a_number_of_failures_is_carried_where_it_costs_least(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path: Path)
     # Stage 0 ends in a layer of width 16: 2 samples of float64.
     assert profile.stages[0].output_bytes == 2 * 16 * 8
     assert profile.stages[0].activation_bytes >= 2 * (8 + 16) * 8  # the inputs of its two linear layers
+    # Measured with the memory: each W needs at least the input of its layer.
+    assert all(s.waiting_bytes is not None and s.waiting_bytes > 0 for s in profile.stages)
     assert 0 < profile.latency < 0.1
     assert profile.bandwidth > 1e6
     run = fit(Regression().double(), 2, 2, strategy={"profile": path})

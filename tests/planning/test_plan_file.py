@@ -149,10 +149,12 @@ def test_a_profile_comes_back_and_becomes_costs(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_profile() -> None:
-    assert PROFILE.in_flight_limit(4500, 9) == (4, 9)
-    assert p.Profile((p.StageProfile(1.0, 1.0, 1.0),)).in_flight_limit(100, 9) is None
+    # What W needs is not known: as much as is held before B.
+    assert PROFILE.memory(4500) == p.Memory((4500,) * 2, (0,) * 2, (1000, 400), (1000, 400))
+    known = replace(PROFILE.stages[1], waiting_bytes=0)
+    assert p.Profile((PROFILE.stages[0], known)).memory(4500).after_backward == (1000, 0)
     with pytest.raises(PlanningError, match=r"worker of stage 0 has 999 bytes.*1,000 more with one micro-batch"):
-        PROFILE.in_flight_limit(999, 9)
+        p.Problem(p.Grid(2, 2, 2), PROFILE.costs(), memory=PROFILE.memory(999))
 
 
 @pytest.mark.parametrize(

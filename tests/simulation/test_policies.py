@@ -58,6 +58,15 @@ def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
     assert result.accounting.idle == 0
 
 
+def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does() -> None:
+    """Bounds alone choose stage 6 of this model, whose plan is 1.1 % above the bound."""
+    limit = LARGE.in_flight_limit()
+    gone = normalized_failures(LARGE.grid, normalize(LARGE.grid, LARGE.costs(), 1, in_flight_limit=limit))
+    by_bounds = HeuristicPlanner(100_000).plan(Problem(LARGE.grid, LARGE.costs(), gone, in_flight_limit=limit))
+    result = sim.simulate(LARGE, sim.Cluster.of(LARGE), sim.Recycle(), sim.FailedFraction(1 / 32), "1h")
+    assert LARGE.global_batch / result.throughput < by_bounds.period / 1.01
+
+
 def test_each_technique_is_worth_something() -> None:
     ratios = [
         sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, sim.FailedFraction(3 / 32), "1h").ratio

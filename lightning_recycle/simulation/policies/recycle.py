@@ -154,8 +154,7 @@ class Recycle:
         return Problem(model.grid, model.costs(), gone, self.technique, _limit(model.in_flight_limit()))
 
     def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
-        model = context.model
-        return distribution(model.grid, model.costs(), failures, self.technique, _limit(model.in_flight_limit()))
+        return distribution(self._problem(context, (0,) * context.model.stages), failures, self.effort)
 
     def _from_checkpoint(self, context: Context, live: frozenset[int]) -> Configuration:
         grid = context.model.grid
