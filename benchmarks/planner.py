@@ -107,10 +107,11 @@ def main() -> None:
 
 
 def large_table() -> Table:
-    table = plan_table("Large grids, equal costs, heuristic, one core")
-    for grid, share in LARGE:
-        for limit in (None, 2 * grid.stages - 1):
-            add_row(table, "", grid, share, limit)
+    table = plan_table("Large grids, F : B : W = 1 : 1 : 1, or 1 : 1.1 : 0.9 with communication 0.1, heuristic, one core")
+    for name, unequal in (("equal", False), ("unequal", True)):
+        for grid, share in LARGE:
+            for limit in (None, 2 * grid.stages - 1):
+                add_row(table, name, grid, share, limit, unequal)
     return table
 
 

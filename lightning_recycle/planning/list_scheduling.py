@@ -2,7 +2,9 @@
 
 Concept: a free worker takes whatever is ready there: a forward, a backward or a weight gradient, older micro-batches
 first. The rule decides which kind goes first, from the number of micro-batches that the worker holds, and whether a
-backward is split: B at once and W later, or BW where B would take memory that is needed for something else.
+backward is split: B at once and W later, or BW where B would take memory that is needed for something else. A worker
+that expects a backward soon may stay idle until it arrives: one operation in the way at each stage adds up for a
+gradient that passes all of them.
 
 Contract: deterministic; never holds more than the rule's hard numbers, nor more bytes than the problem's memory; never
 deadlocks: the last stage can always finish what it has begun (BW takes no memory), so it eventually takes new
@@ -39,6 +41,8 @@ class Rule:
         forward_first: per stage; whether an F that may start goes before a B, as does a W that makes room for it.
         begin: per stage; nothing starts earlier, in the unit of the costs; None for 0 everywhere.
         coupling: per stage, SPLIT, FUSE_FOR_FORWARD or FUSE; None for SPLIT everywhere.
+        patience: a worker stays idle until the next backward arrives if that costs it less time than so many times
+            what the backward would wait for an F (the first number) or a W (the second) begun now; 0 for never.
     """
 
     soft: tuple[int, ...]
@@ -48,6 +52,7 @@ class Rule:
     forward_first: tuple[bool, ...]
     begin: tuple[float, ...] | None = None
     coupling: tuple[int, ...] | None = None
+    patience: tuple[float, float] = (0.0, 0.0)
 
 
 def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
@@ -83,6 +88,10 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             for_backward = [memory.delta(OpKind.BACKWARD_INPUT, stage) for stage in range(stages)]
             for_weight = [memory.delta(OpKind.BACKWARD_WEIGHT, stage) for stage in range(stages)]
         room = [memory.room(rank % stages) for rank in range(workers)]
+    # When backwards will arrive that are under way, if anybody is to wait for them.
+    patient = any(rule.patience)
+    for_f, for_w = rule.patience
+    expected: list[list[float]] = [[] for _ in range(workers if patient else 0)]
     # Events: an operation ends (its code), its result arrives at the next stage (code + size), or a stage begins.
     size = codes.size
     events: list[tuple[float, int]] = []
@@ -129,6 +138,11 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                 kind = WEIGHT
             else:
                 continue
+            if patient and expected[rank] and kind in (FORWARD, WEIGHT):
+                waiting, most = (forwards[rank], for_f) if kind == FORWARD else (weights[rank], for_w)
+                idle = expected[rank][0] - now
+                if idle < most * (times[kind * stages + stage][waiting[0] % n] - idle):
+                    continue
             if kind == FORWARD:
                 number = heappop(forwards[rank]) % n
                 credit[rank] -= 1
@@ -148,6 +162,8 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                     room[rank] -= for_backward[stage] if kind == BACKWARD else -for_forward[stage]
             key = kind * stages + stage
             code = key * n + number
+            if patient and stage and kind in (BACKWARD, FUSED):
+                heappush(expected[ranks[stage - 1][number]], now + times[key][number] + comm)
             busy[rank] = True
             record(code)
             heappush(events, (now + times[key][number], code))
@@ -185,5 +201,7 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                 heappush(forwards[rank], tickets[number])
             else:
                 rank = ranks[stage - 1][number]
+                if patient:
+                    heappop(expected[rank])
                 heappush(backwards[rank], tickets[number])
             awake.add(rank)

@@ -9,7 +9,8 @@ Concept: the quality of a list schedule depends on its rule far more than on luc
   gradients back;
 - with the staggered optimizer, how much later than possible a stage begins (*delay*): the forwards that pile up
   meanwhile keep its workers busy when the stages before it are as loaded as it is and arrivals jitter;
-- where a split backward takes more memory than a fused one, which stages split theirs (*coupling*).
+- where a split backward takes more memory than a fused one, which stages split theirs (*coupling*);
+- where durations differ, whether a worker waits for a backward that is about to arrive (*patience*).
 
 A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse.
 
@@ -38,6 +39,8 @@ __all__ = ["Solution", "search"]
 _SEED = 1
 _SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
 _DELAYS = (0.5, 0.25, 1.0)  # of a stage's start, as a fraction of the time until its first micro-batch can arrive
+# Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.
+_PATIENCES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5))
 _COUPLING_CHANGES = 0.2  # of the random changes, where backwards may be split or fused to save memory
 _FEWEST_PLAYS = 3  # however large the grid
 _MOST_FRUITLESS = 600  # plays in a row without a better schedule
@@ -55,7 +58,7 @@ class Solution:
 
 
 class _Point(NamedTuple):
-    """A position of the hill climb: indices of three caps, a delay and a coupling, and a number of stages."""
+    """A position of the hill climb: a number of stages, and indices of three caps, a delay, a coupling, a patience."""
 
     soft: int
     hard: int
@@ -63,6 +66,7 @@ class _Point(NamedTuple):
     split: int
     delay: int
     coupling: int = 0
+    patience: int = 0
 
 
 def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solution:
@@ -113,9 +117,16 @@ class _Search:
                 # Where B takes no memory, it and its W are at least as good as BW.
                 self.couplings += [tuple(how if grow else SPLIT for grow in grows) for how in (FUSE_FOR_FORWARD, FUSE)]
 
+        # At equal durations all operations begin and end together: nothing is ever in the way of a backward.
+        costs = problem.costs
+        work = {*costs.forward, *costs.backward_input, *(() if codes.fused else costs.backward_weight)}
+        uneven = len(work) > 1 or costs.communication or problem.worker_factors
+        self.patiences = _PATIENCES if uneven else _PATIENCES[:1]
+
     def run(self, starts: Iterable[list[int]]) -> Solution:
-        # With only a few plays, a delay is the better guess: it nearly always meets the bound.
-        first = _Point(0, 0, 0, 0, min(int(self.few), len(self.delays) - 1))
+        # With only a few plays, a delay is the better guess at equal durations: it nearly always meets the bound.
+        delayed = self.few and len(self.patiences) == 1
+        first = _Point(0, 0, 0, 0, min(int(delayed), len(self.delays) - 1))
         self._try(self._template(first))
         for sequence in starts:
             if not self._finished:
@@ -171,7 +182,16 @@ class _Search:
     def _template(self, point: _Point) -> Rule:
         soft, hard, ahead = self.caps[point.soft], self.caps[point.hard], self.caps[point.ahead]
         first = tuple(stage < point.split for stage in range(self.stages))
-        return Rule(soft, hard, ahead, self.ages, first, self.delays[point.delay], self.couplings[point.coupling])
+        return Rule(
+            soft,
+            hard,
+            ahead,
+            self.ages,
+            first,
+            self.delays[point.delay],
+            self.couplings[point.coupling],
+            self.patiences[point.patience],
+        )
 
     def _climb(self, at: _Point) -> None:
         """Improve the numbers of a point one by one, from a few starts. ``at`` has been played."""
@@ -190,6 +210,7 @@ class _Search:
 
         last, stages = len(self.caps) - 1, self.stages
         for start in (
+            *(_Point(0, 0, 0, 0, 0, patience=patience) for patience in range(1, len(self.patiences))),
             _Point(0, 0, 0, 0, min(1, len(self.delays) - 1)),
             _Point(0, 0, 0, 0, 0),
             _Point(min(1, last), 0, 0, stages // 2, 0),
@@ -210,6 +231,7 @@ class _Search:
         yield from (at._replace(ahead=cap) for cap in caps)
         yield from (at._replace(delay=delay) for delay in range(len(self.delays)))
         yield from (at._replace(coupling=coupling) for coupling in range(len(self.couplings)))
+        yield from (at._replace(patience=patience) for patience in range(len(self.patiences)))
 
     def _changed(self, rule: Rule) -> Rule:
         """``rule`` with one or two random changes, or a random template, or all micro-batches shuffled a little."""
@@ -242,7 +264,7 @@ class _Search:
             else:
                 ages[int(draw() * len(ages))] += (draw() - 0.5) * 4.0
         soft, hard, ahead = (tuple(count) for count in counts)
-        return Rule(soft, hard, ahead, _ranks(ages), tuple(first), rule.begin, rule.coupling)
+        return Rule(soft, hard, ahead, _ranks(ages), tuple(first), rule.begin, rule.coupling, rule.patience)
 
 
 def _most_held(codes: Codes) -> tuple[int, ...]:
