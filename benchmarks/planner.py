@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def large_table() -> Table:
-    table = plan_table("Large grids, F : B : W = 1 : 1 : 1, or 1 : 1.1 : 0.9 with communication 0.1, heuristic, one core")
+    table = plan_table("Large grids; unequal: F : B : W = 1 : 1.1 : 0.9, communication 0.1; heuristic, one core")
     for name, unequal in (("equal", False), ("unequal", True)):
         for grid, share in LARGE:
             for limit in (None, 2 * grid.stages - 1):
