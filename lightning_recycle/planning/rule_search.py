@@ -42,7 +42,7 @@ _DELAYS = (0.5, 0.25, 1.0)  # of a stage's start, as a fraction of the time unti
 # Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.
 _PATIENCES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5))
 _COUPLING_CHANGES = 0.2  # of the random changes, where backwards may be split or fused to save memory
-_FEWEST_PLAYS = 3  # however large the grid
+_FEWEST_PLAYS, _FEWEST_PATIENT_PLAYS = 3, 2  # however large the grid; those with patience take longer
 _MOST_FRUITLESS = 600  # plays in a row without a better schedule
 
 
@@ -87,7 +87,6 @@ class _Search:
         self.stages = grid.stages
         self.goal = lower_bound(problem) * (1 + 1e-9)
         operations = (2 if codes.fused else 3) * grid.stages * grid.global_microbatches
-        self.plays_left = max(_FEWEST_PLAYS, effort // operations) if effort else 1
         self.few = 0 < effort < 10 * operations
         self.fruitless = 0
         self.best: Solution | None = None
@@ -122,6 +121,8 @@ class _Search:
         work = {*costs.forward, *costs.backward_input, *(() if codes.fused else costs.backward_weight)}
         uneven = len(work) > 1 or costs.communication or problem.worker_factors
         self.patiences = _PATIENCES if uneven else _PATIENCES[:1]
+        fewest = _FEWEST_PATIENT_PLAYS if uneven else _FEWEST_PLAYS
+        self.plays_left = max(fewest, effort // operations) if effort else 1
 
     def run(self, starts: Iterable[list[int]]) -> Solution:
         # With only a few plays, a delay is the better guess at equal durations: it nearly always meets the bound.
@@ -210,7 +211,7 @@ class _Search:
 
         last, stages = len(self.caps) - 1, self.stages
         for start in (
-            *(_Point(0, 0, 0, 0, 0, patience=patience) for patience in range(1, len(self.patiences))),
+            *(_Point(0, 0, 0, 0, 0, patience=patience) for patience in reversed(range(1, len(self.patiences)))),
             _Point(0, 0, 0, 0, min(1, len(self.delays) - 1)),
             _Point(0, 0, 0, 0, 0),
             _Point(min(1, last), 0, 0, stages // 2, 0),
