@@ -29,9 +29,9 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, 
 __all__ = ["local_search"]
 
 _SEED = 2
-_MOST_FRUITLESS = 2_000  # changes in a row without a shorter plan
+_MOST_FRUITLESS = 2_000  # changes in a row without a shorter plan, with each slack
 
-_SLACK = 0.01  # of the length: how much longer than the best a plan on the way may be
+_SLACKS = (0.01, 0.05)  # of the length: how much longer than the best a plan may be on the way; the second when stuck
 _FARTHEST = 4  # places that an operation goes ahead at once
 _REROUTED = 0.15  # share of changes that are other peers
 
@@ -82,11 +82,12 @@ class _Search:
         found = {rank: list(program) for rank, program in self.programs.items()}
         ranks = [list(row) for row in self.codes.ranks[: self.codes.stages]]
         fruitless = 0
-        while tries > 0 and fruitless < _MOST_FRUITLESS and best[0] > self.goal:
+        while tries > 0 and fruitless < len(_SLACKS) * _MOST_FRUITLESS and best[0] > self.goal:
             cancellation.check()
+            slack = _SLACKS[fruitless // _MOST_FRUITLESS]
             tries -= 1
             fruitless += 1
-            self.allowed = max(self.score[0], best[0] * (1 + _SLACK * self.draw() ** 3))
+            self.allowed = max(self.score[0], best[0] * (1 + slack * self.draw() ** 3))
             if not (self._reroute() if self.movable and self.draw() < _REROUTED else self._advance()):
                 continue
             if self.score < best:
