@@ -97,7 +97,7 @@ def test_384_workers_with_failures_are_planned_at_the_bound() -> None:
 
 
 def test_a_local_search_that_is_stuck_takes_longer_ways() -> None:
-    """24 if no plan on the way may be more than 1 % longer, which is less than the shortest operation; 23 is optimal."""
+    """24 if no plan on the way may be more than 1 % longer, less than the shortest operation; 23 is optimal."""
     none = (0.0,) * 3
     costs = Costs((2.0, 1.5, 2.0), (2.0, 2.0, 2.0), (1.5, 0.5, 1.5), none, none)
     assert heuristic(Problem(Grid(3, 3, 3), costs, frozenset({Worker(2, 1)}))).period <= 23.5
