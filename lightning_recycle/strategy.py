@@ -111,6 +111,9 @@ class ReCycleStrategy(ParallelStrategy):
             share of the machine's (or of its container's); a fraction of that; or the bytes of all tensors of a worker,
             as an integer. The workers measure in their second step what they need; until then a worker holds at most
             as many micro-batches as in 1F1B.
+        activation_checkpointing: whether a stage may keep the input of a micro-batch instead of its activations, and
+            compute its forward again before its backward: "auto" where that makes the step shorter under the limit of
+            memory, for as few micro-batches as needed, or "never". The result is the same.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -154,6 +157,7 @@ class ReCycleStrategy(ParallelStrategy):
         run_summary: bool = True,
         pipeline: Pipeline = None,
         memory: MemoryLimit = "auto",
+        activation_checkpointing: Literal["auto", "never"] = "auto",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -164,6 +168,7 @@ class ReCycleStrategy(ParallelStrategy):
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
             machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
+            activation_checkpointing,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

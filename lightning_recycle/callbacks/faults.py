@@ -26,12 +26,13 @@ POINTS = ("setup", "recovery", "checkpoint", "validation", "end")
 
 _OPERATIONS: dict[str, tuple[OpKind, ...]] = {
     "forward": (OpKind.FORWARD,),
+    "recompute": (OpKind.RECOMPUTE,),
     "backward_input": (OpKind.BACKWARD_INPUT, OpKind.BACKWARD),
     "backward_weight": (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD),
     "reduce": (OpKind.REDUCE,),
     "optimizer": (OpKind.STEP,),
 }
-_OF_A_MICROBATCH = ("forward", "backward_input", "backward_weight")
+_OF_A_MICROBATCH = ("forward", "recompute", "backward_input", "backward_weight")
 _MOMENTS = ("before", "after")
 
 
@@ -58,12 +59,12 @@ class Fault:
         stage: stage of the worker that fails.
         step: step of the schedule, counted from 0: an optimizer step, or a batch where gradients are accumulated. With
             a point instead of an operation it may be left out; the fault then happens when that point is first reached.
-        at: an operation: "forward", "backward_input", "backward_weight", "reduce" or "optimizer"; the fault happens
-            at the worker's first one of this kind in that step. Where the schedule fuses the backward, both backward
-            operations mean the fused one. Or a point: "setup" (the worker is set up, before its first generation),
-            "recovery" (in the middle of the recovery from another failure), "checkpoint" (before a checkpoint is
-            written), "validation" (before a validation batch), "end" (training is over, but the results are not yet
-            delivered).
+        at: an operation: "forward", "recompute", "backward_input", "backward_weight", "reduce" or "optimizer"; the
+            fault happens at the worker's first one of this kind in that step. Where the schedule fuses the backward,
+            both backward operations mean the fused one; "recompute" only happens where it has forwards computed again.
+            Or a point: "setup" (the worker is set up, before its first generation), "recovery" (in the middle of the
+            recovery from another failure), "checkpoint" (before a checkpoint is written), "validation" (before a
+            validation batch), "end" (training is over, but the results are not yet delivered).
         microbatch: index (0 to M - 1, of any pipeline) of the micro-batch to whose operation the fault is restricted.
         when: "before" the operation or "after" it.
         factor: factor on the time of operations, more than 1; for "slow" only.

@@ -260,6 +260,7 @@ class SupervisorLauncher(_Launcher):
             costs=None if profile is None else profile.costs(),
             library=_library(options.plan_library, options.planner),
             memory=options.memory,
+            recompute=options.activation_checkpointing == "auto",
         )
         planner.prepare()
         fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise there are no step boundaries to enter at

@@ -7,7 +7,8 @@ Concept: consider one worker of one stage with its share of the micro-batches.
   memory; with a fused backward it can, after its last forward, only run the backwards of what it still holds.
 - *Memory*: with room for c micro-batches between F and B, the (k + c)-th forward waits for a B, at the earliest that of
   the k-th, which comes a round trip after its forward. With room for c between F and W it waits for a W in the same
-  way, and all but c weight gradients come before the last forward. Each takes at least the smaller of its sizes.
+  way, and all but c weight gradients come before the last forward. Each takes at least the smallest of its sizes,
+  which is that of a checkpoint where forwards may be computed again.
 - *Head and tail*: from the start of an earlier stage until the first forward arrives here, and from the last B here
   until the earlier stage has stepped. What happens in between does not fit into that stage's period either.
 
@@ -109,7 +110,7 @@ class _Bounds:
         """The most of ``count`` micro-batches between F and the end of B (BW), and between F and the end of W (BW)."""
         until_backward = until_weight = float(count)
         for memory in self.memories:
-            held = memory.after_forward[stage]
+            held = memory.least(stage)
             least = held if self.fused else min(held, memory.after_backward[stage])
             until_backward = min(until_backward, memory.most(stage, held))
             until_weight = min(until_weight, memory.most(stage, least))

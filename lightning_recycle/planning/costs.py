@@ -87,7 +87,7 @@ class Costs:
 
     def of(self, kind: OpKind, stage: int) -> float:
         """Duration of an operation of ``kind`` at ``stage``."""
-        if kind is OpKind.FORWARD:
+        if kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
             return self.forward[stage]
         if kind is OpKind.BACKWARD_INPUT:
             return self.backward_input[stage]

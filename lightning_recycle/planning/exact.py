@@ -141,6 +141,8 @@ class ExactPlanner:
                 f"{operations:,} operations are more than max_operations={self.max_operations:,}, up to which a "
                 f"solver has improved plans; the plan is {_gap(first)}"
             )
+        if any(first.schedule.recomputed(worker) for worker in first.schedule.workers):
+            return f"it knows nothing of forwards that are computed again; the plan is {_gap(first)}"
         try:
             first.schedule.problem.counted()
         except PlanningError as error:

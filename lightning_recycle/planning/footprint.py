@@ -45,6 +45,7 @@ class Footprint:
         messages: buffers for the messages of one micro-batch, which stay from step to step.
         after_forward: what one micro-batch holds from F on.
         after_backward: what one micro-batch holds from B on, until W.
+        checkpoint: what one micro-batch holds from F on, until R, if its forward is computed again.
     """
 
     place: str
@@ -54,6 +55,7 @@ class Footprint:
     messages: int
     after_forward: int
     after_backward: int
+    checkpoint: int
 
     def __post_init__(self) -> None:
         for item in fields(self)[1:]:
@@ -73,7 +75,12 @@ def check_memory_limit(limit: MemoryLimit) -> None:
 
 
 def memory_of(
-    grid: Grid, failed: Collection[Worker], footprints: Mapping[Worker, Footprint], limit: MemoryLimit
+    grid: Grid,
+    failed: Collection[Worker],
+    footprints: Mapping[Worker, Footprint],
+    limit: MemoryLimit,
+    *,
+    recompute: bool = False,
 ) -> Memory:
     """The memory of a worker of each stage while ``failed`` are gone.
 
@@ -82,6 +89,7 @@ def memory_of(
         failed: the dead workers; their micro-batches, and the messages of these, are their peers'.
         footprints: of at least one worker of each stage.
         limit: what may be used of a device.
+        recompute: whether forwards may be computed again.
     """
     sharing = Counter(footprint.place for footprint in footprints.values())
     by_stage: list[list[Footprint]] = [[] for _ in range(grid.stages)]
@@ -98,6 +106,7 @@ def memory_of(
         tuple(fixed),
         tuple(max(footprint.after_forward for footprint in found) for found in by_stage),
         tuple(max(footprint.after_backward for footprint in found) for found in by_stage),
+        tuple(max(footprint.checkpoint for footprint in found) for found in by_stage) if recompute else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 Concept: play the iteration forward in time under a priority rule (see ``list_scheduling``), search for the rule with
 the best result (see ``rule_search``), then for small changes of its order (see ``local_search``), and fuse the
-backwards that were split for nothing (see ``coupling``). Identical pipelines, as without failures, are planned once
+backwards that were split for nothing (see ``coupling``). Where memory makes that slow, forwards may be computed again
+(see ``recomputation``). Identical pipelines, as without failures, are planned once
 and copied. Where workers differ in speed, the search also covers how many micro-batches each of them runs: the
 distribution that balances the work best is not always best for the pipeline as a whole.
 
@@ -31,6 +32,7 @@ from lightning_recycle.planning.lane_planning import CODED_FROM, LanePlanner, go
 from lightning_recycle.planning.local_search import local_search
 from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.recomputation import with_recomputation
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.rule_search import Solution, search
 from lightning_recycle.planning.schedule import Schedule
@@ -94,6 +96,11 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, coded_from: int = 
 
 def _listed(problem: Problem, effort: int) -> Schedule:
     """The plan that lists every operation."""
+    return with_recomputation(problem, lambda other, share: _planned(other, int(effort * share)))
+
+
+def _planned(problem: Problem, effort: int) -> Schedule:
+    """As :func:`_listed`, for a problem in which nothing is computed again."""
     if not problem.failed and not problem.worker_factors and not problem.technique.decoupled:
         return one_f_one_b(problem)
     with collector_paused():
@@ -125,7 +132,7 @@ def _distributions(problem: Problem, effort: int) -> Iterator[Schedule]:
     first = _solve(codes, effort)
     yield first
     if first.period > _load(Codes(problem, reroute(problem.grid, problem.failed), fused=codes.fused)) * (1 + 1e-9):
-        equal = heuristic(replace(problem, worker_factors=()), effort)
+        equal = _planned(replace(problem, worker_factors=()), effort)
         yield retime(equal, problem.costs, problem.worker_factors)
     for power in _LEANINGS:
         codes = _codes(problem, power)

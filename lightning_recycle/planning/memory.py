@@ -11,6 +11,8 @@ A limit in micro-batches is the same with sizes of 1 (:meth:`Memory.counting`).
 Contract: frozen, validated; deltas in :meth:`Memory.delta` are the only place that knows what an operation does to
 memory. An operation takes memory at its start and frees it at its end.
 
+Where a forward is computed again, F keeps less at its end (``checkpoint``), and R takes what F would have kept.
+
 Must not know: schedules, torch.
 
 Units: bytes.
@@ -40,6 +42,8 @@ class Memory:
             last step, buffers.
         after_forward: memory held for one micro-batch between the start of F and the end of B or BW.
         after_backward: memory held for one micro-batch between B and the end of W (0 for a fused backward).
+        checkpoint: memory held for one micro-batch between the end of F and R, where its forward is computed again;
+            None if none may be.
 
     Raises:
         ConfigurationError: when a number is negative or missing.
@@ -49,10 +53,13 @@ class Memory:
     fixed: tuple[float, ...]
     after_forward: tuple[float, ...]
     after_backward: tuple[float, ...]
+    checkpoint: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "fixed", "after_forward", "after_backward"):
+        for name in ("capacity", "fixed", "after_forward", "after_backward", "checkpoint"):
             values = getattr(self, name)
+            if values is None and name == "checkpoint":
+                continue
             if not isinstance(values, Iterable) or isinstance(values, str):
                 raise ConfigurationError(f"Memory({name}={values!r}): give one number of bytes per stage.")
             values = tuple(values)
@@ -79,16 +86,32 @@ class Memory:
         """Bytes of a worker of ``stage`` that are free for micro-batches, with an allowance for rounding."""
         return self.capacity[stage] - self.fixed[stage] + _ROUNDING * self.capacity[stage]
 
-    def delta(self, kind: OpKind, stage: int) -> float:
-        """Bytes that a worker of ``stage`` holds more after an operation of ``kind`` than before it."""
+    def delta(self, kind: OpKind, stage: int, recomputed: bool = False) -> float:
+        """Bytes that a worker of ``stage`` holds more after an operation of ``kind`` than before it; ``recomputed``:
+        whether its micro-batch has an R.
+        """
         held, waiting = self.after_forward[stage], self.after_backward[stage]
+        kept = held if self.checkpoint is None else self.checkpoint[stage]
         if kind is OpKind.FORWARD:
-            return held
+            return kept if recomputed else held
+        if kind is OpKind.RECOMPUTE:
+            return held - kept
         if kind is OpKind.BACKWARD_INPUT:
             return waiting - held
         if kind is OpKind.BACKWARD_WEIGHT:
             return -waiting
         return -held if kind is OpKind.BACKWARD else 0.0
+
+    def needed(self, kind: OpKind, stage: int) -> float:
+        """Bytes that a worker of ``stage`` holds more in an operation of ``kind`` than before it."""
+        if kind is OpKind.FORWARD:
+            return max(self.after_forward[stage], self.delta(kind, stage, recomputed=True))
+        return max(0.0, self.delta(kind, stage))
+
+    def least(self, stage: int) -> float:
+        """The fewest bytes that one micro-batch may hold after F, whether it is computed again or not."""
+        held = self.after_forward[stage]
+        return held if self.checkpoint is None else min(held, self.checkpoint[stage])
 
     def most(self, stage: int, each: float) -> float:
         """How many micro-batches of ``each`` bytes fit into a worker of ``stage``; infinite for 0 bytes."""

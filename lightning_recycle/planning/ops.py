@@ -19,9 +19,12 @@ __all__ = ["Op", "OpKind", "ScheduledOp"]
 
 
 class OpKind(str, Enum):
-    """What a worker does with one micro-batch (F, B, W, BW) or once per iteration (REDUCE, STEP)."""
+    """What a worker does with one micro-batch (F, R, B, W, BW) or once per iteration (REDUCE, STEP)."""
 
     FORWARD = "F"
+    RECOMPUTE = "R"
+    """The same forward again, before the micro-batch's backward. Where there is an R, its F kept a checkpoint: what the
+    stage got, and nothing else."""
     BACKWARD_INPUT = "B"
     """Gradient with respect to the stage's input: the stage before waits for it."""
     BACKWARD_WEIGHT = "W"

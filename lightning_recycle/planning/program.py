@@ -37,7 +37,8 @@ class Task:
         index: the micro-batch's index in the global batch; -1 for REDUCE and STEP.
         source: rank of the worker whose message it waits for; None for none.
         destination: rank of the worker that gets its output; None for none.
-        decoupled: for F, whether the micro-batch's weight gradients are computed in a separate W.
+        decoupled: for F and R, whether the micro-batch's weight gradients are computed in a separate W.
+        recomputed: for F, whether an R computes it again.
     """
 
     op: Op
@@ -46,6 +47,7 @@ class Task:
     source: int | None = None
     destination: int | None = None
     decoupled: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
     grid = schedule.grid
     program = schedule.program(worker)
     deferred = {op.microbatch for op in program if op.kind is OpKind.BACKWARD_WEIGHT}
+    again = schedule.recomputed(worker)
     tasks: list[Task] = []
     for op in program:
         if op.microbatch is None:
@@ -104,12 +107,13 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
         )
         if op.kind is OpKind.FORWARD:
             source, destination = before, after
-        elif op.kind is OpKind.BACKWARD_WEIGHT:
+        elif op.kind in (OpKind.BACKWARD_WEIGHT, OpKind.RECOMPUTE):
             source, destination = None, None
         else:
             source, destination = after, before
         index = global_index(grid, op.microbatch)
-        tasks.append(Task(op, str(op), index, source, destination, decoupled=op.microbatch in deferred))
+        split, twice = op.microbatch in deferred, op.microbatch in again
+        tasks.append(Task(op, str(op), index, source, destination, decoupled=split, recomputed=twice))
     return tuple(tasks)
 
 

@@ -113,6 +113,11 @@ class Schedule:
             if all(scheduled.op.microbatch is None for scheduled in operations)
         )
 
+    def recomputed(self, worker: Worker) -> frozenset[Microbatch]:
+        """The micro-batches whose forward ``worker`` computes again before their backward."""
+        kept = (op.microbatch for op in self.program(worker) if op.kind is OpKind.RECOMPUTE)
+        return frozenset(microbatch for microbatch in kept if microbatch is not None)
+
     def peak_in_flight(self, worker: Worker) -> int:
         """The most micro-batches ``worker`` holds at once, counted from the start of F to the end of W or BW."""
         count = peak = 0
@@ -145,9 +150,10 @@ class Schedule:
 
     def _peak(self, worker: Worker, memory: Memory) -> float:
         held = peak = memory.fixed[worker.stage]
+        recomputed = self.recomputed(worker)
         for op in self.program(worker):
-            held += memory.delta(op.kind, worker.stage)
-            peak = max(peak, held)
+            peak = max(peak, held + memory.needed(op.kind, worker.stage))
+            held += memory.delta(op.kind, worker.stage, op.microbatch in recomputed)
         return peak
 
     def to_plan(
@@ -205,7 +211,7 @@ class Schedule:
                 for worker in self.live_workers
             ],
             **({"worker_factors": factors} if factors else {}),
-            **({} if problem.memory is None else {"memory": asdict(problem.memory)}),
+            **({} if problem.memory is None else {"memory": _memory_record(problem.memory)}),
         }
 
     @classmethod
@@ -290,6 +296,10 @@ def staggered_period(workers: Mapping[Worker, tuple[ScheduledOp, ...]]) -> float
             first[stage] = min(first.get(stage, ops[0].start), ops[0].start)
             last[stage] = max(last.get(stage, ops[-1].end), ops[-1].end)
     return max((last[stage] - first[stage] for stage in first), default=0.0)
+
+
+def _memory_record(memory: Memory) -> dict[str, Any]:
+    return {name: value for name, value in asdict(memory).items() if value is not None}
 
 
 def _to_records(operations: Sequence[ScheduledOp]) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ mean is the better estimate.
 
 Contract: exact for the given orders, up to rounding; linear in the number of operations per pass, few passes. Work
 is done on integers: ``code = (kind * S + stage) * N + microbatch`` with N = D * M, so that a 600,000-operation
-schedule takes seconds. Whether a backward is fused or split is part of the order: it has the code of FUSED, or those of
-BACKWARD and WEIGHT.
+schedule takes seconds. Whether a backward is fused or split, and a forward computed again, is part of the order: it has
+the code of FUSED, or those of BACKWARD and WEIGHT; and that of RECOMPUTE, or not.
 
 Must not know: how the orders were chosen. Internal to ``planning``.
 """
@@ -33,6 +33,7 @@ __all__ = [
     "BACKWARD",
     "FORWARD",
     "FUSED",
+    "RECOMPUTE",
     "WEIGHT",
     "Codes",
     "Timing",
@@ -45,7 +46,7 @@ __all__ = [
 WorkerFactors: TypeAlias = Mapping[Worker, float] | tuple[tuple[Worker, float], ...]
 """See ``Problem.worker_factors``."""
 
-FORWARD, BACKWARD, WEIGHT, FUSED = 0, 1, 2, 3
+FORWARD, BACKWARD, WEIGHT, FUSED, RECOMPUTE = 0, 1, 2, 3, 4
 """Kinds within a code; BACKWARD is B, or BW where no backward is split; FUSED is BW where others are."""
 
 _ROUND_LIMIT = 40  # passes over all operations in the search for the period; small grids need 3 to 6
@@ -54,10 +55,11 @@ _OPERATION_BUDGET = 8_000_000  # the same for large grids: about 5 s
 
 
 class Codes:
-    """Integer names of the F, B, W and BW operations of a problem, with the tables that the inner loops need.
+    """Integer names of the F, R, B, W and BW operations of a problem, with the tables that the inner loops need.
 
     ``key = code // n = kind * S + stage``; tables are indexed by key, or by key and micro-batch number ``d * M + m``.
     What waits for a backward looks at the code of BACKWARD; a FUSED one is recorded there too, ``to_backward`` further.
+    So far from a RECOMPUTE is the WEIGHT, for which nothing waits.
     """
 
     def __init__(self, problem: Problem, routes: Sequence[Mapping[Microbatch, Worker]], *, fused: bool) -> None:
@@ -66,17 +68,20 @@ class Codes:
         self.fused = fused
         self.stages = grid.stages
         self.n = grid.global_microbatches
-        self.size = 4 * self.stages * self.n
+        self.size = 5 * self.stages * self.n
         self.to_backward = (BACKWARD - FUSED) * self.stages * self.n
         self.first_fused = FUSED * self.stages
         """The lowest key of FUSED."""
         self.microbatches = tuple(grid.all_microbatches())
         self.routes = routes
         rank_of = [[grid.rank(routes[s][mb]) for mb in self.microbatches] for s in range(self.stages)]
-        self.ranks: list[list[int]] = rank_of * 4
+        self.ranks: list[list[int]] = rank_of * 5
         both = tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))
         backward = both if fused else costs.backward_input
-        self.durations: list[float] = [*costs.forward, *backward, *costs.backward_weight, *both]
+        self.durations: list[float] = [
+            *(*costs.forward, *backward, *costs.backward_weight, *both),
+            *costs.forward,
+        ]
         factors = {grid.rank(worker): factor for worker, factor in problem.worker_factors}
         self.times: list[list[float]] = [
             [duration * factors.get(rank, 1.0) for rank in ranks] if factors else [duration] * self.n
@@ -93,6 +98,7 @@ class Codes:
             *(self.n if s < last else 0 for s in range(self.stages)),
             *(0 for _ in range(self.stages)),
             *(self.n + self.to_backward if s < last else 0 for s in range(self.stages)),
+            *(0 for _ in range(self.stages)),
         ]
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
@@ -237,7 +243,7 @@ def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
     problem, n, stages = codes.problem, codes.n, codes.stages
     grid, costs = problem.grid, problem.costs
     backward = OpKind.BACKWARD if codes.fused else OpKind.BACKWARD_INPUT
-    kinds = (OpKind.FORWARD, backward, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
+    kinds = (OpKind.FORWARD, backward, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD, OpKind.RECOMPUTE)
     origin = min(timing.stage_begin)
     lists: dict[int, list[ScheduledOp]] = {grid.rank(worker): [] for worker in problem.live_workers()}
     for code in sequence:
@@ -294,6 +300,7 @@ def retime(schedule: Schedule, costs: Costs, worker_factors: WorkerFactors | Non
         OpKind.BACKWARD: BACKWARD if fused else FUSED,
         OpKind.BACKWARD_INPUT: BACKWARD,
         OpKind.BACKWARD_WEIGHT: WEIGHT,
+        OpKind.RECOMPUTE: RECOMPUTE,
     }
     programs = {
         grid.rank(worker): [

@@ -8,15 +8,16 @@ Contract: linear in the number of operations. Accepts exactly the schedules that
 1. *Workers*: every live worker has a program and no other worker does; operations are listed in order of their starts.
 2. *Once*: at every stage every micro-batch has one F and either one B and one W or one BW, all on the same live worker
    of that stage; every worker has one REDUCE and one STEP, in this order, at its end. Without decoupling there is only
-   BW.
+   BW. There it may have one R, if memory is limited in bytes that say what a checkpoint takes; not at the last stage.
 3. *Duration*: an operation takes what the costs say, times the worker's factor, and no time is before 0.
 4. *Overlap*: a worker runs one operation at a time, also across consecutive iterations.
-5. *Dependency*: F after F of the stage before plus communication; B (BW) after own F, and after B (BW) of the next
-   stage plus communication; W after own B; REDUCE after every W (BW) of the stage on all its workers; STEP after every
-   REDUCE of the stage.
+5. *Dependency*: F after F of the stage before plus communication; R after own F; B (BW) after own F, after own R if
+   there is one, and after B (BW) of the next stage plus communication; W after own B; REDUCE after every W (BW) of the
+   stage on all its workers; STEP after every REDUCE of the stage.
 6. *Memory*: micro-batches in flight, from the start of F to the end of W (BW), never exceed the limit; nor do the bytes
    that a worker holds: what it needs without micro-batches, and for each in flight what it holds from the start of F
-   and, where its backward is split, from B on. B holds the larger of both.
+   (with an R: only a checkpoint from the end of F until the start of R) and, where its backward is split, from B on. B
+   holds the larger of both.
 7. *Period*: a stage begins the next iteration after its STEP; without the staggered optimizer the period is the
    makespan.
 8. *Progress*: no cycle of operations that wait for one another. (Only operations without duration could form one.)
@@ -43,7 +44,8 @@ __all__ = ["InvalidScheduleError", "validate"]
 
 _SHOWN = 10
 _F, _B, _W, _BW = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD
-_KINDS = (_F, _B, _W, _BW)
+_R = OpKind.RECOMPUTE
+_KINDS = (_F, _B, _W, _BW, _R)
 _COLLECTIVE = (OpKind.REDUCE, OpKind.STEP)
 
 _Placed: TypeAlias = "dict[int, tuple[Worker, ScheduledOp, int]]"
@@ -125,6 +127,8 @@ def _once(schedule: Schedule, placed: _Placed) -> Iterator[str]:
     """Rule 2; fills ``placed``."""
     grid, decoupled = schedule.grid, schedule.problem.technique.decoupled
     n, per_pipeline, pipelines, stages = grid.global_microbatches, grid.microbatches, grid.pipelines, grid.stages
+    memory = schedule.problem.memory
+    recomputes = memory is not None and memory.checkpoint is not None
     first_of = {kind: number * stages * n for number, kind in enumerate(_KINDS)}
     for worker, ops in schedule.workers.items():
         collectives = []
@@ -143,6 +147,9 @@ def _once(schedule: Schedule, placed: _Placed) -> Iterator[str]:
                 yield f"once: {op} on {worker} names a micro-batch outside the grid"
             elif not decoupled and (kind is _B or kind is _W):
                 yield f"once: {op} on {worker}, but the backward is not decoupled"
+            elif kind is _R and not (recomputes and op.stage < stages - 1):
+                why = "at the last stage" if recomputes else "but the problem does not say what a checkpoint takes"
+                yield f"once: {op} on {worker}, {why}"
             else:
                 number = microbatch.pipeline * per_pipeline + microbatch.index
                 code = first_of[kind] + op.stage * n + number
@@ -155,8 +162,9 @@ def _once(schedule: Schedule, placed: _Placed) -> Iterator[str]:
     step = grid.stages * n  # from the number of an operation to the same of the next kind
     for forward, microbatch in enumerate(list(grid.all_microbatches()) * grid.stages):
         found = [code for code in range(forward, len(_KINDS) * step, step) if code in placed]
-        if found != [forward, forward + step, forward + 2 * step] and found != [forward, forward + 3 * step]:
-            names = "+".join(_KINDS[code // step] for code in found) or "nothing"
+        computed = [code for code in found if code < 4 * step]  # it may be computed again as well
+        if computed != [forward, forward + step, forward + 2 * step] and computed != [forward, forward + 3 * step]:
+            names = "+".join(_KINDS[code // step] for code in computed) or "nothing"
             yield f"once: micro-batch {microbatch} at stage {forward // n} has {names}, not F+B+W or F+BW"
         hosts = {placed[code][0] for code in found}
         if len(hosts) > 1:
@@ -202,10 +210,13 @@ def _needs(grid: tuple[int, int], placed: _Placed, code: int) -> list[int]:
         return [at - n] if stage else []
     if kind == 2:
         return [at + step]
-    if stage == stages - 1:
+    if kind == 4:
         return [at]
+    own = [at, at + 4 * step] if at + 4 * step in placed else [at]
+    if stage == stages - 1:
+        return own
     fused = at + n + 3 * step
-    return [at, fused if fused in placed else at + n + step]
+    return [*own, fused if fused in placed else at + n + step]
 
 
 def _dependencies(schedule: Schedule, placed: _Placed, tolerance: float) -> Iterator[str]:
@@ -278,19 +289,27 @@ def _memory(schedule: Schedule) -> Iterator[str]:
         if not 0 <= stage < memory.stages:
             continue  # rule 2 has reported it
         capacity, before, after = memory.capacity[stage], memory.after_forward[stage], memory.after_backward[stage]
-        forwards = backwards = 0  # micro-batches between F and B, and between B and W
+        checkpoint = 0.0 if memory.checkpoint is None else memory.checkpoint[stage]
+        recomputed = {scheduled.op.microbatch for scheduled in ops if scheduled.op.kind is _R}
+        # Micro-batches between the end of F and R, between the start of F or R and B, and between B and W.
+        checkpoints = forwards = backwards = 0
         for scheduled in ops:
             kind = scheduled.op.kind
-            forwards += kind is _F
-            held = memory.fixed[stage] + forwards * before + backwards * after
+            forwards += kind is _F or kind is _R
+            checkpoints -= kind is _R
+            held = memory.fixed[stage] + checkpoints * checkpoint + forwards * before + backwards * after
             if kind is _B:
                 held += max(0.0, after - before)
+            drops = kind is _F and scheduled.op.microbatch in recomputed
+            if drops:
+                held += max(0.0, checkpoint - before)
             if held > capacity * (1 + 1e-9):
                 yield (
                     f"memory: {worker} holds {held:,.0f} bytes in {scheduled.op} at {scheduled.start:g}, "
                     f"it has {capacity:,.0f}"
                 )
-            forwards -= kind is _B or kind is _BW
+            forwards -= kind is _B or kind is _BW or drops
+            checkpoints += drops
             backwards += (kind is _B) - (kind is _W)
 
 

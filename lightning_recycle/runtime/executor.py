@@ -64,7 +64,7 @@ from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.memory_meter import MemoryMeter
-from lightning_recycle.runtime.profiling import StageProfiler, measure_link
+from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.stage import Stage
@@ -122,7 +122,7 @@ class Executor:
         accumulated: the gradients of the batches since the newest step of the optimizer.
         before_operation: called with (step, operation) before each operation.
         after_operation: called with (step, operation) after each operation.
-        stretch_operation: called with the seconds that an F, B, W or BW has computed; the time that the call takes
+        stretch_operation: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes
             counts as computing. For fault injection.
     """
 
@@ -228,6 +228,7 @@ class Executor:
         self._program, self._idle_peer = program.tasks, program.idle_peer
         if self._meter is not None:
             self._meter.may_split = program.decoupled
+            self._meter.recomputes = any(task.recomputed for task in self._program)
 
     def _run_program(self, step: int) -> None:
         """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
@@ -265,6 +266,8 @@ class Executor:
                     if step == self.version:
                         self._settle()
                     self._client.send(messages.Losses(self._client.rank, step, self._losses, self._outputs))
+            elif kind is OpKind.RECOMPUTE:
+                self._recompute(step, task)
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
             elif kind is OpKind.BACKWARD_WEIGHT:
@@ -292,10 +295,11 @@ class Executor:
                 self._host.begin_microbatch(task.index)
         if task.source is not None:
             inputs = self._receive(step, task)
-        meter = self._meter
-        decoupled = task.decoupled or (meter is not None and meter.splits)
-        with self._profiled(step), self._measured(OpKind.FORWARD), nullcontext() if meter is None else meter.forward():
-            output = self._stage.forward(step, task.index, inputs, target, decoupled=decoupled)
+        stage, meter = self._stage, self._meter
+        split = task.decoupled or (meter is not None and meter.splits)
+        watched = nullcontext() if meter is None else meter.forward(lambda: stage.kept(inputs))
+        with self._profiled(step), self._measured(OpKind.FORWARD), watched:
+            output = stage.forward(step, task.index, inputs, target, decoupled=split, recomputed=task.recomputed)
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = float(loss)
@@ -308,6 +312,12 @@ class Executor:
             if meter is not None:
                 meter.sent(output)
             self._communicator.send(_channel(task.op), output, task.destination, task.index)
+
+    def _recompute(self, step: int, task: Task) -> None:
+        if task.op.stage == 0:
+            self._host.begin_microbatch(task.index)
+        with self._profiled(step), self._measured(OpKind.RECOMPUTE):
+            self._stage.recompute(task.index, decoupled=task.decoupled)
 
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
@@ -583,7 +593,11 @@ class Executor:
         with self._client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
             self._host.on_generation()
         if self._profiler is not None and resume.generation == 0:
-            self._measure_links(self._profiler)
+            rank, exchange = self._client.rank, self._communicator.exchange
+            with self._client.waiting("its neighbours"):
+                self._profiler.measure_links(
+                    self.worker.stage, self._is_last, lambda by, *how: exchange(rank + by, *how)
+                )
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         if self._guesses is not None and commits:
             self._guesses.known = commits
@@ -716,18 +730,6 @@ class Executor:
 
     def _profiled(self, step: int) -> AbstractContextManager[None]:
         return self._profiler.forward(step) if self._profiler is not None else nullcontext()
-
-    def _measure_links(self, profiler: StageProfiler) -> None:
-        """Measures the link to the next stage of the pipeline: even stages begin, then odd ones."""
-        rank, stage = self._client.rank, self.worker.stage
-        for parity in (0, 1):
-            with self._client.waiting("its neighbours"):
-                if stage % 2 == parity and not self._is_last:
-                    profiler.latency, profiler.bandwidth = measure_link(
-                        lambda size: self._communicator.exchange(rank + 1, size, initiate=True)
-                    )
-                elif stage % 2 != parity and stage > 0:
-                    measure_link(lambda size: self._communicator.exchange(rank - 1, size, initiate=False))
 
     def _finish_profile(self, profiler: StageProfiler) -> None:
         measured = profiler.profile(self._timings.seconds)

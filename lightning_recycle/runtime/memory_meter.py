@@ -1,8 +1,9 @@
 """Measures what a worker holds: once, in the second step that it runs, on every micro-batch of that step.
 
 What a micro-batch holds after F is what autograd saves (or, on CUDA, what the allocator gave out meanwhile); after B it
-is what the queued weight gradients hold. In that step every backward is split, also where the plan fuses it, so that
-both are known. The values are the same, and one step is a little slower.
+is what the queued weight gradients hold; after an F that is computed again it would be the stage's input. In that step
+every backward is split, also where the plan fuses it, so that both are known. The values are the same, and one step is
+a little slower. A step with forwards that are computed again is not measured: others have measured the stage before.
 
 Knows tensors, but neither schedules nor peers.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_recycle.planning.footprint import Footprint
+from lightning_recycle.runtime.kept_inputs import Kept
 from lightning_recycle.runtime.machine_memory import device_bytes, device_place, process_bytes
 
 __all__ = ["MemoryMeter", "message_bytes", "saved_tensors", "storage_bytes"]
@@ -34,17 +36,19 @@ class MemoryMeter:
 
     Attributes:
         may_split: whether backwards may be split.
+        recomputes: whether forwards are computed again.
     """
 
     def __init__(self, device: torch.device, held: Callable[[], Iterable[Tensor]]) -> None:
         self.may_split = True
+        self.recomputes = False
         self._device = device
         self._held = held
         self._steps: set[int] = set()
         self._measures = False
         self._overhead = max(0, process_bytes(device) - storage_bytes(held()))
         self._own: set[int] = set()
-        self._after_forward = self._after_backward = self._received = self._sent = 0
+        self._after_forward = self._after_backward = self._checkpoint = self._received = self._sent = 0
 
     @property
     def splits(self) -> bool:
@@ -58,6 +62,8 @@ class MemoryMeter:
             step: the step; one that runs again counts once. None: only a part of a step, which is not measured.
             buffers: those for messages, which are counted by the size of the messages.
         """
+        if self.recomputes:
+            step = None
         if step is not None:
             self._steps.add(step)
         self._measures = step is not None and len(self._steps) == _MEASURED
@@ -65,11 +71,20 @@ class MemoryMeter:
             self._own = {tensor.untyped_storage().data_ptr() for tensor in chain(self._held(), buffers)}
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Wraps the F of one micro-batch."""
+    def forward(self, keep: Callable[[], Kept]) -> Iterator[None]:
+        """Wraps the F of one micro-batch; ``keep`` returns what would be kept of it if it were computed again."""
         if not self._measures:
             yield
             return
+        kept = keep()
+        with self._graph():
+            yield
+        kept.ran()
+        self._checkpoint = max(self._checkpoint, storage_bytes(kept.tensors(), self._own))
+
+    @contextmanager
+    def _graph(self) -> Iterator[None]:
+        """Measures the graph that is made within the block."""
         if self._device.type == "cuda":
             before = torch.cuda.memory_allocated(self._device)
             yield
@@ -110,6 +125,7 @@ class MemoryMeter:
             messages=staged,
             after_forward=self._after_forward,
             after_backward=self._after_backward,
+            checkpoint=self._checkpoint,
         )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_recycle.planning.profile import StageProfile
 from lightning_recycle.runtime.memory_meter import message_bytes, saved_tensors, storage_bytes
 
-__all__ = ["StageProfiler", "measure_link"]
+__all__ = ["StageProfiler"]
 
 _SMALL, _LARGE = 1, 1 << 20  # bytes
 _ROUNDS = 5
@@ -52,6 +52,20 @@ class StageProfiler:
             yield
         self._activation_bytes = max(self._activation_bytes, storage_bytes(saved, self._own))
 
+    def measure_links(self, stage: int, is_last: bool, exchange: Callable[[int, int, bool], None]) -> None:
+        """Measures the link to the next stage of the pipeline: even stages begin, then odd ones.
+
+        Args:
+            stage: of this worker.
+            is_last: whether no stage follows.
+            exchange: called with a number of stages further, a number of bytes, and whether to send first.
+        """
+        for parity in (0, 1):
+            if stage % 2 == parity and not is_last:
+                self.latency, self.bandwidth = _link(lambda size: exchange(1, size, True))
+            elif stage % 2 != parity and stage > 0:
+                _link(lambda size: exchange(-1, size, False))
+
     def sent(self, value: Any) -> None:
         """Counts the bytes of what one micro-batch sends to the next stage."""
         self._output_bytes = max(self._output_bytes, message_bytes(value))
@@ -71,7 +85,7 @@ class StageProfiler:
         )
 
 
-def measure_link(exchange: Callable[[int], None]) -> tuple[float, float]:
+def _link(exchange: Callable[[int], None]) -> tuple[float, float]:
     """Latency in seconds and bandwidth in bytes per second of a link.
 
     Args:

@@ -1,7 +1,8 @@
-"""One pipeline stage: the layers that a worker owns, run as F, B, W or BW on micro-batches.
+"""One pipeline stage: the layers that a worker owns, run as F, R, B, W or BW on micro-batches.
 
 Knows tensors and autograd, but not schedules, peers or failures. The stage holds what a micro-batch needs between its
-operations: after F the inputs and the graph, after B the queued weight gradients.
+operations: after F the inputs and the graph (or, if R will make the graph, the inputs alone), after B the queued weight
+gradients.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.kept_inputs import Kept
 
 __all__ = ["Stage"]
 
@@ -28,8 +30,9 @@ class _InFlight:
     """What one micro-batch of ``step`` holds in memory."""
 
     step: int
-    input_grads: list[Tensor | None]
+    input_grads: list[Tensor | None] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
+    kept: Kept | None = None
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
 
 
@@ -132,7 +135,9 @@ class Stage:
         """Drops every micro-batch in flight."""
         self._in_flight.clear()
 
-    def forward(self, step: int, microbatch: int, value: Any, target: Any = None, *, decoupled: bool) -> Value:
+    def forward(
+        self, step: int, microbatch: int, value: Any, target: Any = None, *, decoupled: bool, recomputed: bool = False
+    ) -> Value:
         """F: runs the layers on ``value`` and keeps the graph.
 
         Args:
@@ -142,12 +147,39 @@ class Stage:
                 there is sent back.
             target: of the micro-batch, on the last stage.
             decoupled: whether weight gradients will be computed in a separate W.
+            recomputed: whether :meth:`recompute` will make the graph; not on the last stage. Only ``value`` is kept.
 
         Returns:
             The output, detached, to be sent on. On the last stage call :meth:`loss` next.
         """
+        held = self._in_flight[microbatch] = _InFlight(step)
+        if recomputed:
+            held.kept = self.kept(value)
+            with held.kept.first_run() as copy:
+                output = self._with_graph(_InFlight(step), microbatch, copy, target, decoupled)
+        else:
+            output = self._with_graph(held, microbatch, value, target, decoupled)
+        if self._loss is not None:
+            return output  # type: ignore[no-any-return]
+        self._check_output(output)
+        return tuple(_detached(item) for item in output) if isinstance(output, tuple) else _detached(output)  # type: ignore[return-value]
+
+    def kept(self, value: Any) -> Kept:
+        """What F keeps of a micro-batch with this input if its forward is computed again, before F."""
+        return Kept(value, self._layers)
+
+    def recompute(self, microbatch: int, *, decoupled: bool) -> None:
+        """R: the forward again, which keeps the graph."""
+        held = self._in_flight[microbatch]
+        kept, held.kept = held.kept, None
+        assert kept is not None, "the micro-batch's F was told"
+        with kept.second_run() as value:
+            self._with_graph(held, microbatch, value, None, decoupled)
+
+    def _with_graph(self, held: _InFlight, microbatch: int, value: Any, target: Any, decoupled: bool) -> Any:
+        """Runs the layers; ``held`` gets what the backward begins with."""
         inputs = value if isinstance(value, tuple) else (value,)
-        held = _InFlight(step, [None] * len(inputs))
+        held.input_grads = [None] * len(inputs)
         if self._first_layer > 0:
             inputs = tuple(
                 _Enter.apply(self._anchor, t.detach(), held.input_grads, i) if t is not None and t.requires_grad else t
@@ -156,14 +188,9 @@ class Stage:
         if self._takes_target:
             inputs = (inputs, *target)
         with self._forward_context(), intercept_linear() if decoupled else nullcontext():
-            output = self._run(self._layers, step, microbatch, inputs)
-        outputs = output if isinstance(output, tuple) else (output,)
-        held.outputs = outputs
-        self._in_flight[microbatch] = held
-        if self._loss is not None:
-            return output  # type: ignore[no-any-return]
-        self._check_output(output)
-        return tuple(_detached(item) for item in outputs) if isinstance(output, tuple) else _detached(output)  # type: ignore[return-value]
+            output = self._run(self._layers, held.step, microbatch, inputs)
+        held.outputs = output if isinstance(output, tuple) else (output,)
+        return output
 
     def _check_output(self, output: Any) -> None:
         """Raises ConfigurationError for values that cannot be sent to the next stage."""

@@ -55,6 +55,7 @@ class Options:
     run_summary: bool
     pipeline: Pipeline = None
     memory: MemoryLimit = "auto"
+    activation_checkpointing: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -71,6 +72,7 @@ class Options:
             ("shadow", ("device", "host")),
             ("on_stage_lost", ("raise", "restart")),
             ("on_checkpoint_error", ("warn", "raise")),
+            ("activation_checkpointing", ("auto", "never")),
         ):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")

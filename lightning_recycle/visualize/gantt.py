@@ -27,6 +27,7 @@ __all__ = ["gantt_svg", "save_gantt"]
 
 _COLORS = {
     OpKind.FORWARD: "#4a86c8",
+    OpKind.RECOMPUTE: "#a9c8ea",
     OpKind.BACKWARD_INPUT: "#3f9b66",
     OpKind.BACKWARD_WEIGHT: "#b5dcb9",
     OpKind.BACKWARD: "#6f9f3f",
@@ -35,6 +36,7 @@ _COLORS = {
 }
 _MEANING = {
     OpKind.FORWARD: "F  forward",
+    OpKind.RECOMPUTE: "R  forward, again",
     OpKind.BACKWARD_INPUT: "B  backward, inputs",
     OpKind.BACKWARD_WEIGHT: "W  backward, weights",
     OpKind.BACKWARD: "BW  backward, fused",
@@ -42,7 +44,7 @@ _MEANING = {
     OpKind.STEP: "STEP",
 }
 _ADOPTED, _ADOPTED_HATCH = "#d9480f", "#f6b48f"
-_DARK_TEXT = {OpKind.BACKWARD_WEIGHT, OpKind.REDUCE}
+_DARK_TEXT = {OpKind.RECOMPUTE, OpKind.BACKWARD_WEIGHT, OpKind.REDUCE}
 _INK, _FAINT, _DEAD, _END = "#222222", "#d5d9de", "#c9c9c9", "#c92a2a"
 
 _MARGIN, _LABELS, _ROW, _GAP, _PIPELINE_GAP = 16.0, 128.0, 22.0, 2.0, 9.0

@@ -21,7 +21,15 @@ FAILED = frozenset({Worker(1, 0)})
 
 
 def footprint(**changes: int) -> Footprint:
-    sizes = {"capacity": 10_000, "overhead": 0, "fixed": 100, "messages": 0, "after_forward": 100, "after_backward": 60}
+    sizes = {
+        "capacity": 10_000,
+        "overhead": 0,
+        "fixed": 100,
+        "messages": 0,
+        "after_forward": 100,
+        "after_backward": 60,
+        "checkpoint": 100,
+    }
     return Footprint("a", **{**sizes, **changes})
 
 
@@ -106,11 +114,24 @@ def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: R
 
 def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: RunPlanner, plans: RunPlans) -> None:
     for rank in range(4):
-        plans.measured(Measured(rank, footprint(after_forward=300, after_backward=300)))
+        plans.measured(Measured(rank, footprint(after_forward=300, after_backward=300, checkpoint=300)))
     three_steps(planner, plans)
     (ready,) = plans.better()
     assert ready.details["gain"] < 0
     assert max(map(ready.schedule.peak_in_flight, ready.schedule.live_workers)) == 1
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_forwards_are_computed_again_instead_of_one_at_a_time(recompute: bool) -> None:
+    planner = RunPlanner(GRID, "heuristic", Technique(), memory=500, recompute=recompute)
+    planner.prepare()
+    planner.measured(everywhere(after_forward=300, after_backward=300, checkpoint=20))
+    for failed in (ALL, FAILED):
+        schedule = planner.plan(failed, {})
+        assert any(schedule.recomputed(worker) for worker in schedule.live_workers) is recompute
+        assert (max(map(schedule.peak_in_flight, schedule.live_workers)) > 1) is recompute
+        assert max(schedule.peak_memory(worker) for worker in schedule.live_workers) <= 500
+    planner.close()
 
 
 def test_plans_of_the_library_stay_if_they_fit(tmp_path: Path) -> None:
@@ -124,7 +145,7 @@ def test_plans_of_the_library_stay_if_they_fit(tmp_path: Path) -> None:
     schedule = planner.plan(FAILED, {})
     assert planner.source == "library"
     assert schedule.period == heuristic(limited[1]).period
-    planner.measured(everywhere(after_forward=300, after_backward=300))
+    planner.measured(everywhere(after_forward=300, after_backward=300, checkpoint=300))
     assert peaks(planner, FAILED)[0] == 1
     assert planner.source == "made"
     planner.close()

@@ -11,7 +11,15 @@ GRID = Grid(2, 2, 3)
 
 
 def footprint(place: str = "a", **changes: int) -> Footprint:
-    sizes = {"capacity": 1000, "overhead": 10, "fixed": 100, "messages": 5, "after_forward": 20, "after_backward": 30}
+    sizes = {
+        "capacity": 1000,
+        "overhead": 10,
+        "fixed": 100,
+        "messages": 5,
+        "after_forward": 20,
+        "after_backward": 30,
+        "checkpoint": 4,
+    }
     return Footprint(place, **{**sizes, **changes})
 
 

@@ -1,6 +1,7 @@
 """What a worker measures of its memory."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_recycle.runtime.kept_inputs import Kept
 from lightning_recycle.runtime.machine_memory import machine_bytes, process_bytes
 from lightning_recycle.runtime.memory_meter import MemoryMeter, storage_bytes
 from lightning_recycle.runtime.stage import Stage
@@ -30,8 +32,8 @@ def measured(*layers: nn.Module) -> tuple[int, int]:
         assert meter.footprint() is None
         meter.begin(step)
         meter.begin(step)  # a step that runs again
-        with meter.forward():
-            value = torch.randn(BATCH, WIDTH).requires_grad_()
+        value = torch.randn(BATCH, WIDTH).requires_grad_()
+        with meter.forward(partial(stage.kept, value)):
             stage.forward(step, 0, value, decoupled=True)
         with meter.backward(lambda: stage.waiting(0)):
             stage.backward_input(0, torch.randn(BATCH, WIDTH))
@@ -39,6 +41,7 @@ def measured(*layers: nn.Module) -> tuple[int, int]:
     footprint = meter.footprint()
     assert footprint is not None
     assert footprint.fixed == sum(p.nbytes for layer in layers for p in layer.parameters())
+    assert footprint.checkpoint == VALUE
     return footprint.after_forward, footprint.after_backward
 
 
@@ -63,7 +66,7 @@ def test_a_graph_that_is_dropped_in_the_measured_step_leaves_nothing() -> None:
     meter.begin(1)
     before = process_bytes(CPU)
     for _ in range(20):
-        with meter.forward():
+        with meter.forward(lambda: Kept((), [])):
             torch.tanh(torch.randn(1 << 20, requires_grad=True))  # 4 MB each, dropped without a backward
     assert process_bytes(CPU) - before < 40 << 20
 
@@ -74,7 +77,7 @@ def test_second_derivatives_are_right_in_the_measured_step() -> None:
 
     def gradients(meter: MemoryMeter) -> Iterator[Tensor]:
         layers.zero_grad()
-        with meter.forward():
+        with meter.forward(lambda: Kept((), [])):
             output = layers(value)
             (slope,) = torch.autograd.grad(output.sum(), value, create_graph=True)
             loss = output.mean() + slope.square().sum()

@@ -99,6 +99,7 @@ class RunPlanner:
             are made for one slot each.
         memory: what may be used of a worker's device, see :class:`~lightning_recycle.ReCycleStrategy`; with
             ``in_flight_limit`` only that counts.
+        recompute: whether forwards may be computed again where memory makes a plan slow.
 
     Attributes:
         source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.ready.ReadyPlan`.
@@ -114,6 +115,7 @@ class RunPlanner:
         costs: Costs | None = None,
         library: PlanLibrary | None = None,
         memory: MemoryLimit = "auto",
+        recompute: bool = True,
     ) -> None:
         self.source = ""
         self.on_better: Callable[[], None] = lambda: None
@@ -127,7 +129,7 @@ class RunPlanner:
         self._library = library
         self._factors: _Factors = ()
         self._ready = ReadyPlans(grid)
-        self._memory_limit = memory
+        self._memory_limit, self._recompute = memory, recompute
         self._footprints: Mapping[Worker, Footprint] = {}
         self._refused: set[str] = set()  # why there is no plan within memory, as far as it has been said
         self._ahead = PlanningAhead()
@@ -199,7 +201,7 @@ class RunPlanner:
             return replace(problem, in_flight_limit=usual_limit(self._grid, failed))
         limit = usual_limit(self._grid, failed, measured=self._library is None)
         try:
-            memory = memory_of(self._grid, failed, self._footprints, self._memory_limit)
+            memory = memory_of(self._grid, failed, self._footprints, self._memory_limit, recompute=self._recompute)
             return replace(problem, in_flight_limit=limit, memory=memory)
         except PlanningError as error:
             if (reason := str(error)) not in self._refused:

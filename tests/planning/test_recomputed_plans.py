@@ -1,0 +1,165 @@
+"""Forwards that are computed again: only where memory makes a plan slow, within memory, and as the definition says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from lightning_recycle import planning as p
+from lightning_recycle.control.protocol.schedule_columns import ScheduleColumns
+from lightning_recycle.errors import ConfigurationError
+
+GRID, UNIT = p.Grid(3, 4, 6), p.Costs.uniform(4)
+FAILED = frozenset({p.Worker(1, 2)})
+NOBODY: frozenset[p.Worker] = frozenset()
+F, R, B, BW = p.OpKind.FORWARD, p.OpKind.RECOMPUTE, p.OpKind.BACKWARD_INPUT, p.OpKind.BACKWARD
+
+
+def running(capacity: float, checkpoint: float | None, failed: frozenset[p.Worker] = FAILED) -> p.Problem:
+    """The running example, with memory in activations."""
+    kept = None if checkpoint is None else (checkpoint,) * 4
+    memory = p.Memory((capacity,) * 4, (0.0,) * 4, (1.0,) * 4, (1.0,) * 4, kept)
+    return p.Problem(GRID, UNIT, failed, memory=memory)
+
+
+def again(schedule: p.Schedule) -> list[int]:
+    """How many forwards each stage computes again."""
+    workers = schedule.problem.live_workers
+    return [sum(len(schedule.recomputed(worker)) for worker in workers(stage)) for stage in range(schedule.grid.stages)]
+
+
+@pytest.mark.parametrize(
+    ("failed", "capacity", "without", "with_quarter", "with_tenth"),
+    [
+        (NOBODY, 2.0, 31, 27, 27),
+        (NOBODY, 1.5, 54, 33, 30),
+        (FAILED, 2.0, 34, 34, 34),
+        (FAILED, 1.5, 61, 42, 42),
+        (FAILED, 1.1, 61, 61, 47),
+    ],
+    ids=str,
+)
+def test_the_price_of_memory_with_recomputation(
+    failed: frozenset[p.Worker], capacity: float, without: float, with_quarter: float, with_tenth: float
+) -> None:
+    """One micro-batch at a time where no more fit; with checkpoints many are under way."""
+    for checkpoint, most in ((None, without), (0.25, with_quarter), (0.1, with_tenth)):
+        schedule = p.plan(running(capacity, checkpoint, failed))
+        p.validate(schedule)
+        assert schedule.period == without if checkpoint is None else schedule.period <= most
+        assert max(map(schedule.peak_memory, schedule.live_workers)) <= capacity * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("capacity", [4, 9])
+def test_nothing_is_computed_again_where_there_is_room(capacity: float) -> None:
+    schedule = p.plan(running(capacity, 0.1))
+    assert again(schedule) == [0, 0, 0, 0]
+    assert schedule.period == p.plan(running(capacity, None)).period
+
+
+def test_only_what_memory_requires_is_computed_again() -> None:
+    """By stage, and within a stage by micro-batch; never at the last stage."""
+    schedule = p.plan(running(1.5, 0.5, NOBODY))
+    counts = again(schedule)
+    assert counts[3] == 0
+    assert 0 < counts[2] < counts[0] <= 18
+
+
+def random_problem(seed: int) -> p.Problem:
+    draw = Random(seed)
+    grid = p.Grid(draw.choice([1, 2, 3]), draw.choice([2, 3, 4]), draw.choice([2, 4, 6]))
+    costs = p.Costs.uniform(grid.stages, 1.0, draw.choice([1.0, 1.2]), draw.choice([1.0, 0.8]), 0.0, 0.1, 0.1)
+    failed = NOBODY
+    if grid.pipelines > 1 and draw.random() < 0.7:
+        failed = frozenset({p.Worker(draw.randrange(grid.pipelines), draw.randrange(grid.stages))})
+    capacity = tuple(draw.uniform(1.0, 4.0) for _ in range(grid.stages))
+    after = tuple(draw.choice([0.0, 0.5, 1.0, 1.5]) for _ in capacity)
+    kept = tuple(draw.choice([0.0, 0.05, 0.2, 0.6, 1.2]) for _ in capacity)
+    technique = p.Technique(draw.random() < 0.8, draw.random() < 0.7)
+    memory = p.Memory(capacity, (0.0,) * grid.stages, (1.0,) * grid.stages, after, kept)
+    factors = ((p.Worker(0, 0), 1.5),) if draw.random() < 0.2 and p.Worker(0, 0) not in failed else ()
+    return p.Problem(grid, costs, failed, technique, worker_factors=factors, memory=memory)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_limits(part: int) -> None:
+    """Every plan is valid, within memory, above the bound, and no longer than the one without; some are shorter."""
+    shorter = 0
+    for seed in range(part * 10, part * 10 + 10):
+        problem = random_problem(seed)
+        assert problem.memory is not None
+        schedule = p.plan(problem, p.HeuristicPlanner(20_000))
+        p.validate(schedule)
+        without = replace(problem, memory=replace(problem.memory, checkpoint=None))
+        plain = p.plan(without, p.HeuristicPlanner(20_000))
+        assert p.lower_bound(problem) <= schedule.period * (1 + 1e-9), seed
+        assert schedule.period <= plain.period * (1 + 1e-9), seed
+        assert sum(again(schedule)) == 0 or schedule.period < plain.period, seed
+        shorter += schedule.period < plain.period
+    assert shorter
+
+
+def with_program(schedule: p.Schedule, worker: p.Worker, ops: list[p.ScheduledOp]) -> p.Schedule:
+    return replace(schedule, workers={**schedule.workers, worker: tuple(ops)})
+
+
+def test_the_validator_knows_what_a_recomputation_is() -> None:
+    schedule = p.plan(running(1.5, 0.25, NOBODY))
+    p.validate(schedule)
+    worker = p.Worker(0, 0)
+    ops = list(schedule.workers[worker])
+    at = next(i for i, scheduled in enumerate(ops) if scheduled.op.kind is R)
+    with pytest.raises(p.InvalidScheduleError, match=r"memory: \(0, 0\) holds"):  # its F keeps everything now
+        p.validate(with_program(schedule, worker, ops[:at] + ops[at + 1 :]))
+    late = replace(ops[at], start=ops[at + 1].end, end=ops[at + 1].end + 1)
+    with pytest.raises(p.InvalidScheduleError, match=r"dependency: (B|BW)\(\d, \d\)@0 .* before the result of R"):
+        p.validate(with_program(schedule, worker, [*ops[:at], ops[at + 1], late, *ops[at + 2 :]]))
+    short = replace(ops[at], end=ops[at].start + 0.5)
+    with pytest.raises(p.InvalidScheduleError, match=r"takes 0\.5 instead of 1"):
+        p.validate(with_program(schedule, worker, [*ops[:at], short, *ops[at + 1 :]]))
+    with pytest.raises(p.InvalidScheduleError, match=r"once: R.* runs on"):
+        p.validate(with_program(schedule, worker, [*ops[: at + 1], *ops[at:]]))
+    memory = schedule.problem.memory
+    assert memory is not None
+    mute = replace(schedule.problem, memory=replace(memory, checkpoint=None))
+    with pytest.raises(p.InvalidScheduleError, match="does not say what a checkpoint takes"):
+        p.validate(replace(schedule, problem=mute))
+    larger = replace(schedule.problem, memory=replace(memory, checkpoint=(0.45,) * 4))
+    with pytest.raises(p.InvalidScheduleError, match=r"memory: "):
+        p.validate(replace(schedule, problem=larger))
+    last = p.Worker(0, 3)
+    ops = list(schedule.workers[last])
+    first = ops[0]
+    moment = p.ScheduledOp(p.Op(R, 3, first.op.microbatch), first.end, first.end + 1)
+    with pytest.raises(p.InvalidScheduleError, match="at the last stage"):
+        p.validate(with_program(schedule, last, [first, moment, *ops[1:]]))
+
+
+def test_a_plan_survives_files_the_wire_and_other_costs() -> None:
+    schedule = p.plan(running(1.5, 0.25))
+    assert sum(again(schedule))
+    for columns in (False, True):
+        assert p.Schedule.from_plan(json.loads(json.dumps(schedule.to_plan(columns=columns)))) == schedule
+    assert ScheduleColumns.of(schedule).schedule() == schedule
+    slower = p.retime(schedule, p.Costs.uniform(4, 2.0, 2.0, 2.0))
+    p.validate(slower)
+    assert slower.period == 2 * schedule.period
+    assert "checkpoint" not in p.plan(running(4, None)).to_plan()["memory"]
+
+
+def test_an_exact_planner_is_not_asked_for_what_its_model_lacks() -> None:
+    result = p.solve(running(1.5, 0.25), p.ExactPlanner("highs"))
+    assert result.found_by == "heuristic"
+    assert result.solver is not None
+    assert result.solver.calls == 0
+    assert "computed again" in str(result.solver.reason)
+
+
+def test_sizes_of_checkpoints_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="checkpoint"):
+        p.Memory((1.0,), (0.0,), (1.0,), (1.0,), (-1.0,))
+    with pytest.raises(ConfigurationError, match=r"checkpoint.* has 2 numbers"):
+        p.Memory((1.0,), (0.0,), (1.0,), (1.0,), (0.1, 0.1))

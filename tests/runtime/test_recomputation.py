@@ -1,0 +1,186 @@
+"""A forward that is computed again for its backward: the same bits, and between both runs only the input is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from lightning_recycle.runtime.stage import Stage
+
+WIDTH, SEED, STEP = 8, 3, 5
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Dropout, running statistics, and a layer whose forward changes a buffer that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.4)
+        self.linear = spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(F.gelu(self.linear(self.norm(x))))
+
+
+class Two(nn.Module):
+    """Passes several tensors on, one of which needs no gradient."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        return x * 2, None, torch.arange(len(x))
+
+
+class OfTwo(nn.Module):
+    def forward(self, x: Tensor, nothing: None, index: Tensor) -> Tensor:
+        return x + index.to(x.dtype)[:, None]
+
+
+class Named(nn.Module):
+    """Takes what it gets out of its input, and writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.linear(batch.pop("x").add_(1.0))
+
+
+def parts_of_the_model() -> list[list[nn.Module]]:
+    torch.manual_seed(0)
+    return [
+        [Named(), nn.ReLU(inplace=True), Block(), Two()],
+        [OfTwo(), nn.ReLU(inplace=True), Block(), Block()],
+        [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)],
+    ]
+
+
+def train(recomputed: Sequence[int], *, decoupled: bool, autocast: bool = False) -> dict[str, Tensor]:
+    """Losses, gradients and buffers of two steps of three micro-batches: F0 F1 F2, then R, B, W of 1, 0 and 2."""
+    parts = parts_of_the_model()
+    dtype = torch.float32 if autocast else torch.float64
+    stages, first = [], 0
+    for part in parts:
+        part[:] = [layer.to(dtype) for layer in part]
+        loss = F.mse_loss if part is parts[-1] else None
+        context = {"forward_context": lambda: torch.autocast("cpu", dtype=torch.bfloat16)} if autocast else {}
+        stages.append(Stage(part, first, SEED, CPU, loss=cast("Any", loss), **cast("Any", context)))
+        first += len(part)
+    generator = torch.Generator().manual_seed(1)
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        data = [torch.randn(2, 4, WIDTH, dtype=dtype, generator=generator) for _ in range(3)]
+        for m, (x, y) in enumerate(data):
+            value: Any = {"x": x.clone()}
+            for number, stage in enumerate(stages):
+                again = number in recomputed
+                value = stage.forward(step, m, value, decoupled=decoupled, recomputed=again)
+            found[f"loss {step}.{m}"] = stages[-1].loss(step, m, value, y.to(value.dtype), 3)
+            torch.manual_seed(100 + m)  # the state of the process must not matter
+        for m in (1, 0, 2):
+            grads: Any = None
+            for number, stage in reversed(list(enumerate(stages))):
+                if number in recomputed:
+                    stage.recompute(m, decoupled=decoupled)
+                grads = stage.backward_input(m, grads) if decoupled else stage.backward(m, grads)
+            if decoupled:
+                for stage in stages:
+                    stage.backward_weight(m)
+        for number, part in enumerate(parts):
+            for index, layer in enumerate(part):
+                for name, parameter in layer.named_parameters():
+                    assert parameter.grad is not None
+                    found[f"{step} {number}.{index}.{name}"] = parameter.grad.clone()
+                for name, buffer in layer.named_buffers():
+                    found[f"{step} {number}.{index}.{name}"] = buffer.clone()
+    return found
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float64", "autocast"])
+@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("recomputed", [(0,), (1,), (0, 1)], ids=str)
+def test_losses_gradients_and_buffers_have_the_bits_of_those_without(
+    recomputed: tuple[int, ...], decoupled: bool, autocast: bool
+) -> None:
+    """With dropout, running statistics, spectral norm, layers that write into their input, and several tensors."""
+    expected = train((), decoupled=False, autocast=autocast)
+    actual = train(recomputed, decoupled=decoupled, autocast=autocast)
+    assert actual.keys() == expected.keys()
+    assert {"0 1.2.norm.running_mean", "0 1.2.linear.parametrizations.weight.0._u"} <= expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+class Save(torch.autograd.Function):
+    """Saves a tensor that is counted while it lives."""
+
+    alive = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        held = torch.ones(3)
+        ctx.save_for_backward(held)
+        Save.alive += 1
+        weakref.finalize(held, Save.gone)
+        return x.clone()
+
+    @staticmethod
+    def gone() -> None:
+        Save.alive -= 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        assert ctx.saved_tensors
+        return grads[0]
+
+
+class Saving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", Save.apply(self.linear(x)))
+
+
+def test_nothing_that_autograd_saves_lives_between_f_and_r() -> None:
+    gc.collect()
+    before = Save.alive
+    stage = Stage([Saving(), Saving()], 0, SEED, CPU)
+    values = [stage.forward(STEP, m, torch.randn(2, WIDTH), decoupled=True, recomputed=m > 0) for m in range(3)]
+    assert all(isinstance(value, Tensor) and value.requires_grad for value in values), "its gradient is wanted back"
+    assert Save.alive - before == 2, "of micro-batch 0 alone"
+    stage.recompute(2, decoupled=True)
+    assert Save.alive - before == 4
+    for m in (2, 0):
+        stage.backward_input(m, torch.ones(2, WIDTH))
+        stage.backward_weight(m)
+    assert Save.alive == before
+    stage.clear()
+
+
+def test_a_stage_that_trains_nothing_passes_its_input_on_twice() -> None:
+    stage = Stage([nn.Dropout(0.5)], 0, SEED, CPU)
+    first = stage.forward(STEP, 0, torch.ones(50), decoupled=False, recomputed=True)
+    assert isinstance(first, Tensor)
+    assert not first.requires_grad
+    stage.recompute(0, decoupled=False)
+    assert stage.backward(0, (None,)) is None
+
+
+def test_the_generator_of_the_process_is_left_alone() -> None:
+    stage = Stage([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)], 0, SEED, CPU)
+    stage.forward(STEP, 0, torch.ones(2, WIDTH), decoupled=False, recomputed=True)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    stage.recompute(0, decoupled=False)
+    assert torch.equal(torch.rand(3), expected)
