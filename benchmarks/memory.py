@@ -1,0 +1,235 @@
+"""What the survivor of a failure holds, measured in its process, against the limit that its plans keep to.
+
+    .venv/bin/python benchmarks/memory.py            # two grids, two models: some minutes
+    .venv/bin/python benchmarks/memory.py --quick    # the first of each
+
+For each grid and model a worker of the first stage is killed, whose micro-batches its peers take over, in three runs:
+with all the memory of the machine; with a limit that leaves room for 1.6 micro-batches, and forwards that are never
+computed again; with the same limit, and forwards that are computed again where that helps. Of the newest plan and its
+steps the table shows
+
+- *room*: the limit without what a worker holds between steps, and what the plan uses of it at most (*planned*);
+- *saved*: the most bytes that autograd held at a time, each storage once, counted in the workers as they are saved and
+  freed;
+- *resident*: the highest resident memory of a worker within a step, less the one at its begin. It also has what an
+  operation needs only while it runs, and what W needs of a split backward;
+- the plan's period in slots, if all operations take one (the run is told so), and the number of forwards that are
+  computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from harness import console, describe_machine, fit
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.planning import Costs, Grid, OpKind, Schedule, retime
+from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
+
+__all__ = ["GRIDS", "MODELS", "Found", "main", "measure"]
+
+GRIDS = (Grid(2, 3, 4), Grid(2, 4, 4))
+KILLED, STEPS = 5, 9
+ROOM = 1.6  # micro-batches
+SLOT = 0.01  # seconds
+SAMPLES = 8  # of a micro-batch
+
+
+class Spread(nn.Module):
+    """Makes a sequence of a vector: the data itself is to take no memory worth mentioning."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, None] + self.places
+
+
+class Dense(PipelineModule):
+    """Linear layers and activation functions on long sequences."""
+
+    length, width = 256, 256
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        pairs = [layer for _ in range(12) for layer in (nn.Linear(self.width, self.width), nn.Tanh())]
+        return [nn.Sequential(Spread(self.length, self.width), pairs[0]), *pairs[1:]]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output.mean(1) - target).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class Attention(Dense):
+    """Transformer layers with dropout."""
+
+    length, width = 128, 64
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        made = [nn.TransformerEncoderLayer(self.width, 4, 4 * self.width, 0.1, batch_first=True) for _ in range(8)]
+        return [nn.Sequential(Spread(self.length, self.width), made[0]), *made[1:]]
+
+
+MODELS: dict[str, type[Dense]] = {"dense": Dense, "attention": Attention}
+
+
+class _Held:
+    """A tensor that autograd saved; counted while it lives."""
+
+    now = peak = 0
+    _uses: ClassVar[Counter[int]] = Counter()  # by storage
+
+    def __init__(self, tensor: Tensor, own: frozenset[int]) -> None:
+        self.tensor = tensor.detach()
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place not in own:
+            if not _Held._uses[place]:
+                _Held.now += size
+                _Held.peak = max(_Held.peak, _Held.now)
+            _Held._uses[place] += 1
+            weakref.finalize(self, _Held._gone, place, size)
+
+    @staticmethod
+    def _gone(place: int, size: int) -> None:
+        _Held._uses[place] -= 1
+        if not _Held._uses[place]:
+            _Held.now -= size
+
+
+def _resident(name: str) -> int:
+    """Bytes of this process: VmRSS, now; VmHWM, at most since it was reset (Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+class _Peaks(L.Callback):
+    """Writes down the most that this worker held in its newest steps."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.steps: dict[int, tuple[int, int]] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        own = frozenset(p.untyped_storage().data_ptr() for p in pl_module.parameters())
+        # Until the process ends: whatever is saved while nobody else looks at it is counted.
+        torch.autograd.graph.saved_tensors_hooks(lambda t: _Held(t, own), lambda held: held.tensor).__enter__()
+        executor = trainer.strategy.session.executor
+        executor.before_operation.append(self._before)
+        executor.after_operation.append(self._after)
+        self.stage, self.began = executor.worker.stage, False
+
+    def _before(self, step: int, op: Any) -> None:
+        if not self.began:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+            self.began, self.base, _Held.peak = True, _resident("VmRSS"), _Held.now
+
+    def _after(self, step: int, op: Any) -> None:
+        if op.kind is OpKind.REDUCE:
+            self.began = False
+            self.steps[step] = (_Held.peak, _resident("VmHWM") - self.base)
+            (self.folder / f"{os.getpid()}-{self.stage}.json").write_text(json.dumps(self.steps))
+
+
+@dataclass(frozen=True)
+class Found:
+    """One run; bytes of the workers of the first stage, in the steps after the failure."""
+
+    room: float
+    planned: float
+    saved: int
+    resident: int
+    period: float
+    recomputed: int
+    schedule: Schedule
+
+
+def measure(grid: Grid, kind: type[Dense], **strategy: Any) -> Found:
+    """Trains with a failure in the first stage."""
+    model = kind()
+    count = grid.global_microbatches * SAMPLES
+    data = TensorDataset(torch.randn(count, kind.width), torch.randn(count, kind.width))
+    loader = DataLoader(data, batch_size=grid.microbatches * SAMPLES)
+    with tempfile.TemporaryDirectory() as folder:
+        equal = StageProfile(SLOT, SLOT, SLOT, 0.0, 0.0, 0, 0)
+        save_profile(f"{folder}/profile", Profile((equal,) * grid.stages, latency=0.0, bandwidth=0.0, steps=1))
+        options = {"profile": f"{folder}/profile", "run_summary": False, **strategy}
+        trainer = fit(
+            model,
+            loader,
+            ReCycleStrategy(grid.stages, grid.microbatches, **options),
+            devices=grid.num_workers,
+            steps=STEPS,
+            callbacks=[FaultInjectionCallback([Fault("kill", 1, 0, step=KILLED)]), _Peaks(folder)],
+        )
+        written = [json.loads(path.read_text()) for path in Path(folder).glob("*-0.json")]
+    after = [tuple(peaks) for steps in written for step, peaks in steps.items() if int(step) > KILLED]
+    schedule = trainer.strategy.schedules[-1]
+    memory = schedule.problem.memory
+    assert memory is not None, "the workers have measured it"
+    live = schedule.problem.live_workers(0)
+    return Found(
+        memory.room(0),
+        max(schedule.peak_memory(worker) for worker in live) - memory.fixed[0],
+        max(saved for saved, _ in after),
+        max(resident for _, resident in after),
+        retime(schedule, Costs.uniform(grid.stages)).period,
+        sum(len(schedule.recomputed(worker)) for worker in schedule.live_workers),
+        schedule,
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only the first grid and model")
+    quick = parser.parse_args().quick
+    # Freed blocks go back to the system at once, so that resident memory is what is held.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(64 << 10)
+    console.print(describe_machine())
+    table = Table(title="the survivors of the first stage, MB")
+    for column in ("grid", "model", "run", "room", "planned", "saved", "resident", "period", "again"):
+        table.add_column(column, justify="left" if column in ("grid", "model", "run") else "right")
+    for grid in GRIDS[:1] if quick else GRIDS:
+        for name in list(MODELS)[:1] if quick else MODELS:
+            free = measure(grid, MODELS[name])
+            memory = free.schedule.problem.memory
+            assert memory is not None
+            limit = max(
+                int(fixed + ROOM * max(before, after))
+                for fixed, before, after in zip(memory.fixed, memory.after_forward, memory.after_backward, strict=True)
+            )
+            runs = {"no limit": free}
+            for choice in ("never", "auto"):
+                runs[choice] = measure(grid, MODELS[name], memory=limit, activation_checkpointing=choice)
+            for run, found in runs.items():
+                sizes = (found.room, found.planned, found.saved, found.resident)
+                shown = [f"{size / 2**20:,.1f}" for size in sizes]
+                shape = f"{grid.pipelines} x {grid.stages} x {grid.microbatches}"
+                table.add_row(shape, name, run, *shown, f"{found.period:g}", str(found.recomputed))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
