@@ -104,6 +104,7 @@ def single(result: PlanResult, numbers: Row) -> Table:
     more = f" and {len(problem.failed) - 8} more" if len(problem.failed) > 8 else ""
     switches = [name for name in ("decoupled", "staggered") if getattr(problem.technique, name)]
     limits = problem.in_flight_limit
+    again = sum(len(result.schedule.recomputed(worker)) for worker in result.schedule.live_workers)
     for name, value in (
         ("pipelines x stages x micro-batches", numbers.grid),
         ("failed", f"{len(problem.failed)}: {failed}{more}" if problem.failed else "none"),
@@ -117,6 +118,7 @@ def single(result: PlanResult, numbers: Row) -> Table:
         ("gap", f"{_percent(numbers.gap)} ({numbers.status})"),
         ("peak memory", f"{_short(numbers.peaks)} micro-batches" + (f" of {_short(limits)}" if limits else "")),
         *([("peak memory, bytes", _bytes(result.schedule))] if problem.memory is not None else []),
+        *([("forwards computed again", f"{again}")] if again else []),
         ("throughput / 1F1B fault-free", f"{numbers.against_1f1b:.3f}"),
         ("throughput / zero-bubble fault-free", f"{numbers.against_zero_bubble:.3f}"),
     ):

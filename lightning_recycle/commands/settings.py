@@ -79,6 +79,19 @@ def _without_failures(config: Mapping[str, Any]) -> Problem:
     costs, profile = _costs(config["costs"], grid)
     technique = Technique(**{name: _switch(config, name) for name in ("decoupled", "staggered")})
     limit, memory = _in_flight(config["memory"], grid), _bytes(config["memory"], profile)
+    checkpoint = config["memory"].get("checkpoint")
+    if checkpoint is not None:
+        if (limit is None and memory is None) or not is_number(checkpoint, 0):
+            raise ConfigurationError(
+                f"memory.checkpoint={checkpoint!r}: with memory.in_flight or memory.bytes, give what the input of a"
+                " stage takes as a fraction of what a micro-batch takes, e.g. 0.1, or null if nothing is to be computed"
+                " again."
+            )
+        if memory is None:
+            assert limit is not None
+            memory = Memory.counting(limit)
+            limit = None
+        memory = replace(memory, checkpoint=tuple(checkpoint * held for held in memory.after_forward))
     return Problem(grid, costs, technique=technique, in_flight_limit=limit, memory=memory)
 
 

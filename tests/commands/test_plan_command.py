@@ -203,3 +203,19 @@ def test_the_plan_that_is_written_is_valid(tmp_path: Path) -> None:
     plan(tmp_path, "failures=3", "memory.in_flight=4", "costs.reduce=0.5", "costs.optimizer=0.2", "picture=gantt.svg")
     validate(load_plan(tmp_path / "plan.json").schedule)
     assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "gantt.svg"}
+
+
+def test_forwards_are_computed_again_where_memory_is_short(tmp_path: Path) -> None:
+    arguments = ["grid.pipelines=3", "grid.stages=4", "grid.microbatches=6", "memory.in_flight=2"]
+    plan(tmp_path, *arguments, "output=without.json")
+    shown = plan(tmp_path, *arguments, "memory.checkpoint=0.1", "output=with.json")
+    without, found = (load_plan(tmp_path / name).schedule for name in ("without.json", "with.json"))
+    validate(found)
+    assert found.period < without.period
+    again = sum(len(found.recomputed(worker)) for worker in found.live_workers)
+    assert again > 0
+    assert "forwards computed again" in shown
+    assert "R  forward, again" in (tmp_path / "with.svg").read_text()
+    check_refused(
+        "recycle-plan", tmp_path, [(["memory.checkpoint=0.1"], "memory.checkpoint=0.1: with memory.in_flight")]
+    )
