@@ -62,7 +62,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         hints = get_type_hints(StageProfile)
         return st.builds(StageProfile, **{name: _SIZES[hint] for name, hint in hints.items()})
     if hint is Footprint:  # likewise
-        return st.builds(Footprint, st.text(max_size=20), *[_SIZES[int]] * 6)
+        return st.builds(Footprint, st.text(max_size=20), *[_SIZES[int]] * 7)
     if hint is Grid:
         return st.builds(Grid, *[st.integers(1, 3)] * 3)
     if isinstance(hint, type) and issubclass(hint, Enum):
