@@ -52,6 +52,7 @@ bench: $(STAMP) ## run all benchmarks, one and a half hours; needs an idle machi
 	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/drift.py
+	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/checkpoint_kills.py
 	$(BIN)/python benchmarks/simulated_against_real.py
