@@ -208,27 +208,30 @@ def main() -> None:
     # Freed blocks go back to the system at once, so that resident memory is what is held.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(64 << 10)
     console.print(describe_machine())
-    table = Table(title="the survivors of the first stage, MB")
-    for column in ("grid", "model", "run", "room", "planned", "saved", "resident", "period", "again"):
-        table.add_column(column, justify="left" if column in ("grid", "model", "run") else "right")
     for grid in GRIDS[:1] if quick else GRIDS:
         for name in list(MODELS)[:1] if quick else MODELS:
-            free = measure(grid, MODELS[name])
-            memory = free.schedule.problem.memory
-            assert memory is not None
-            limit = max(
-                int(fixed + ROOM * max(before, after))
-                for fixed, before, after in zip(memory.fixed, memory.after_forward, memory.after_backward, strict=True)
-            )
-            runs = {"no limit": free}
-            for choice in ("never", "auto"):
-                runs[choice] = measure(grid, MODELS[name], memory=limit, activation_checkpointing=choice)
-            for run, found in runs.items():
-                sizes = (found.room, found.planned, found.saved, found.resident)
-                shown = [f"{size / 2**20:,.1f}" for size in sizes]
-                shape = f"{grid.pipelines} x {grid.stages} x {grid.microbatches}"
-                table.add_row(shape, name, run, *shown, f"{found.period:g}", str(found.recomputed))
-    console.print(table)
+            console.print(compared(grid, name))
+
+
+def compared(grid: Grid, name: str) -> Table:
+    """The three runs of a model on a grid."""
+    table = Table(title=f"{name}, {grid}: survivors of the first stage, MB", title_justify="left")
+    for column in ("run", "room", "planned", "saved", "resident", "period", "again"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    free = measure(grid, MODELS[name])
+    memory = free.schedule.problem.memory
+    assert memory is not None
+    limit = max(
+        int(fixed + ROOM * max(before, after))
+        for fixed, before, after in zip(memory.fixed, memory.after_forward, memory.after_backward, strict=True)
+    )
+    runs = {"no limit": free}
+    for choice in ("never", "auto"):
+        runs[choice] = measure(grid, MODELS[name], memory=limit, activation_checkpointing=choice)
+    for run, found in runs.items():
+        sizes = (found.room, found.planned, found.saved, found.resident)
+        table.add_row(run, *(f"{size / 2**20:,.1f}" for size in sizes), f"{found.period:g}", str(found.recomputed))
+    return table
 
 
 if __name__ == "__main__":

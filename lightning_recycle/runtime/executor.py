@@ -593,11 +593,9 @@ class Executor:
         with self._client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
             self._host.on_generation()
         if self._profiler is not None and resume.generation == 0:
-            rank, exchange = self._client.rank, self._communicator.exchange
+            rank, pair = self._client.rank, self._communicator.exchange
             with self._client.waiting("its neighbours"):
-                self._profiler.measure_links(
-                    self.worker.stage, self._is_last, lambda by, *how: exchange(rank + by, *how)
-                )
+                self._profiler.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         if self._guesses is not None and commits:
             self._guesses.known = commits
