@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/memory.py --quick    # the first of each
 
 For each grid and model a worker of the first stage is killed, whose micro-batches its peers take over, in three runs:
-with all the memory of the machine; with a limit that leaves room for 1.6 micro-batches, and forwards that are never
-computed again; with the same limit, and forwards that are computed again where that helps. Of the newest plan and its
-steps the table shows
+with all the memory of the machine; with a limit that leaves its peers room for 1.6 micro-batches, and forwards that are
+never computed again; with the same limit, and forwards that are computed again where that helps. Of the newest plan and
+its steps the table shows
 
 - *room*: the limit without what a worker holds between steps, and what the plan uses of it at most (*planned*);
 - *saved*: the most bytes that autograd held at a time, each storage once, counted in the workers as they are saved and
@@ -154,7 +154,7 @@ class _Peaks(L.Callback):
 
 @dataclass(frozen=True)
 class Found:
-    """One run; bytes of the workers of the first stage, in the steps after the failure."""
+    """One run; bytes of the workers of the first stage, after the failure and the step in which its buffers grow."""
 
     room: float
     planned: float
@@ -184,7 +184,7 @@ def measure(grid: Grid, kind: type[Dense], **strategy: Any) -> Found:
             callbacks=[FaultInjectionCallback([Fault("kill", 1, 0, step=KILLED)]), _Peaks(folder)],
         )
         written = [json.loads(path.read_text()) for path in Path(folder).glob("*-0.json")]
-    after = [tuple(peaks) for steps in written for step, peaks in steps.items() if int(step) > KILLED]
+    after = [tuple(peaks) for steps in written for step, peaks in steps.items() if int(step) > KILLED + 1]
     schedule = trainer.strategy.schedules[-1]
     memory = schedule.problem.memory
     assert memory is not None, "the workers have measured it"
@@ -221,10 +221,8 @@ def compared(grid: Grid, name: str) -> Table:
     free = measure(grid, MODELS[name])
     memory = free.schedule.problem.memory
     assert memory is not None
-    limit = max(
-        int(fixed + ROOM * max(before, after))
-        for fixed, before, after in zip(memory.fixed, memory.after_forward, memory.after_backward, strict=True)
-    )
+    one = max(fixed + 1.01 * held for fixed, held in zip(memory.fixed, memory.after_forward, strict=True))
+    limit = int(max(one, memory.fixed[0] + ROOM * memory.after_forward[0]))  # every stage has room for one
     runs = {"no limit": free}
     for choice in ("never", "auto"):
         runs[choice] = measure(grid, MODELS[name], memory=limit, activation_checkpointing=choice)
