@@ -114,6 +114,9 @@ class ReCycleStrategy(ParallelStrategy):
         activation_checkpointing: whether a stage may keep the input of a micro-batch instead of its activations, and
             compute its forward again before its backward: "auto" where that makes the step shorter under the limit of
             memory, for as few micro-batches as needed, or "never". The result is the same.
+        bucket_cap_mb: as in ``DistributedDataParallel``: the gradients of a stage are summed over its workers in
+            buckets of at most so many MiB (a larger gradient is one of its own), each as soon as the last backward of a
+            step has completed it, while the rest is computed. None for 25.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -158,6 +161,7 @@ class ReCycleStrategy(ParallelStrategy):
         pipeline: Pipeline = None,
         memory: MemoryLimit = "auto",
         activation_checkpointing: Literal["auto", "never"] = "auto",
+        bucket_cap_mb: float | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -168,7 +172,7 @@ class ReCycleStrategy(ParallelStrategy):
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
             machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
-            activation_checkpointing,
+            activation_checkpointing, bucket_cap_mb,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

@@ -15,7 +15,7 @@ Therefore
   arrives, and a connection keeps the order;
 - nothing waits for a send. What was sent is released when a message that came back shows that it has arrived;
 - a collective, which sends and receives inside, is checked every 0.1 s, and a group with one that does not end is
-  abandoned with its thread, which ends at the timeout;
+  abandoned with its thread, which ends at the timeout; its tensor then belongs to that thread;
 - connecting happens in a thread that can be abandoned, too.
 
 A receive without its own timeout uses the one its group was created with, not one set later.
@@ -58,7 +58,7 @@ from lightning_recycle.runtime.reachability import Doorbell
 from lightning_recycle.runtime.sockets import OpenSockets
 from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS, Layout, Value
 
-__all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "UnreachableError"]
+__all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "Reduction", "UnreachableError"]
 
 _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
 _PACKED_BYTES = 4 * 1024 * 1024  # above this, copying into one message costs more than a second message
@@ -126,6 +126,14 @@ class Incoming:
     end: Any
 
 
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A sum over a stage that is under way. Each part: a view of the tensor, what is exchanged, the work."""
+
+    group: Any
+    parts: tuple[tuple[Tensor, Tensor, Any], ...] = ()
+
+
 class Communicator:
     """The process groups of the current generation.
 
@@ -138,7 +146,7 @@ class Communicator:
         timeout: limit of any single operation, in seconds.
 
     Attributes:
-        on_progress: called when a part of a reduction or a transfer, which may take long, has arrived.
+        on_progress: called when a part of a collective or a transfer, which may take long, has arrived.
     """
 
     def __init__(
@@ -361,13 +369,44 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums ``tensor`` in place over the live workers of this stage; the same bits on all of them."""
-        stage = self._stage.whole
-        if stage is None:
-            self._check()
-            return
+        self.end_all_reduce(self.begin_all_reduce(tensor))
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the stage has other live workers."""
+        return self._stage.whole is not None
+
+    def begin_all_reduce(self, tensor: Tensor) -> Reduction:
+        """Begins :meth:`all_reduce` in the background. All workers of the stage begin the same ones in the same order.
+        Until :meth:`end_all_reduce` nobody may touch ``tensor``, which is contiguous.
+        """
+        self._check()
+        group = self._stage.whole
+        if group is None:
+            return Reduction(None)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
-        self._collective(stage, tensor, lambda staged: stage.allreduce([staged], options))
+        with self._translated():
+            staged = ((part, part.cpu()) for part in _parts(tensor))
+            return Reduction(group, tuple((part, copy, group.allreduce([copy], options)) for part, copy in staged))
+
+    def end_all_reduce(self, reduction: Reduction) -> None:
+        """Waits until the tensor holds the sum."""
+        for part, staged, work in reduction.parts:
+            self._end_part(reduction.group, part, staged, work)
+
+    def abandon(self, reduction: Reduction) -> bool:
+        """Gives up a reduction of an earlier generation, whose connections are closed. Returns whether it has ended: if
+        not, nobody may use the memory of its tensor again.
+        """
+        for _, _, work in reduction.parts:
+            try:
+                work.wait(_LAST_LOOK)
+            except RuntimeError:  # its own error, or it goes on
+                if not work.is_completed():
+                    _keep_for_ever(reduction.group)
+                    return False
+        return True
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
@@ -385,13 +424,18 @@ class Communicator:
 
     def _collective(self, group: Any, tensor: Tensor, start: Callable[[Tensor], Any]) -> None:
         """Runs a collective of ``group`` over the contiguous ``tensor``, in parts."""
-        for part in tensor.view(-1).split(_CHUNK_BYTES // tensor.element_size()):
+        for part in _parts(tensor):
             with self._translated():
                 staged = part.cpu()
-                self._wait_for(group, start(staged))
-                if staged is not part:
-                    part.copy_(staged)
-            self.on_progress()
+                work = start(staged)
+            self._end_part(group, part, staged, work)
+
+    def _end_part(self, group: Any, part: Tensor, staged: Tensor, work: Any) -> None:
+        with self._translated():
+            self._wait_for(group, work)
+            if staged is not part:
+                part.copy_(staged)
+        self.on_progress()
 
     def _wait_for(self, group: Any, work: Any) -> None:
         """Waits for a collective, which may not notice that its sockets are shut down."""
@@ -405,8 +449,7 @@ class Communicator:
                     work.wait(_LOOK)  # raises its own error, or has ended right after the check
                     return
                 if aborted:
-                    # Its destructor would wait for the thread that is inside the collective.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                    _keep_for_ever(group)
                     self._check()
 
     # ------------------------------------------------------------------ transfers of state
@@ -449,6 +492,17 @@ class Communicator:
             if is_machine_error(error):  # of the device, or of a DataLoader's process, whose end is told by a signal
                 raise
             raise CommunicationError(f"Generation {self._generation}: {error}") from error
+
+
+def _keep_for_ever(group: Any) -> None:
+    """Because its destructor would wait for the thread that is inside a collective."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A contiguous ``tensor`` in parts that collectives take at once."""
+    parts: tuple[Tensor, ...] = tensor.view(-1).split(_CHUNK_BYTES // tensor.element_size())
+    return parts
 
 
 def _chunks(tensor: Tensor) -> list[Tensor]:

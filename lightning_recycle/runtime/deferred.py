@@ -59,11 +59,16 @@ class WeightGradQueue:
         cells = (cell for _, compute in self._pending for cell in getattr(compute, "__closure__", None) or ())
         return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, Tensor)]
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients wait, once for each gradient."""
+        return [parameter for parameter, _ in self._pending]
+
     @torch.no_grad()
-    def flush(self) -> None:
+    def flush(self, done: Callable[[nn.Parameter], None] | None = None) -> None:
         """Computes every queued gradient, in the order of the backward, and adds it to ``parameter.grad``.
 
-        Gradients of the same parameter are summed first, as in autograd: the bits depend on the order.
+        Gradients of the same parameter are summed first, as in autograd: the bits depend on the order. ``done`` is
+        called with each parameter as soon as it has all of them.
         """
         uses = Counter(id(parameter) for parameter, _ in self._pending)
         partial: dict[int, Tensor] = {}
@@ -73,10 +78,13 @@ class WeightGradQueue:
             uses[key] -= 1
             if uses[key]:
                 partial[key] = grad
-            elif parameter.grad is None:
+                continue
+            if parameter.grad is None:
                 parameter.grad = grad
             else:
                 parameter.grad += grad
+            if done is not None:
+                done(parameter)
         self._pending.clear()
 
 

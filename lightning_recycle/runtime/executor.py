@@ -2,10 +2,10 @@
 
 The schedule is data. :meth:`Executor.run_step` walks through this worker's program; receives are posted at the start of
 the step and sends leave as soon as their value exists, so communication follows from the program and needs no
-operations of its own. A stage steps its optimizer when its own gradient is reduced and goes on to the next step; a copy
-of the previous version's parameters (the shadow) stays until the next STEP. If stages must know something of each other
-before they step, or staggering is off, a commit through the coordinator comes first. If that is the norm of the whole
-gradient, a stage may instead step on the guess that it is small enough, and once more if it was wrong.
+operations of its own. A stage steps its optimizer when its own gradient is reduced, much of it in the background, and
+goes on to the next step; a copy of the previous version's parameters (the shadow) stays until the next STEP. If stages
+must know something of each other before they step, or staggering is off, a commit through the coordinator comes first.
+If that is the norm of the whole gradient, a stage may step on the guess that it is small, and again if it was wrong.
 
 When a generation is announced, whatever the executor is doing ends with :class:`Interrupted` or
 :class:`CommunicationError`. It then reports what it holds, reconnects, brings itself to the committed version, and
@@ -52,6 +52,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.accumulation import AccumulatedGradients, Share
+from lightning_recycle.runtime.buckets import BucketedReduction
 from lightning_recycle.runtime.communicator import (
     Channel,
     CommunicationError,
@@ -155,7 +156,8 @@ class Executor:
         self._communicator = communicator
         self._stage = stage
         self._forwards = Forwards(worker, grid, client, communicator, stage)
-        self._gradients = gradients
+        self._gradients, self._parameters, self._held = gradients, parameters, held
+        self._reduction = BucketedReduction(communicator, gradients, stage, lambda: self.is_settled)
         self.accumulated = AccumulatedGradients(gradients, parameters)
         self._host = host
         self._needs_norm, self._needs_overflow = needs_norm, needs_overflow
@@ -167,7 +169,6 @@ class Executor:
         self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
-        self._parameters, self._held = parameters, held
         self._meter = None if held is None else MemoryMeter(communicator.device, self._all_held)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
@@ -239,7 +240,7 @@ class Executor:
         self._stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
-        self._gradients.begin(part.buffers)
+        self._reduction.begin(part.buffers, program if part.reduces else ())
         self._incoming = {
             task: self._communicator.post_receive(_channel(task.op), task.source, task.index)
             for task in program
@@ -272,9 +273,8 @@ class Executor:
                 self._backward(step, task)
             elif kind is OpKind.BACKWARD_WEIGHT:
                 with self._measured(kind):
-                    self._stage.backward_weight(task.index)
+                    self._stage.backward_weight(task.index, self._reduction.during_weights(task))
             elif kind is OpKind.REDUCE:
-                self._settle()
                 self._reduce(step)
             elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
@@ -324,7 +324,8 @@ class Executor:
         kind, meter = task.op.kind, self._meter
         with self._measured(kind):
             if kind is OpKind.BACKWARD and (meter is None or not meter.splits):
-                input_grads = self._stage.backward(task.index, grads)
+                with self._reduction.during_backward(task):
+                    input_grads = self._stage.backward(task.index, grads)
             else:
                 with nullcontext() if meter is None else meter.backward(lambda: self._stage.waiting(task.index)):
                     input_grads = self._stage.backward_input(task.index, grads)
@@ -334,11 +335,9 @@ class Executor:
             self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
 
     def _reduce(self, step: int) -> None:
-        self._gradients.check(step)
+        self._settle()
         with self._client.waiting("peers"), self._measured(OpKind.REDUCE):
-            # A stage that trains nothing waits for its peers all the same: no worker gets further ahead of them.
-            for buffer in self._gradients.of_step(step) or [torch.zeros(1)]:
-                self._communicator.all_reduce(buffer)
+            self._reduction.finish()
             self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
         self._payload, self._reduced = self._told(step), True
 
@@ -627,6 +626,7 @@ class Executor:
             self._communicator.configure(
                 resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, check_links
             )
+            self._reduction.drop()
         self._follow(program)
         self._client.send(messages.Connected(self._client.rank, resume.generation))
 

@@ -1,8 +1,10 @@
-"""The gradients of a stage as flat buffers, so REDUCE is one message per dtype.
+"""The gradients of a stage as flat buffers, which are reduced as a whole or in buckets.
 
-``parameter.grad`` is a view into the buffer: backward accumulates in place and nothing is copied. There are two sets of
-buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after the next begins, so a
-peer that lost its part of an all-reduce can adopt it.
+``parameter.grad`` is a view into the buffer: backward accumulates in place and nothing is copied. A bucket is a part of
+a buffer, with whole gradients: those of the last layers are the first bucket, since a backward completes them first.
+
+There are two sets of buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after
+the next begins, so a peer that lost its part of an all-reduce can adopt it.
 
 Which parameters require a gradient may change between two steps. Each set is laid out for the step that begins in it,
 so the older one is still what peers expect.
@@ -15,27 +17,44 @@ after the sum over all workers was never written, or is zero wherever it was.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
 
-__all__ = ["GradientBuffers"]
+__all__ = ["Bucket", "GradientBuffers"]
 
 _ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor
 
 
-class _Set:
-    """Gradients of ``parameters`` in one flat buffer per dtype."""
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """The gradients of some parameters: a part of a flat buffer, and a view into it for each of them."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    buffer: Tensor
+    parameters: tuple[nn.Parameter, ...]
+    views: tuple[Tensor, ...]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the gradients of the parameters are still those views."""
+        return all(p.grad is view for p, view in zip(self.parameters, self.views, strict=True))
+
+
+class _Set:
+    """Gradients of ``parameters`` in one flat buffer per dtype. A bucket has up to ``bucket_bytes``, or one of them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device, bucket_bytes: float) -> None:
         self.holds = tuple(map(id, parameters))
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
         self.views: list[Tensor] = []
         self.firsts: list[Tensor] = []  # per buffer, where each view begins
+        buckets: list[Bucket] = []
         for dtype in dict.fromkeys(p.dtype for p in parameters):
             mine = [p for p in parameters if p.dtype == dtype]
             sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in mine]
@@ -43,19 +62,41 @@ class _Set:
             self.parameters += mine
             self.buffers.append(buffer)
             self.firsts.append(torch.tensor([0, *itertools.accumulate(sizes[:-1])], device=device))
-            offset = 0
-            for parameter, size in zip(mine, sizes, strict=True):
-                self.views.append(buffer[offset : offset + parameter.numel()].view(parameter.shape))
-                offset += size
+            offsets = [0, *itertools.accumulate(sizes)]
+            views = [buffer[at : at + p.numel()].view(p.shape) for p, at in zip(mine, offsets, strict=False)]
+            self.views += views
+            for first, end in _ranges([size * buffer.element_size() for size in sizes], bucket_bytes):
+                part = buffer[offsets[first] : offsets[end]]
+                buckets.append(Bucket(part, tuple(mine[first:end]), tuple(views[first:end])))
+        # Each is complete once its first parameter is, which a backward reaches last.
+        place = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self.buckets = sorted(buckets, key=lambda bucket: -place[id(bucket.parameters[0])])
+
+
+def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
+    """Cuts the list of ``sizes`` from its end, into ranges (first, end) that add up to ``most`` or have one item."""
+    end, total = len(sizes), 0
+    for index in range(len(sizes) - 1, -1, -1):
+        if total and total + sizes[index] > most:
+            yield index + 1, end
+            end, total = index + 1, 0
+        total += sizes[index]
+    if end:
+        yield 0, end
 
 
 class GradientBuffers:
-    """Flat gradients of those of ``parameters`` that require one when a step begins."""
+    """Flat gradients of those of ``parameters`` that require one when a step begins, in buckets of ``bucket_bytes``."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        self._all, self._device = list(parameters), device
-        self._sets = [_Set(self._trained(), device) for _ in range(2)]
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], device: torch.device, bucket_bytes: float = math.inf
+    ) -> None:
+        self._all, self._device, self._bucket_bytes = list(parameters), device, bucket_bytes
+        self._sets = [self._empty(self._trained()) for _ in range(2)]
         self._attached = self._sets[0]
+
+    def _empty(self, parameters: Sequence[nn.Parameter]) -> _Set:
+        return _Set(parameters, self._device, self._bucket_bytes)
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._all if p.requires_grad]
@@ -63,6 +104,18 @@ class GradientBuffers:
     def of_step(self, step: int) -> list[Tensor]:
         """The flat buffers of ``step``, one per dtype; none if nothing is trained."""
         return self._sets[step % 2].buffers
+
+    def buckets(self, step: int) -> list[Bucket]:
+        """The buckets of ``step``, in the order in which a backward completes them; none if nothing is trained."""
+        return self._sets[step % 2].buckets
+
+    def renew(self, step: int) -> None:
+        """Takes other memory for the gradients of ``step``, since somebody may still write to what they have."""
+        old = self._sets[step % 2]
+        place = {id(parameter): number for number, parameter in enumerate(self._all)}
+        new = self._sets[step % 2] = self._empty(sorted(old.parameters, key=lambda p: place[id(p)]))
+        if self._attached is old:
+            self._attached = new
 
     def tensors(self) -> list[Tensor]:
         """All buffers."""
@@ -72,7 +125,7 @@ class GradientBuffers:
         """Empties the buffers of ``step`` and makes each ``parameter.grad`` a view into them."""
         trained = self._trained()
         if self._sets[step % 2].holds != tuple(map(id, trained)):
-            self._sets[step % 2] = _Set(trained, self._device)
+            self._sets[step % 2] = self._empty(trained)
         for buffer in self.of_step(step):
             buffer.fill_(complex(-0.0, -0.0) if buffer.is_complex() else -0.0)
         self.attach(step)

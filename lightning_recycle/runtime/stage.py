@@ -291,9 +291,18 @@ class Stage:
         held.outputs, held.input_grads = (), []  # the graph is consumed; only the queue holds memory
         return result
 
-    def backward_weight(self, microbatch: int) -> None:
-        """W: the weight gradients that B queued."""
-        self._in_flight.pop(microbatch).queue.flush()
+    def backward_weight(self, microbatch: int, done: Callable[[nn.Parameter], None] | None = None) -> None:
+        """W: the weight gradients that B queued; ``done`` is called with each parameter that has its own."""
+        self._in_flight.pop(microbatch).queue.flush(done)
+
+    def waiting_parameters(self, microbatch: int) -> list[nn.Parameter]:
+        """The parameters whose gradients W of ``microbatch`` completes."""
+        return self._in_flight[microbatch].queue.parameters()
+
+    @property
+    def differentiates_itself(self) -> bool:
+        """Whether nobody else's code runs the backward of a micro-batch, which is then one pass of autograd."""
+        return self._loss_backward is None
 
     def waiting(self, microbatch: int) -> list[Tensor]:
         """The tensors that W of ``microbatch`` needs, between its B and its W."""

@@ -19,6 +19,8 @@ from lightning_recycle.runtime.machine_errors import MachineErrors, suspicion_of
 
 __all__ = ["Options", "Place", "RunSetup"]
 
+_BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
+
 
 @dataclass(frozen=True)
 class Options:
@@ -56,6 +58,7 @@ class Options:
     pipeline: Pipeline = None
     memory: MemoryLimit = "auto"
     activation_checkpointing: str = "auto"
+    bucket_cap_mb: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -64,6 +67,8 @@ class Options:
         for name in ("signal_timeout", "start_timeout"):
             if not is_number(getattr(self, name), 0.0, above=True):
                 self._refuse(name, "give a number of seconds, more than 0")
+        if self.bucket_cap_mb is not None and not is_number(self.bucket_cap_mb, 0.0, above=True):
+            self._refuse("bucket_cap_mb", "give a number of MiB, more than 0, or None for 25")
         for name in ("max_restarts", "machine_error_retries"):
             if not is_integer(getattr(self, name), 0):
                 self._refuse(name, "give an integer of at least 0")
@@ -82,6 +87,11 @@ class Options:
         is_list = names is None or (isinstance(names, Sequence) and len(names) > 0)
         if not is_list or not all(isinstance(name, str) and name for name in names or ()):
             self._refuse("pipeline", "give the path of a submodule, such as 'model.layers', or a list of paths")
+
+    @property
+    def bucket_bytes(self) -> float:
+        """The most bytes of a bucket of gradients."""
+        return (_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * 2**20
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None, can_be_cut: bool = True) -> Grid:
         """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.

@@ -296,7 +296,7 @@ class Session:
             Communicator(self.place.rank, self.place.host, device, self.client, self.client.key_for("connections")),
             stage,
             parameters,
-            GradientBuffers(parameters, device),
+            GradientBuffers(parameters, device, self.options.bucket_bytes),
             self,
         )
         if by_itself:

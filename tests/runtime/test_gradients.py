@@ -183,3 +183,34 @@ def test_without_anything_to_train_there_is_nothing_to_reduce() -> None:
     gradients.check(0)
     assert gradients.of_step(0) == []
     assert gradients.squared_norm(0) == 0.0
+
+
+def test_buckets_hold_whole_gradients_from_the_last_layer_on() -> None:
+    sizes = [64, 16, 16, 300, 16, 33]
+    dtypes = [torch.float32] * 4 + [torch.float64, torch.float32]
+    parameters = [nn.Parameter(torch.zeros(n, dtype=d)) for n, d in zip(sizes, dtypes, strict=True)]
+    gradients = GradientBuffers(parameters, CPU, bucket_bytes=4 * 96)
+    gradients.begin(0)
+    buckets = gradients.buckets(0)
+    held = [[p.numel() for p in bucket.parameters] for bucket in buckets]
+    assert held == [[33], [16], [300], [64, 16, 16]]
+    assert all(bucket.is_in_place for bucket in buckets)
+    for number, bucket in enumerate(buckets, 1):
+        bucket.buffer.fill_(number)
+    assert [int(p.grad.unique()) for p in parameters] == [4, 4, 4, 3, 2, 1]  # type: ignore[union-attr]
+    assert sum(bucket.buffer.numel() for bucket in buckets) == sum(buffer.numel() for buffer in gradients.of_step(0))
+    parameters[3].grad = torch.zeros(300)
+    assert [bucket.is_in_place for bucket in buckets] == [True, True, False, True]
+
+
+def test_new_memory_has_the_same_layout() -> None:
+    parameters = [nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.float32, torch.float64, torch.float32)]
+    gradients = GradientBuffers(parameters, CPU, bucket_bytes=1)
+    gradients.begin(0)
+    before = gradients.buckets(0)
+    gradients.renew(0)
+    after = gradients.buckets(0)
+    assert [bucket.parameters for bucket in before] == [bucket.parameters for bucket in after]
+    assert not {b.buffer.data_ptr() for b in before} & {b.buffer.data_ptr() for b in after}
+    gradients.begin(0)
+    assert all(bucket.is_in_place for bucket in after)

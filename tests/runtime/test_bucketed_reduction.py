@@ -1,0 +1,166 @@
+"""When buckets leave, and what becomes of those that were under way when their generation ended."""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.planning.grid import Microbatch
+from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.runtime.buckets import BucketedReduction
+from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.program import Task
+
+CPU = torch.device("cpu")
+F, B, W, BW = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD
+
+
+def task(kind: OpKind, microbatch: int) -> Task:
+    return Task(Op(kind, 0, Microbatch(0, microbatch)), str(kind), microbatch)
+
+
+class Line:
+    """In the place of a communicator: remembers what begins and ends."""
+
+    has_peers = True
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        self.sums: list[Tensor] = []
+        self.stuck = False
+
+    def begin_all_reduce(self, tensor: Tensor) -> int:
+        self.begun.append(tensor.numel())
+        self.sums.append(tensor)
+        return len(self.begun) - 1
+
+    def end_all_reduce(self, reduction: int) -> None:
+        self.ended.append(self.begun[reduction])
+
+    def abandon(self, reduction: int) -> bool:
+        return not self.stuck
+
+
+class Bench:
+    """Three layers of 16, 32 and 48 numbers, a bucket for each; ``waiting``: the layers whose gradients W computes."""
+
+    def __init__(self, waiting: tuple[int, ...] = (2, 1, 0)) -> None:
+        self.parameters = [nn.Parameter(torch.ones(16 * n)) for n in (1, 2, 3)]
+        self.gradients = GradientBuffers(self.parameters, CPU, bucket_bytes=1)
+        self.line, self.is_settled = Line(), True
+        waits = [self.parameters[index] for index in waiting]
+        self.stage: Any = types.SimpleNamespace(waiting_parameters=lambda _: waits, differentiates_itself=True)
+        line: Any = self.line
+        self.reduction = BucketedReduction(line, self.gradients, self.stage, lambda: self.is_settled)
+
+    def backward(self, *uses: int, last: bool = True) -> list[list[int]]:
+        """A BW of a step of its own; returns what had begun after each of the passes over the parameters ``uses``."""
+        self.line.begun.clear()
+        program = [task(BW, 0)] if last else [task(BW, 0), task(BW, 1)]
+        self.reduction.begin(0, program)
+        seen = []
+        with self.reduction.during_backward(program[0]):
+            for use in uses:
+                self.parameters[use].sum().backward()
+                seen.append(list(self.line.begun))
+        self.reduction.finish()
+        return seen
+
+
+def test_buckets_leave_in_order_during_the_last_w_alone() -> None:
+    bench = Bench()
+    program = [task(F, 0), task(F, 1), task(B, 0), task(W, 0), task(B, 1), task(W, 1)]
+    bench.reduction.begin(0, program)
+    assert bench.reduction.during_weights(program[3]) is None
+    done = bench.reduction.during_weights(program[5])
+    assert done is not None
+    assert not bench.line.begun
+    done(bench.parameters[1])
+    assert not bench.line.begun, "all workers begin the same buckets in the same order"
+    done(bench.parameters[2])
+    assert bench.line.begun == [48, 32]
+    bench.reduction.finish()
+    assert bench.line.begun == bench.line.ended == [48, 32, 16]
+
+
+def test_what_w_does_not_compute_is_complete_before_it() -> None:
+    bench = Bench(waiting=(1,))
+    program = [task(W, 0)]
+    bench.reduction.begin(0, program)
+    done = bench.reduction.during_weights(program[0])
+    assert bench.line.begun == [48]
+    assert done is not None
+    done(bench.parameters[1])
+    assert bench.line.begun == [48, 32, 16]
+
+
+def test_nothing_leaves_before_the_newest_step_is_settled() -> None:
+    bench = Bench()
+    bench.is_settled = False
+    program = [task(W, 0)]
+    bench.reduction.begin(0, program)
+    done = bench.reduction.during_weights(program[0])
+    assert done is not None
+    for parameter in reversed(bench.parameters[1:]):
+        done(parameter)
+    assert not bench.line.begun
+    bench.is_settled = True
+    done(bench.parameters[0])
+    assert bench.line.begun == [48, 32, 16]
+
+
+def test_a_backward_is_watched_before_it_is_trusted() -> None:
+    bench = Bench()
+    assert bench.backward(2, 1, 0) == [[], [], []]
+    assert bench.backward(2, 1, 0) == [[48], [48, 32], [48, 32, 16]]
+    assert bench.backward(2, 1, last=False) == [[], []]
+
+
+def test_a_gradient_in_several_parts_waits_for_the_end() -> None:
+    bench = Bench()
+    bench.backward(2, 1, 0, 1)
+    assert bench.backward(2, 1, 0, 1) == [[48]] * 4
+    assert bench.backward(2, 1, 0) == [[48]] * 3
+    assert bench.line.ended[-3:] == [48, 32, 16]
+
+
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error() -> None:
+    bench = Bench()
+    bench.backward(2, 1, 0)
+    with pytest.raises(UnsupportedFeatureError, match="use_reentrant=False"):
+        bench.backward(2, 1, 1, 0)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in bench.parameters)
+
+
+def test_nothing_is_watched_where_the_users_code_runs_the_backward_or_one_bucket_has_all() -> None:
+    bench = Bench()
+    bench.stage.differentiates_itself = False
+    assert bench.backward(2, 1, 0) == bench.backward(2, 1, 0) == [[], [], []]
+    line: Any = Line()
+    whole = GradientBuffers(bench.parameters, CPU)
+    reduction = BucketedReduction(line, whole, bench.stage, lambda: True)
+    program = [task(W, 0)]
+    reduction.begin(0, program)
+    assert reduction.during_weights(program[0]) is None
+    reduction.finish()
+    assert line.begun == [96]
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_memory_of_a_sum_that_goes_on_is_not_used_again(stuck: bool) -> None:
+    bench = Bench()
+    bench.line.stuck = stuck
+    bench.reduction.begin(1, [task(BW, 0)])
+    bench.gradients.buckets(1)[0].buffer.fill_(7.0)
+    bench.reduction._begun.append(bench.line.begin_all_reduce(bench.gradients.buckets(1)[0].buffer))  # type: ignore[arg-type]
+    bench.reduction.drop()
+    bench.reduction.begin(1, [task(BW, 0)])
+    assert (bench.parameters[2].grad.data_ptr() == bench.line.sums[0].data_ptr()) is not stuck  # type: ignore[union-attr]
+    bench.line.sums[0].fill_(5.0)
+    assert bool(bench.parameters[2].grad.any()) is not stuck  # type: ignore[union-attr]
+    bench.reduction.finish()
+    assert len(bench.line.begun) == 4
