@@ -26,6 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heapify, heapreplace
 
+from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.problem import Problem
 
 __all__ = ["lower_bound", "makespan_lower_bound", "stage_lower_bounds"]
@@ -71,13 +72,15 @@ class _Bounds:
         # After its last B a stage with decoupled backward still has that micro-batch's W to do.
         self.closing = [
             (0.0 if self.fused else costs.backward_weight[s] * fastest[s])
-            + costs.reduce[s]
+            + costs.of(OpKind.REDUCE, s)
             + costs.optimizer[s] * max(self.factors[s])
             for s in range(self.stages)
         ]
         self.inner = [self._least(partial(self._inner, s), s) for s in range(self.stages)]
         self.own = [
-            self._least(partial(self._span, s), s) + costs.reduce[s] + costs.optimizer[s] * max(self.factors[s])
+            self._least(partial(self._span, s), s)
+            + costs.of(OpKind.REDUCE, s)
+            + costs.optimizer[s] * max(self.factors[s])
             for s in range(self.stages)
         ]
 

@@ -16,9 +16,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_recycle.arguments import at_least
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.reduction import remaining
 
 __all__ = ["Costs", "communication_seconds", "cost_difference"]
 
@@ -33,9 +34,12 @@ class Costs:
         forward: duration of F of one micro-batch, one value per stage.
         backward_input: duration of B of one micro-batch, one value per stage.
         backward_weight: duration of W of one micro-batch, one value per stage.
-        reduce: duration of REDUCE of the stage's gradients, one value per stage.
+        reduce: duration of the reduction of the stage's gradients, one value per stage.
         optimizer: duration of STEP, one value per stage.
         communication: time from the end of an operation until its result reaches the next or previous stage.
+        buckets: in how many parts the gradients are reduced, one value per stage; none for one each. REDUCE takes what
+            is left of the reduction after the last W, which hides the others: see
+            :mod:`~lightning_recycle.planning.reduction`. Measured costs have that as ``reduce``, in one part.
 
     Raises:
         ConfigurationError: when a value is negative, not finite or missing.
@@ -47,6 +51,7 @@ class Costs:
     reduce: tuple[float, ...]
     optimizer: tuple[float, ...]
     communication: float = 0.0
+    buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
@@ -55,7 +60,10 @@ class Costs:
                 raise ConfigurationError(f"Costs({name}={values!r}): give one number per stage, e.g. [1.0, 1.0].")
             object.__setattr__(self, name, tuple(at_least("Costs", name, value) for value in values))
         object.__setattr__(self, "communication", at_least("Costs", "communication", self.communication))
-        lengths = {name: len(getattr(self, name)) for name in _PER_STAGE}
+        buckets = tuple(whole("Costs", "buckets", number, 1) for number in self.buckets)
+        object.__setattr__(self, "buckets", buckets if any(number > 1 for number in buckets) else ())
+        names = (*_PER_STAGE, "buckets") if self.buckets else _PER_STAGE
+        lengths = {name: len(getattr(self, name)) for name in names}
         if len(set(lengths.values())) > 1 or self.stages == 0:
             raise ConfigurationError(f"Costs have different numbers of stages, {lengths}: one value per stage each.")
 
@@ -69,6 +77,7 @@ class Costs:
         reduce: float = 0.0,
         optimizer: float = 0.0,
         communication: float = 0.0,
+        buckets: int = 1,
     ) -> Costs:
         """The same costs for each of ``stages`` stages."""
         return cls(
@@ -78,6 +87,7 @@ class Costs:
             reduce=(reduce,) * stages,
             optimizer=(optimizer,) * stages,
             communication=communication,
+            buckets=(buckets,) * stages,
         )
 
     @property
@@ -95,7 +105,13 @@ class Costs:
             return self.backward_weight[stage]
         if kind is OpKind.BACKWARD:
             return self.backward_input[stage] + self.backward_weight[stage]
-        return self.reduce[stage] if kind is OpKind.REDUCE else self.optimizer[stage]
+        if kind is OpKind.REDUCE:
+            return remaining(self.reduce[stage], self.backward_weight[stage], self.buckets_of(stage))
+        return self.optimizer[stage]
+
+    def buckets_of(self, stage: int) -> int:
+        """In how many parts the gradients of ``stage`` are reduced."""
+        return self.buckets[stage] if self.buckets else 1
 
 
 def communication_seconds(
@@ -132,6 +148,7 @@ def cost_difference(one: Costs, other: Costs) -> float:
     def scaled(costs: Costs) -> list[float]:
         work = [*costs.forward, *costs.backward_input, *costs.backward_weight]
         mean = sum(work) / len(work) or 1.0
-        return [duration / mean for duration in (*work, *costs.reduce, *costs.optimizer, costs.communication)]
+        reduce = (costs.of(OpKind.REDUCE, stage) for stage in range(costs.stages))
+        return [duration / mean for duration in (*work, *reduce, *costs.optimizer, costs.communication)]
 
     return max(abs(a - b) for a, b in zip(scaled(one), scaled(other), strict=True))

@@ -32,7 +32,7 @@ class OpKind(str, Enum):
     BACKWARD = "BW"
     """Both, fused: backward without decoupling."""
     REDUCE = "REDUCE"
-    """All-reduce of the stage's gradients among its live workers."""
+    """All-reduce of the stage's gradients among its live workers: what the last W or BW has not hidden of it."""
     STEP = "STEP"
     """Optimizer step of the stage."""
 

@@ -98,7 +98,8 @@ class Orders:
             for worker in problem.live_workers()
         }
         self.closing = [
-            problem.costs.reduce[s] + max(problem.duration(OpKind.STEP, worker) for worker in problem.live_workers(s))
+            problem.costs.of(OpKind.REDUCE, s)
+            + max(problem.duration(OpKind.STEP, worker) for worker in problem.live_workers(s))
             for s in range(grid.stages)
         ]
         self.sources = [self._source(key) for key in self.keys]

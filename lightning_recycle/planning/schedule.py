@@ -194,6 +194,7 @@ class Schedule:
                 "reduce": list(costs.reduce),
                 "optimizer": list(costs.optimizer),
                 "communication": costs.communication,
+                **({"buckets": list(costs.buckets)} if costs.buckets else {}),
             },
             "in_flight_limit": None if problem.in_flight_limit is None else list(problem.in_flight_limit),
             "technique": {"decoupled": problem.technique.decoupled, "staggered": problem.technique.staggered},

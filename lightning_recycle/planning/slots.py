@@ -254,7 +254,7 @@ def discretize(schedule: Schedule, max_slots: int, *, coarse: bool = True, sprea
     times = _work(schedule)
     closing = [
         (
-            problem.costs.reduce[stage],
+            problem.costs.of(OpKind.REDUCE, stage),
             max(problem.duration(OpKind.STEP, worker) for worker in problem.live_workers(stage)),
         )
         for stage in stages

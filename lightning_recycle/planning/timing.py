@@ -89,7 +89,9 @@ class Codes:
         ]
         """By key and micro-batch: the duration on the worker that executes it."""
         slowest = [max(problem.live_factors(s)) for s in range(self.stages)]
-        self.closing: list[float] = [r + o * f for r, o, f in zip(costs.reduce, costs.optimizer, slowest, strict=True)]
+        self.closing: list[float] = [
+            costs.of(OpKind.REDUCE, s) + costs.optimizer[s] * slowest[s] for s in range(self.stages)
+        ]
         """Per stage, from the last gradient until the last worker has stepped."""
         # Where the input comes from, as an offset of the code; 0: from the same worker.
         last = self.stages - 1
@@ -255,7 +257,7 @@ def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
     for stage in range(stages):
         live = [grid.rank(worker) for worker in problem.live_workers(stage)]
         reduce_start = max((lists[rank][-1].end for rank in live if lists[rank]), default=0.0)
-        step_start = reduce_start + costs.reduce[stage]
+        step_start = reduce_start + costs.of(OpKind.REDUCE, stage)
         reduce = ScheduledOp(Op(OpKind.REDUCE, stage), reduce_start, step_start)
         for rank in live:
             step_end = step_start + problem.duration(OpKind.STEP, grid.worker(rank))

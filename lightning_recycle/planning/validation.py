@@ -13,7 +13,8 @@ Contract: linear in the number of operations. Accepts exactly the schedules that
 4. *Overlap*: a worker runs one operation at a time, also across consecutive iterations.
 5. *Dependency*: F after F of the stage before plus communication; R after own F; B (BW) after own F, after own R if
    there is one, and after B (BW) of the next stage plus communication; W after own B; REDUCE after every W (BW) of the
-   stage on all its workers; STEP after every REDUCE of the stage.
+   stage on all its workers; STEP after every REDUCE of the stage. REDUCE lasts until every bucket has been summed, one
+   after the other, each after the part of the last W that completes it.
 6. *Memory*: micro-batches in flight, from the start of F to the end of W (BW), never exceed the limit; nor do the bytes
    that a worker holds: what it needs without micro-batches, and for each in flight what it holds from the start of F
    (with an R: only a checkpoint from the end of F until the start of R) and, where its backward is split, from B on. B
@@ -38,6 +39,7 @@ from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.lane_validation import covers, lane_violations
 from lightning_recycle.planning.ops import OpKind, ScheduledOp
+from lightning_recycle.planning.reduction import bucket_times
 from lightning_recycle.planning.schedule import Schedule
 
 __all__ = ["InvalidScheduleError", "validate"]
@@ -179,8 +181,10 @@ def _times(schedule: Schedule, tolerance: float) -> Iterator[str]:
         expected = {}
         if 0 <= worker.stage < costs.stages:
             for kind in OpKind:
-                factor = 1.0 if kind is OpKind.REDUCE else factors.get(worker, 1.0)
-                expected[kind] = costs.of(kind, worker.stage) * factor
+                expected[kind] = costs.of(kind, worker.stage) * factors.get(worker, 1.0)
+            number = costs.buckets_of(worker.stage)
+            sums = bucket_times(costs.reduce[worker.stage], costs.backward_weight[worker.stage], number)
+            expected[OpKind.REDUCE] = sums[-1][1]
         previous: ScheduledOp | None = None
         for scheduled in ops:
             op, start = scheduled.op, scheduled.start

@@ -44,6 +44,7 @@ class TrainingModel:
         network_bandwidth: bytes/s from one worker to another (100 Gb/s by default).
         network_latency: seconds for an empty message.
         usable_memory: fraction of the GPU's memory not lost to the framework and fragmentation.
+        bucket_cap_mb: MiB of gradients that are reduced at once, while others are computed; None for all of a stage.
 
     Raises:
         ConfigurationError: when a value is impossible, or the throughput is beyond the GPU's peak.
@@ -63,6 +64,7 @@ class TrainingModel:
     network_bandwidth: float = 12.5e9
     network_latency: float = 1e-5
     usable_memory: float = 0.9
+    bucket_cap_mb: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipelines", "stages", "global_batch", "microbatch", "tensor_parallel"):
@@ -71,6 +73,8 @@ class TrainingModel:
         at_least("TrainingModel", "network_bandwidth", self.network_bandwidth, above=True)
         at_least("TrainingModel", "network_latency", self.network_latency)
         fraction("TrainingModel", "usable_memory", self.usable_memory)
+        if self.bucket_cap_mb is not None:
+            at_least("TrainingModel", "bucket_cap_mb", self.bucket_cap_mb, above=True)
         if self.global_batch % (self.pipelines * self.microbatch):
             raise ConfigurationError(
                 f"TrainingModel(global_batch={self.global_batch}): {self.pipelines} pipelines with micro-batches of "
@@ -169,6 +173,9 @@ class TrainingModel:
             )
             if len(parts) > 1
             else 0.0,
+            buckets=()
+            if self.bucket_cap_mb is None
+            else tuple(max(1, math.ceil(gradients * part / (self.bucket_cap_mb * 2**20))) for part in parts),
         )
 
     def in_flight_limit(self, units: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.ops import OpKind, ScheduledOp
+from lightning_recycle.planning.reduction import bucket_times
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.visualize.drawing import Drawing, Group, Line, Rect, Text, to_svg, write_drawing
 
@@ -50,6 +51,7 @@ _INK, _FAINT, _DEAD, _END = "#222222", "#d5d9de", "#c9c9c9", "#c92a2a"
 _MARGIN, _LABELS, _ROW, _GAP, _PIPELINE_GAP = 16.0, 128.0, 22.0, 2.0, 9.0
 _TITLE, _AXIS, _PANEL_GAP = 34.0, 24.0, 18.0
 _MARK = 4.0  # width of an operation that takes no time
+_BUCKET = 5.0  # height of a bucket's reduction
 
 
 def gantt_svg(
@@ -167,6 +169,8 @@ def _panel(
                 for scheduled in schedule.workers.get(worker, ()):
                     x = left + (scheduled.start + iteration * schedule.period) * scale
                     row.shapes += _box(worker, scheduled, unit, x, y, scale, opacity)
+                    if scheduled.op.kind is OpKind.REDUCE:
+                        row.shapes += _buckets(schedule, stage, unit, x, y, scale, opacity)
             drawing.groups.append(row)
             y += _ROW + _GAP
         y += _PIPELINE_GAP
@@ -226,6 +230,21 @@ def _box(
     if len(label) * 0.65 * size <= width:
         ink = _INK if kind in _DARK_TEXT else "#ffffff"
         yield Text(x + width / 2, y + _ROW / 2 - (2.0 if adopted else 0.0), label, size, ink, "middle", adopted)
+
+
+def _buckets(
+    schedule: Schedule, stage: int, unit: str, x: float, y: float, scale: float, opacity: float
+) -> Iterator[Rect]:
+    """The reductions of the buckets of a stage whose last W ends at ``x``, one bar each, below the operations."""
+    costs = schedule.problem.costs
+    number = costs.buckets_of(stage)
+    if number > 1 and costs.reduce[stage]:
+        for index, (start, end) in enumerate(bucket_times(costs.reduce[stage], costs.backward_weight[stage], number)):
+            tip = f"bucket {index} of stage {stage}: {end - start:g} {unit}"
+            at, width = x + start * scale, max((end - start) * scale, 0.5)
+            yield Rect(
+                at, y + _ROW - _BUCKET, width, _BUCKET, _COLORS[OpKind.REDUCE], "#ffffff", 0.5, None, opacity, tip
+            )
 
 
 def _legend(drawing: Drawing, panels: Sequence[Schedule], left: float, y: float) -> float:
