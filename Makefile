@@ -51,6 +51,7 @@ bench: $(STAMP) ## run all benchmarks, one and a half hours; needs an idle machi
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/reduction.py
 	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/soak.py
