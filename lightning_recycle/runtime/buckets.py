@@ -135,6 +135,9 @@ class BucketedReduction:
         """
         self._gradients.check(self._step)
         buffers = [bucket.buffer for bucket in self._gradients.buckets(self._step)] or [torch.zeros(1)]
+        if len(buffers) == 1:
+            self._communicator.all_reduce(buffers[0])
+            return
         for buffer in buffers[len(self._begun) :]:
             self._begun.append(self._communicator.begin_all_reduce(buffer))
         for reduction in self._begun:

@@ -14,14 +14,16 @@ Therefore
 - every message is followed by an empty one, for which the receiver waits: without a payload it stays pending until it
   arrives, and a connection keeps the order;
 - nothing waits for a send. What was sent is released when a message that came back shows that it has arrived;
-- a collective, which sends and receives inside, is checked every 0.1 s, and a group with one that does not end is
-  abandoned with its thread, which ends at the timeout; its tensor then belongs to that thread;
+- a collective of Gloo's, which sends and receives inside, is checked every 0.1 s, and a group with one that does not
+  end is abandoned with its thread, which ends at the timeout; its tensor then belongs to that thread;
 - connecting happens in a thread that can be abandoned, too.
 
 A receive without its own timeout uses the one its group was created with, not one set later.
 
 Activations and gradients have separate groups. Gloo would keep them apart by tag, but its event loop spins while the
 main thread holds the lock of a connection on which data arrives (measured: half of its processor time).
+
+What is small is summed without Gloo (:mod:`~lightning_recycle.runtime.mesh`), over connections of its own.
 
 A value travels as one message with a header, packed, if it fits into the receiver's posted buffer; else the header
 announces one message per tensor. Gloo accepts messages shorter than the buffer (measured), so receives are posted
@@ -54,6 +56,7 @@ from lightning_recycle.runtime.groups import (
     UnreachableError,
 )
 from lightning_recycle.runtime.machine_errors import is_machine_error
+from lightning_recycle.runtime.mesh import Mesh
 from lightning_recycle.runtime.reachability import Doorbell
 from lightning_recycle.runtime.sockets import OpenSockets
 from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS, Layout, Value
@@ -172,6 +175,7 @@ class Communicator:
         self._doorbell: Doorbell | None = None
         self._groups: dict[Channel, Group] = {}
         self._stage = Group()
+        self._mesh: Mesh | None = None
         self._ties: dict[int, Group] = {}
         # What must stay alive until it has arrived, of this step and the previous one.
         self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
@@ -216,6 +220,7 @@ class Communicator:
         reached = tuple(sorted({*neighbours, self._rank}))
         plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
         plans.append(GroupPlan(stage, tuple(sorted(stage_roster)), _STAGE_LOOP))
+        plans.append(GroupPlan(f"{stage}-mesh", tuple(sorted(stage_roster)), None))
         plans += [GroupPlan(f"tie{index}", tuple(ranks), _STAGE_LOOP) for index, ranks in ties.items()]
         groups: dict[str, Group] = {}
         errors: list[BaseException] = []
@@ -236,6 +241,9 @@ class Communicator:
             if isinstance(error, CommunicationError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
                 raise error
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
+        links = groups.pop(f"{stage}-mesh", Group()).links
+        if links:
+            self._mesh = Mesh(sorted(stage_roster).index(self._rank), links, self._timeout.total_seconds())
         for group in groups.values():
             for process_group in group.process_groups:
                 process_group._set_default_timeout(self._timeout)
@@ -265,6 +273,9 @@ class Communicator:
         self._outboxes.clear()
         self._groups = {}
         self._stage = Group()
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh = None
         self._ties = {}
 
     # ------------------------------------------------------------------ values between stages
@@ -369,7 +380,15 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums ``tensor`` in place over the live workers of this stage; the same bits on all of them."""
-        self.end_all_reduce(self.begin_all_reduce(tensor))
+        if self._mesh is None or not self._mesh.takes(tensor):
+            self.end_all_reduce(self.begin_all_reduce(tensor))
+            return
+        with self._translated():
+            staged = tensor.cpu()
+            self._mesh.sum(staged)
+            if staged is not tensor:
+                tensor.copy_(staged)
+        self.on_progress()
 
     @property
     def has_peers(self) -> bool:
@@ -377,8 +396,8 @@ class Communicator:
         return self._stage.whole is not None
 
     def begin_all_reduce(self, tensor: Tensor) -> Reduction:
-        """Begins :meth:`all_reduce` in the background. All workers of the stage begin the same ones in the same order.
-        Until :meth:`end_all_reduce` nobody may touch ``tensor``, which is contiguous.
+        """Begins a sum as that of :meth:`all_reduce`, in the background. All workers of the stage begin the same ones
+        in the same order. Until :meth:`end_all_reduce` nobody may touch ``tensor``, which is contiguous.
         """
         self._check()
         group = self._stage.whole
@@ -488,8 +507,9 @@ class Communicator:
         self._check()
         try:
             yield
-        except RuntimeError as error:
-            if is_machine_error(error):  # of the device, or of a DataLoader's process, whose end is told by a signal
+        except (RuntimeError, OSError) as error:
+            # Of the device, or of a DataLoader's process, whose end is told by a signal.
+            if is_machine_error(error) and not isinstance(error, _OF_PEERS):
                 raise
             raise CommunicationError(f"Generation {self._generation}: {error}") from error
 

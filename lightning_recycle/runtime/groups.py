@@ -14,13 +14,16 @@ a client of a TCPStore asks the name server for the name of its peer, which took
 doubt whether all can reach each other, they check before they connect
 (:mod:`~lightning_recycle.runtime.reachability`): connecting takes longer, and only one side of a pair may notice.
 
-Must not know: what the groups are for.
+A worker may also have plain links to the members of a group, and no group over them (:class:`GroupPlan`).
+
+Must not know: what the groups and links are for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +36,7 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.runtime.gates import Gate, Link, connect
 from lightning_recycle.runtime.gloo import Device, UnsupportedError, create_group, open_device
 from lightning_recycle.runtime.reachability import Doorbell, unreachable
-from lightning_recycle.runtime.sockets import OpenSockets, open_sockets
+from lightning_recycle.runtime.sockets import OpenSockets, inode_of, open_sockets
 
 __all__ = ["CommunicationError", "Group", "GroupFactory", "GroupPlan", "Rendezvous", "UnreachableError"]
 
@@ -94,13 +97,14 @@ class GroupPlan:
         name: the same on all members.
         ranks: of the members, in order; if it is not meshed, those that this worker exchanges messages with, and its
             own.
-        loop: the number of its event loop.
+        loop: the number of its event loop; None for links between its members that stay what they are, and no process
+            group over them. There are none where Gloo connects by itself.
         meshed: whether all members are connected with each other.
     """
 
     name: str
     ranks: tuple[int, ...]
-    loop: int = 0
+    loop: int | None = 0
     meshed: bool = True
 
 
@@ -110,11 +114,13 @@ class Group:
     Attributes:
         whole: the one with all members, for collectives; None if the group is not meshed.
         places: for each other member, the process group that has it, and its number there.
+        links: for each other member, by its number, a connection that does not block; if the plan asks for links.
     """
 
     def __init__(self) -> None:
         self.whole: Any = None
         self.places: dict[int, tuple[Any, int]] = {}
+        self.links: dict[int, socket.socket] = {}
 
     def add(self, process_group: Any, ranks: Sequence[int], meshed: bool) -> None:
         """``process_group`` has the members ``ranks``, in this order."""
@@ -211,7 +217,7 @@ class GroupFactory:
             if plan.meshed:
                 if set(plan.ranks).isdisjoint(without):
                     linked.append(plan)
-                else:
+                elif plan.loop is not None:
                     others.append((plan.name, plan))
                 continue
             reached = tuple(rank for rank in plan.ranks if rank not in without)
@@ -232,11 +238,11 @@ class GroupFactory:
         cancelled: threading.Event,
         sockets: OpenSockets,
     ) -> None:
-        links = [
+        wanted = [
             Link.between(plan.name, self._rank, rank) for plan in plans for rank in plan.ranks if rank != self._rank
         ]
         limit = _CONNECT_TIMEOUT.total_seconds()
-        connected = connect(gate, self._key, generation, self._rank, links, addresses, cancelled, limit)
+        connected = connect(gate, self._key, generation, self._rank, wanted, addresses, cancelled, limit)
         gate.close()  # nobody has anything to ask any more
         with contextlib.ExitStack() as stack:
             for sock in connected.values():
@@ -247,6 +253,10 @@ class GroupFactory:
                     for link, sock in connected.items()
                     if link.group == plan.name
                 }
+                if plan.loop is None:
+                    links = groups[plan.name].links = {peer: sock.dup() for peer, sock in peers.items()}
+                    sockets.add({link.fileno(): inode_of(link.fileno()) for link in links.values()})
+                    continue
                 group, opened = self._devices[plan.loop].create_group(
                     plan.ranks.index(self._rank), len(plan.ranks), peers
                 )
@@ -254,6 +264,7 @@ class GroupFactory:
                 groups[plan.name].add(group, plan.ranks, plan.meshed)
 
     def _let_gloo_connect(self, store: Store, plan: GroupPlan, sockets: OpenSockets) -> Any:
+        assert plan.loop is not None, "there are no links where Gloo connects by itself"
         if not self._open_devices:
             self._open_devices = [open_device(self._host) for _ in range(self._loops)]
         before = open_sockets()
