@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.connection import connect
@@ -388,7 +387,7 @@ class ControlClient:
         try:
             yield
         finally:
-            self.activity = replace(before, since=time.monotonic())
+            self.activity = _resumed(before)
 
     @contextmanager
     def waiting(self, what: str, coordinated: bool = False) -> Iterator[None]:
@@ -396,15 +395,17 @@ class ControlClient:
         waiting does not count. ``coordinated``: what it waits for comes from the coordinator.
         """
         before = self.activity
-        self.activity = replace(before, waiting_for=what, since=time.monotonic(), kind="", coordinated=coordinated)
+        self.activity = messages.Activity(
+            before.step, before.operation, what, time.monotonic(), coordinated=coordinated, microbatch=before.microbatch
+        )
         try:
             yield
         finally:
-            self.activity = replace(before, since=time.monotonic())
+            self.activity = _resumed(before)
 
     def progressed(self) -> None:
         """Records progress in what the main thread does or waits for."""
-        self.activity = replace(self.activity, since=time.monotonic())
+        self.activity = _resumed(self.activity)
 
     def _wait(
         self, ready: Callable[[], _T | None], what: str, timeout: float | None = None, interruptible: bool = False
@@ -491,6 +492,19 @@ class ControlClient:
         if self.on_lost is not None and code == EXIT_LOST_COORDINATOR and not self._leaving:
             self.on_lost()
         os._exit(0 if self._leaving else code)
+
+
+def _resumed(before: messages.Activity) -> messages.Activity:
+    """``before``, timed afresh; by itself, as ``dataclasses.replace`` takes several times as long."""
+    return messages.Activity(
+        before.step,
+        before.operation,
+        before.waiting_for,
+        time.monotonic(),
+        before.kind,
+        before.coordinated,
+        before.microbatch,
+    )
 
 
 def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:

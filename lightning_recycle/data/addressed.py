@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 
 from lightning_recycle.data.batching import batching_of, drops_last
+from lightning_recycle.data.drawing import draws_nothing, nothing_drawn
 from lightning_recycle.data.steps import AddressedSample, SampleLoader, StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.parent import die_with_parent, end_with
@@ -94,6 +95,7 @@ class MicrobatchLoader(SampleLoader):
         self._pipeline = pipeline
         self._prefetch = prefetch
         self._addressed = _Addressed(self.dataset, seed)
+        self._seeded = nothing_drawn if draws_nothing(self.dataset, self._collate.collate) else seeded_everything
         self._orders: dict[int, Sequence[Any]] = {}
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
@@ -223,7 +225,7 @@ class MicrobatchLoader(SampleLoader):
 
     def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
         """Reads micro-batches in this process; together, because saving the generators' state dominates."""
-        with seeded_everything() as reseed:
+        with self._seeded() as reseed:
             for key in keys:
                 if key not in self._fetched and self._positions(*key):
                     samples = self._addressed.read(self.addresses(*key), reseed)

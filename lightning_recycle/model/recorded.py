@@ -71,11 +71,12 @@ class RecordedModule(pl.LightningModule):
     @contextmanager
     def logging_allowed(self, allowed: bool) -> Iterator[None]:
         """Whether ``self.log`` works within the block, outside the code whose logging is recorded."""
-        before, self._may_log = self._may_log, allowed
+        before = self._may_log
+        object.__setattr__(self, "_may_log", allowed)  # nn.Module's own looks for parameters and buffers
         try:
             yield
         finally:
-            self._may_log = before
+            object.__setattr__(self, "_may_log", before)
 
     @override
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:

@@ -198,6 +198,12 @@ class PipelineEpochLoop(_TrainingEpochLoop):
                     next(data_fetcher)
 
     @override
+    def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+        """The batch is all that is needed here; the parent inspects the signature of ``training_step`` each time."""
+        kwargs["batch"] = batch
+        return kwargs
+
+    @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
         self._has_advanced = not self.restarting  # then the parent asks first whether a validation was interrupted
         super().advance(data_fetcher)

@@ -1,0 +1,75 @@
+"""Data that is read without a random number."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset, default_collate
+
+from lightning_recycle.data.addressed import MicrobatchLoader
+from lightning_recycle.data.drawing import draws_nothing
+from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.planning.grid import Grid, Microbatch
+
+ROWS = TensorDataset(torch.arange(8.0), torch.arange(8))
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0] + torch.rand(()) + random.random() + np.random.rand()
+
+
+class Fuzzy(Tensor):
+    """A tensor with code of the user's."""
+
+
+class Own(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(())
+
+
+def jitter(samples: list[Any]) -> Any:
+    return default_collate(samples)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [ROWS, Subset(ROWS, [1, 2]), ConcatDataset([ROWS, ROWS]), StackDataset(ROWS, ROWS), StackDataset(a=ROWS)],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_rows_of_tensors_draw_nothing(dataset: Any) -> None:
+    assert draws_nothing(dataset, default_collate)
+    assert not draws_nothing(dataset, jitter)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    default_collate([dataset[index] for index in range(2)])
+    assert random.getstate() == before[0]
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), before[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Noisy(torch.zeros(8)),
+        Own(),
+        TensorDataset(torch.zeros(4).as_subclass(Fuzzy)),
+        Subset(Noisy(torch.zeros(8)), [1]),
+        ConcatDataset([ROWS, Noisy(torch.zeros(8))]),
+        StackDataset(ROWS, Noisy(torch.zeros(8))),
+    ],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_the_code_of_users_may_draw(dataset: Any) -> None:
+    assert not draws_nothing(dataset, default_collate)
+
+
+def test_what_may_draw_is_seeded_by_address() -> None:
+    loader = MicrobatchLoader(DataLoader(Noisy(torch.zeros(8)), batch_size=4), Grid(1, 1, 2), 0, seed=1)
+    loader.enter_epoch(0, 2)
+    torch.manual_seed(1)
+    first = loader.fetch(StepHandle(loader, 0, 1), Microbatch(0, 1))
+    torch.manual_seed(2)
+    assert torch.equal(loader.fetch(StepHandle(loader, 0, 1), Microbatch(0, 1)), first)
