@@ -39,6 +39,7 @@ from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
+from lightning_recycle.numpy_state import quicken
 from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.communicator import Communicator
@@ -191,6 +192,7 @@ class Session:
         show_whole_run(trainer, self.parts, self.grid)
         tell_batch_sizes(trainer)
         spare_moves()
+        quicken()
         self._build_model()
         microbatches = self.grid.global_microbatches
         self._alone = microbatches == 1
