@@ -204,7 +204,9 @@ class Coordinator:
                         continue
                     if events & selectors.EVENT_WRITE:
                         self._on_writable(key)
-                    if events & selectors.EVENT_READ and self._is_registered(key):
+                        if not self._is_registered(key):
+                            continue
+                    if events & selectors.EVENT_READ:
                         key.data()
                 now = time.monotonic()
                 if now - last_tick > 10 * _TICK:  # this process itself was suspended: nobody's silence counts

@@ -144,9 +144,9 @@ class History:
         self.events.append(event)
         if kind == "step":
             self._count_step()
-        _events.log(
-            logging.DEBUG if kind == "step" else logging.INFO, "%s", json.dumps(dataclasses.asdict(event), default=str)
-        )
+        level = logging.DEBUG if kind == "step" else logging.INFO
+        if _events.isEnabledFor(level):
+            _events.log(level, "%s", json.dumps(dataclasses.asdict(event), default=str))
 
     def _count_step(self) -> None:
         self._steps_kept += 1

@@ -29,17 +29,19 @@ def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     If there are many, the last ones are reported as one number.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    numbers = {
-        f"{name} of group {index}" if index else name: number
-        for index, group in enumerate(groups)
-        for key, value in group.items()
-        if key != "params"
-        for name, number in _numbers(str(key), value)
-    }
+    numbers: dict[str, float] = {}
+    for index, group in enumerate(groups):
+        which = f" of group {index}" if index else ""
+        for key, value in group.items():
+            if isinstance(value, (int, float)):  # nearly all of them
+                numbers[f"{key}{which}"] = value
+            elif key != "params":
+                numbers.update((f"{name}{which}", number) for name, number in _numbers(str(key), value))
+    if len(numbers) <= _MOST_OPTIONS:
+        return numbers
     names = list(numbers)
     kept = {name: numbers[name] for name in names[:_MOST_OPTIONS]}
-    if len(names) > _MOST_OPTIONS:
-        kept["digest of the other options"] = hash(tuple(numbers[name] for name in names[_MOST_OPTIONS:]))
+    kept["digest of the other options"] = hash(tuple(numbers[name] for name in names[_MOST_OPTIONS:]))
     return kept
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -65,10 +65,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     generation = getattr(message, "generation", None)
     if generation is not None and not -1 <= generation <= state.generation:
         return f"generation {generation} has not begun"
-    for name, value in _numbers(message):
-        if not math.isfinite(value) or (value < 0 and isinstance(value, float)):
-            return f"its {name} is {value!r}"
-    return _out_of_range(state, rank, message)
+    return _no_amount(message) or _out_of_range(state, rank, message)
 
 
 def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None:
@@ -139,16 +136,25 @@ def _unless(condition: bool, why: str) -> str | None:
     return None if condition else why
 
 
-def _numbers(message: Any) -> Iterator[tuple[str, float]]:
-    """The numbers in ``message`` that may be none, with the names of the fields that hold them."""
+def _no_amount(message: Any) -> str | None:
+    """Why one of the floats in ``message``, which are amounts, is none; None if all are. Integers are always finite."""
     for name in _names(message.__class__):
         value = getattr(message, name)
-        if isinstance(value, (int, float)):
-            yield name, value
-        elif isinstance(value, Mapping):
-            yield from ((name, number) for number in value.values() if isinstance(number, (int, float)))
-        elif dataclasses.is_dataclass(value):
-            yield from _numbers(value)
+        kind = value.__class__
+        if kind is float:
+            numbers: Iterable[Any] = (value,)
+        elif kind is dict:
+            numbers = value.values()
+        elif dataclasses.is_dataclass(kind):
+            if (why := _no_amount(value)) is not None:
+                return why
+            continue
+        else:
+            continue
+        for number in numbers:
+            if number.__class__ is float and not 0 <= number < math.inf:  # NaN is not, either
+                return f"its {name} is {number!r}"
+    return None
 
 
 @cache

@@ -10,7 +10,7 @@ another thing instead, or has begun a later step than those that wait, has left 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,13 @@ from lightning_recycle.control.protocol.state import (
     RESULT,
     Command,
     Ended,
-    Fact,
     Failed,
     Finished,
     MembershipState,
     Outcome,
     Record,
     Send,
+    Told,
 )
 
 __all__ = [
@@ -98,8 +98,7 @@ def add_applied(state: MembershipState, event: messages.Applied) -> tuple[Member
     """A worker has applied a step. Ends the run if it now differs from the others."""
     if event.step <= state.applied.get(event.rank, -1):
         return state, ()
-    told = {fact: first for fact, first in state.facts.get(event.step, {}).items() if first[0] in state.live}
-    difference = _difference(state, event, told)
+    told, difference = _compared(state, event)
     if difference:
         return end(
             state,
@@ -110,32 +109,28 @@ def add_applied(state: MembershipState, event: messages.Applied) -> tuple[Member
                 " that a replacement has it."
             ),
         )
-    for fact, value in _facts(state, event):
-        told.setdefault(fact, (event.rank, value))
     facts = {**state.facts, event.step: told}
     return count_steps(state.updated(facts=facts, applied={**state.applied, event.rank: event.step}))
 
 
-def _facts(state: MembershipState, event: messages.Applied) -> Iterator[tuple[Fact, float]]:
-    """What ``event`` tells, with the stage of which it must be the same, or None for all."""
-    for name, value in event.facts.everywhere.items():
-        yield (None, name), value
-    stage = state.stage_of(event.rank)
-    for name, value in event.facts.stage.items():
-        yield (stage, name), value
-
-
-def _difference(state: MembershipState, event: messages.Applied, told: Mapping[Fact, tuple[int, float]]) -> str:
-    """Names and values in which a worker differs from who told them first; empty if there are none. To compare with one
-    is enough, however many there are: the others were equal to it.
+def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[int | None, tuple[Told, ...]], str]:
+    """What is told of the step, with what ``event`` adds; and names and values in which its worker differs from who
+    told them first, empty if there are none. To compare with one is enough, however many there are: the others were
+    equal to it. Nearly always all that a worker tells is what another one has told, which is seen at once.
     """
+    told = dict(state.facts.get(event.step, {}))
     differ = []
-    for fact, mine in _facts(state, event):
-        first, theirs = told.get(fact, (event.rank, mine))
-        if not _same(mine, theirs):
-            other, worker = state.grid.worker(first), state.grid.worker(event.rank)
-            differ.append(f"{fact[1]} is {theirs!r} on worker {other} and {mine!r} on {worker}")
-    return "; ".join(sorted(differ))
+    for stage, mine in ((None, event.facts.everywhere), (state.stage_of(event.rank), event.facts.stage)):
+        others = tuple(one for one in told.get(stage, ()) if one[0] in state.live)
+        if any(theirs == mine for _, theirs in others):
+            continue
+        told[stage] = (*others, (event.rank, mine))
+        for name, value in mine.items():
+            first, theirs = next(((rank, facts[name]) for rank, facts in others if name in facts), (event.rank, value))
+            if not _same(value, theirs):
+                other, worker = state.grid.worker(first), state.grid.worker(event.rank)
+                differ.append(f"{name} is {theirs!r} on worker {other} and {value!r} on {worker}")
+    return told, "; ".join(sorted(differ))
 
 
 def _same(a: float, b: float) -> bool:

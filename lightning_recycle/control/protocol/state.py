@@ -195,8 +195,8 @@ Command: TypeAlias = Send | StartGrace | Evict | Record | Outcome
 
 # ---------------------------------------------------------------------- state
 
-Fact: TypeAlias = tuple[int | None, str]
-"""What must be the same in workers after a step: its name, and the stage whose workers these are, None for all."""
+Told: TypeAlias = tuple[int, Mapping[str, float]]
+"""A rank, and values by name that it told after a step, and that others must hold as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,8 @@ class MembershipState:
         committed: the newest step whose commit was answered in the current generation; -1 if there is none.
         answered: step and payloads, by stage, of the newest commit that was answered.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
-        facts: for steps that not every live worker has applied: step -> fact -> who told it first, and the value.
+        facts: for steps that not every live worker has applied: step -> stage, or None for what must be the same on
+            all -> who told what first.
         losses: for steps that are not complete: step -> global micro-batch -> loss.
         outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
         summed: the number of steps whose loss is known.
@@ -293,7 +294,7 @@ class MembershipState:
     committed: int = -1
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
     applied: Mapping[int, int] = field(default_factory=dict)
-    facts: Mapping[int, Mapping[Fact, tuple[int, float]]] = field(default_factory=dict)
+    facts: Mapping[int, Mapping[int | None, tuple[Told, ...]]] = field(default_factory=dict)
     losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
     summed: int = 0
