@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 
 from lightning_recycle.data.batching import batching_of, drops_last
-from lightning_recycle.data.drawing import draws_nothing, nothing_drawn
+from lightning_recycle.data.drawing import seeded_for
 from lightning_recycle.data.steps import AddressedSample, SampleLoader, StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.parent import die_with_parent, end_with
@@ -30,11 +30,12 @@ class _Addressed(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
-    def read(self, addresses: Sequence[tuple[int, int]], reseed: Callable[[int], None]) -> list[AddressedSample]:
-        """The samples at (epoch, index) ``addresses``, with these."""
+    def read(self, addresses: Sequence[tuple[int, int]], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
+        """The samples at (epoch, index) ``addresses``, with these; ``reseed`` is None if they draw nothing."""
         samples = []
         for epoch, index in addresses:
-            reseed(derive_seed(self.seed, epoch, index))
+            if reseed is not None:
+                reseed(derive_seed(self.seed, epoch, index))
             samples.append(((epoch, index), self.dataset[index]))
         return samples
 
@@ -95,7 +96,7 @@ class MicrobatchLoader(SampleLoader):
         self._pipeline = pipeline
         self._prefetch = prefetch
         self._addressed = _Addressed(self.dataset, seed)
-        self._seeded = nothing_drawn if draws_nothing(self.dataset, self._collate.collate) else seeded_everything
+        self._seeded = seeded_for(self.dataset, self._collate.collate)
         self._orders: dict[int, Sequence[Any]] = {}
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None

@@ -6,14 +6,16 @@ generators of Python, NumPy and torch for a sample, and to restore them, takes l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 
-__all__ = ["draws_nothing", "nothing_drawn"]
+from lightning_recycle.randomness import seeded_everything
+
+__all__ = ["draws_nothing", "seeded_for"]
 
 
 def draws_nothing(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
@@ -36,7 +38,6 @@ def _holds_tensors(dataset: Any) -> bool:
     return False
 
 
-@contextmanager
-def nothing_drawn() -> Iterator[Callable[[int], None]]:
-    """Stands for :func:`~lightning_recycle.randomness.seeded_everything` where nothing is drawn."""
-    yield lambda _: None
+def seeded_for(dataset: Any, collate: Callable[[list[Any]], Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """:func:`~lightning_recycle.randomness.seeded_everything`, or a context that yields None where nothing is drawn."""
+    return nullcontext if draws_nothing(dataset, collate) else seeded_everything

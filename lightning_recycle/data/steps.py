@@ -76,9 +76,11 @@ class Collate:
     def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.collate, self.seed = collate, seed
 
-    def collect(self, addressed: list[AddressedSample], reseed: Callable[[int], None]) -> Any:
+    def collect(self, addressed: list[AddressedSample], reseed: Callable[[int], None] | None) -> Any:
+        """What the user's function makes of samples; ``reseed`` is None if it draws nothing."""
         epoch = addressed[0][0][0]
-        reseed(derive_seed(self.seed, epoch, *(index for (_, index), _ in addressed)))
+        if reseed is not None:
+            reseed(derive_seed(self.seed, epoch, *(index for (_, index), _ in addressed)))
         return self.collate([sample for _, sample in addressed])
 
     def __call__(self, addressed: list[AddressedSample]) -> Any:

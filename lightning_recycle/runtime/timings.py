@@ -30,14 +30,15 @@ class Timings:
 
     def add(self, kind: OpKind, seconds: float) -> None:
         """Takes a measurement into account."""
-        self._step.setdefault(kind.value, []).append(seconds)
-        old = self.seconds.get(kind.value)
+        name = kind.value  # takes longer than all that follows
+        self._step.setdefault(name, []).append(seconds)
+        old = self.seconds.get(name)
         if old is None:
-            self.seconds[kind.value] = seconds
+            self.seconds[name] = seconds
         elif kind is OpKind.REDUCE:
-            self.seconds[kind.value] = min(old, seconds)
+            self.seconds[name] = min(old, seconds)
         else:
-            self.seconds[kind.value] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
+            self.seconds[name] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
 
     def measure(self, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None = None) -> _Stopwatch:
         """A context whose duration is recorded unless it raises, device work included.
