@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 
 from lightning_recycle.data.batching import batching_of, drops_last
-from lightning_recycle.data.drawing import seeded_for
+from lightning_recycle.data.seeding import seeded_for
 from lightning_recycle.data.steps import AddressedSample, SampleLoader, StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.parent import die_with_parent, end_with

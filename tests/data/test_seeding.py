@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_recycle.data.addressed import MicrobatchLoader
-from lightning_recycle.data.drawing import draws_nothing
+from lightning_recycle.data.seeding import draws_nothing
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.planning.grid import Grid, Microbatch
 
