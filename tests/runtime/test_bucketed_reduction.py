@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import Microbatch
 from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.buckets import BucketedReduction
 from lightning_recycle.runtime.gradients import GradientBuffers
-from lightning_recycle.runtime.program import Task
 
 CPU = torch.device("cpu")
 F, B, W, BW = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD
@@ -32,6 +32,9 @@ class Line:
         self.ended: list[int] = []
         self.sums: list[Tensor] = []
         self.stuck = False
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self.end_all_reduce(self.begin_all_reduce(tensor))
 
     def begin_all_reduce(self, tensor: Tensor) -> int:
         self.begun.append(tensor.numel())

@@ -59,8 +59,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if hint in _LEAVES:
         return _LEAVES[hint]
     if hint is StageProfile:  # it checks its values
-        hints = get_type_hints(StageProfile)
-        return st.builds(StageProfile, **{name: _SIZES[hint] for name, hint in hints.items()})
+        sizes = {name: _SIZES.get(hint, st.none() | _SIZES[int]) for name, hint in get_type_hints(StageProfile).items()}
+        return st.builds(StageProfile, **sizes)
     if hint is Footprint:  # likewise
         return st.builds(Footprint, st.text(max_size=20), *[_SIZES[int]] * 7)
     if hint is Grid:
