@@ -104,7 +104,8 @@ def single(result: PlanResult, numbers: Row) -> Table:
     more = f" and {len(problem.failed) - 8} more" if len(problem.failed) > 8 else ""
     switches = [name for name in ("decoupled", "staggered") if getattr(problem.technique, name)]
     limits = problem.in_flight_limit
-    again = sum(len(result.schedule.recomputed(worker)) for worker in result.schedule.live_workers)
+    may_repeat = problem.memory is not None and problem.memory.checkpoint is not None
+    again = sum(len(result.schedule.recomputed(w)) for w in result.schedule.live_workers) if may_repeat else 0
     for name, value in (
         ("pipelines x stages x micro-batches", numbers.grid),
         ("failed", f"{len(problem.failed)}: {failed}{more}" if problem.failed else "none"),

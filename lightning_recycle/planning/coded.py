@@ -16,7 +16,7 @@ Must not know: how the lane's plan was made, files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -75,7 +75,7 @@ class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
 class CodedSchedule(Schedule):
     """A schedule whose lanes all run one program; make one with :func:`coded`."""
 
-    workers: LaneWorkers
+    workers: LaneWorkers = field(hash=False)
 
     @property
     def lane(self) -> Lane:
@@ -85,10 +85,9 @@ class CodedSchedule(Schedule):
     @property
     def num_operations(self) -> int:
         """The number of operations of all workers."""
-        kinds = [operations.count for operations in self.lane.kinds]
         total = 2 * len(self.workers)
         for lane_length, lanes in self._lengths():
-            for stage, _ in enumerate(kinds):
+            for stage in range(self.grid.stages):
                 total += lanes * sum(number < lane_length for number in self.lane.operations(stage).numbers)
         return total
 

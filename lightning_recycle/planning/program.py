@@ -95,7 +95,7 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
     grid = schedule.grid
     program = schedule.program(worker)
     deferred = {op.microbatch for op in program if op.kind is OpKind.BACKWARD_WEIGHT}
-    again = schedule.recomputed(worker)
+    again = {op.microbatch for op in program if op.kind is OpKind.RECOMPUTE}
     tasks: list[Task] = []
     for op in program:
         if op.microbatch is None:

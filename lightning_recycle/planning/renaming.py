@@ -1,10 +1,10 @@
 """Renaming: one plan serves every set of failed workers with the same distribution over the stages.
 
 Concept: the workers of a stage hold the same parameters, so a schedule does not depend on which of them have failed,
-    only
-on how many. A schedule for one set of failed workers becomes that for another by giving its parts to other workers: in
-each stage by any permutation of the live peers. It keeps its order, times and memory; every rule that the validator
-checks is about stages, never about pipelines. What a micro-batch is called is free too, if all stages agree on it.
+only on how many. A schedule for one set of failed workers becomes that for another by giving its parts to other
+workers: in each stage by any permutation of the live peers. It keeps its order, times and memory; every rule that the
+validator checks is about stages, never about pipelines. What a micro-batch is called is free too, if all stages agree
+on it.
 
 What the choice of names is good for is locality: a worker of the first or last stage has the data of its own micro-
 batches at hand, and neighbours in a pipeline are often neighbours in the network. So there is one permutation of the

@@ -135,7 +135,7 @@ class BucketedReduction:
         """
         self._gradients.check(self._step)
         buffers = [bucket.buffer for bucket in self._gradients.buckets(self._step)] or [torch.zeros(1)]
-        if len(buffers) == 1:
+        if len(buffers) == 1 and self._communicator.sums_at_once(buffers[0]):
             self._communicator.all_reduce(buffers[0])
             return
         for buffer in buffers[len(self._begun) :]:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,12 @@ _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
 _TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of ours: the message, its tensors, and the end of either
 _TRANSFER_TAG = (_EXCHANGE_TAG + 1) * _TAGS
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
+_OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
 _LOOK = timedelta(seconds=0.1)  # between checks whether the generation was aborted
 _LAST_LOOK = timedelta(milliseconds=10)  # at a collective of an aborted generation
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
+_MOST_MESHED = 17  # workers of a stage that also sum without Gloo; more would need many sockets for few bytes each
 _MESSAGE_LOOP, _STAGE_LOOP = 0, 1  # messages between stages must not wait behind a reduction
 
 
@@ -220,7 +223,8 @@ class Communicator:
         reached = tuple(sorted({*neighbours, self._rank}))
         plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
         plans.append(GroupPlan(stage, tuple(sorted(stage_roster)), _STAGE_LOOP))
-        plans.append(GroupPlan(f"{stage}-mesh", tuple(sorted(stage_roster)), None))
+        if len(stage_roster) <= _MOST_MESHED:
+            plans.append(GroupPlan(f"{stage}-mesh", tuple(sorted(stage_roster)), None))
         plans += [GroupPlan(f"tie{index}", tuple(ranks), _STAGE_LOOP) for index, ranks in ties.items()]
         groups: dict[str, Group] = {}
         errors: list[BaseException] = []
@@ -385,10 +389,19 @@ class Communicator:
             return
         with self._translated():
             staged = tensor.cpu()
-            self._mesh.sum(staged)
+            try:
+                self._mesh.sum(staged)
+            except OSError as error:
+                if error.errno in _OF_THIS_MACHINE:
+                    raise
+                raise ConnectionError(f"a sum over the stage: {error}") from error
             if staged is not tensor:
                 tensor.copy_(staged)
         self.on_progress()
+
+    def sums_at_once(self, tensor: Tensor) -> bool:
+        """Whether :meth:`all_reduce` sums ``tensor`` without Gloo; the same on all workers of the stage."""
+        return self._mesh is not None and self._mesh.takes(tensor)
 
     @property
     def has_peers(self) -> bool:
@@ -415,16 +428,17 @@ class Communicator:
             self._end_part(reduction.group, part, staged, work)
 
     def abandon(self, reduction: Reduction) -> bool:
-        """Gives up a reduction of an earlier generation, whose connections are closed. Returns whether it has ended: if
-        not, nobody may use the memory of its tensor again.
+        """Gives up a reduction of an earlier generation, whose connections are closed. Returns whether its tensor's
+        memory is free again: not if the sum goes on there.
         """
-        for _, _, work in reduction.parts:
+        for part, staged, work in reduction.parts:
             try:
                 work.wait(_LAST_LOOK)
             except RuntimeError:  # its own error, or it goes on
                 if not work.is_completed():
                     _keep_for_ever(reduction.group)
-                    return False
+                    if staged is part:
+                        return False
         return True
 
     def broadcast(self, tensor: Tensor, source: int) -> None:

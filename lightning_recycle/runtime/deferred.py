@@ -93,7 +93,7 @@ def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) ->
 
     Call it in the ``backward`` of a :class:`torch.autograd.Function`, and return its result as the gradient of
     ``parameter``. In a fused backward it computes the gradient now; in a split one it queues ``compute`` and returns
-    ``None``, and the gradient is added to ``parameter.grad`` in the W operation.
+    ``None``, and the gradient is added to ``parameter.grad`` in the W operation. A frozen parameter gets none.
 
     Args:
         parameter: leaf parameter without hooks, which would not see a deferred gradient.
@@ -106,6 +106,8 @@ def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) ->
             x, = ctx.saved_tensors
             return grad_output * ctx.scale, defer_weight_grad(ctx.scale, lambda: (grad_output * x).sum(0))
     """
+    if not parameter.requires_grad:
+        return None
     if _active is None:
         return compute()
     _active.add(parameter, compute)

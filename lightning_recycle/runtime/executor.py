@@ -271,6 +271,8 @@ class Executor:
                 self._recompute(step, task)
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
+                if not part.reduces:  # there is no W that would free what it waits with
+                    self._stage.forget(task.index)
             elif kind is OpKind.BACKWARD_WEIGHT:
                 with self._measured(kind):
                     self._stage.backward_weight(task.index, self._reduction.during_weights(task))

@@ -120,7 +120,7 @@ class Mesh:
         """
         awaited = receives.keys() if sends else list(receives)[:1]
         poll = select.poll()
-        for sock in self._links.values():
+        for sock in sends.keys() | receives.keys():
             reads = select.POLLIN if sock in awaited else 0
             writes = select.POLLOUT if sock in sends else 0
             poll.register(sock, reads | writes | (select.POLLRDHUP if sock in receives else 0))

@@ -291,6 +291,10 @@ class Stage:
         held.outputs, held.input_grads = (), []  # the graph is consumed; only the queue holds memory
         return result
 
+    def forget(self, microbatch: int) -> None:
+        """Drops what is left of a micro-batch whose B is done and whose W will not come."""
+        self._in_flight.pop(microbatch, None)
+
     def backward_weight(self, microbatch: int, done: Callable[[nn.Parameter], None] | None = None) -> None:
         """W: the weight gradients that B queued; ``done`` is called with each parameter that has its own."""
         self._in_flight.pop(microbatch).queue.flush(done)

@@ -33,6 +33,9 @@ class Line:
         self.sums: list[Tensor] = []
         self.stuck = False
 
+    def sums_at_once(self, tensor: Tensor) -> bool:
+        return True
+
     def all_reduce(self, tensor: Tensor) -> None:
         self.end_all_reduce(self.begin_all_reduce(tensor))
 

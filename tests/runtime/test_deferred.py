@@ -265,6 +265,15 @@ def test_nothing_is_added_to_a_weight_before_flush() -> None:
         assert len(queue) == 0
 
 
+def test_a_frozen_parameter_of_a_layer_that_defers_by_itself_gets_no_gradient() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Scale())
+    module[1].scale.requires_grad = False  # type: ignore[union-attr]
+    queue = split(module, torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    assert queue.parameters() == [module[0].weight]
+    queue.flush()
+    assert module[1].scale.grad is None
+
+
 def test_flush_accumulates_in_place() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     buffers = [torch.ones_like(p) for p in module.parameters()]

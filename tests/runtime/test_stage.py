@@ -391,6 +391,18 @@ def test_what_came_without_a_graph_gets_no_gradient() -> None:
     assert grads == (None,) * 6
 
 
+def test_a_forgotten_microbatch_holds_nothing() -> None:
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    stage = Stage([layer], 1, SEED, CPU)
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    stage.forward(STEP, 0, x, decoupled=True)
+    stage.backward_input(0, (torch.ones_like(x),))
+    assert stage.waiting(0)
+    stage.forget(0)
+    assert not stage._in_flight
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
 def test_a_gradient_that_the_next_stage_does_not_have_is_none() -> None:
     """The next stage ignores the only differentiable output: there is nothing to compute, and no error."""
     stage = Stage([Residual().double()], 1, SEED, CPU)
