@@ -88,7 +88,8 @@ def check(regroupings: int, tmp_path: Path, pipelines: int = 2) -> None:
     assert len(survivors) == 3  # all but the newest of the processes that died
     for generations in survivors:
         assert len(generations) > deaths // 2
-        assert not growth(generations), generations
+        entered = generations[1:]  # each has the connections, besides those of the first, by which a state was sent
+        assert len(entered) < 2 or not growth(entered), generations
 
 
 def growth(generations: list[list[dict[str, int]]]) -> dict[str, tuple[int, int]]:
