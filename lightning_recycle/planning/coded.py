@@ -147,19 +147,9 @@ class CodedSchedule(Schedule):
         """The same operations and times as a schedule for ``problem``, whose costs and workers are the same."""
         return coded(problem, replace(self.lane, problem=lane_problem(problem)))
 
-    def to_plan(
-        self,
-        *,
-        backend: str = "heuristic",
-        status: str | None = None,
-        lower_bound: float | None = None,
-        columns: bool = False,
-    ) -> dict[str, Any]:
-        """The plan file's content: as :meth:`Schedule.to_plan`, schema 2, with ``lane`` instead of ``workers``."""
-        without = Schedule(self.problem, {}, self.period)
-        plan = without.to_plan(backend=backend, status=status, lower_bound=lower_bound, columns=columns)
-        del plan["workers"]
-        return {**plan, "schema": CODED_SCHEMA, "makespan": self.makespan, "lane": self.lane.to_json()}
+    def _recorded(self, columns: bool) -> dict[str, Any]:
+        """The lane, instead of the operations of all workers."""
+        return {"schema": CODED_SCHEMA, "lane": self.lane.to_json()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return coded, (self.problem, self.lane)

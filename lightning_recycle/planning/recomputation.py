@@ -52,11 +52,11 @@ def with_recomputation(problem: Problem, plan: Callable[[Problem, float], Schedu
     memory = problem.memory
     if memory is None or memory.checkpoint is None:
         return plan(problem, 1.0)
-    best = replace(plan(replace(problem, memory=replace(memory, checkpoint=None)), 1.0), problem=problem)
+    best = plan(replace(problem, memory=replace(memory, checkpoint=None)), 1.0).under(problem)
     saves = [s for s in range(problem.grid.stages - 1) if memory.checkpoint[s] < memory.after_forward[s]]
     if not saves or _met(best, lower_bound(problem)):
         return best
-    free = replace(plan(replace(problem, memory=None), _SHARE), problem=problem)
+    free = plan(replace(problem, memory=None), _SHARE).under(problem)
     if _met(best, free.period):
         return best
     if free.fits(problem):

@@ -150,8 +150,9 @@ class Schedule:
 
     def _peak(self, worker: Worker, memory: Memory) -> float:
         held = peak = memory.fixed[worker.stage]
-        recomputed = self.recomputed(worker)
-        for op in self.program(worker):
+        program = self.program(worker)
+        recomputed = {op.microbatch for op in program if op.kind is OpKind.RECOMPUTE}
+        for op in program:
             peak = max(peak, held + memory.needed(op.kind, worker.stage))
             held += memory.delta(op.kind, worker.stage, op.microbatch in recomputed)
         return peak
@@ -164,7 +165,7 @@ class Schedule:
         lower_bound: float | None = None,
         columns: bool = False,
     ) -> dict[str, Any]:
-        """The plan file's content (schema 1), ready for ``json.dump``.
+        """The plan file's content, ready for ``json.dump``.
 
         Args:
             backend: name of the planner that made the schedule.
@@ -180,7 +181,6 @@ class Schedule:
         if status is None:
             status = "optimal" if self.period <= bound * (1 + 1e-9) else "feasible"
         return {
-            "schema": PLAN_SCHEMA,
             "grid": {
                 "pipelines": self.grid.pipelines,
                 "stages": self.grid.stages,
@@ -203,17 +203,22 @@ class Schedule:
             "lower_bound": bound,
             "period": self.period,
             "makespan": self.makespan,
-            "workers": [
-                {
-                    "pipeline": worker.pipeline,
-                    "stage": worker.stage,
-                    "ops": (_to_columns if columns else _to_records)(self.workers[worker]),
-                }
-                for worker in self.live_workers
-            ],
+            **self._recorded(columns),
             **({"worker_factors": factors} if factors else {}),
             **({} if problem.memory is None else {"memory": _memory_record(problem.memory)}),
         }
+
+    def _recorded(self, columns: bool) -> dict[str, Any]:
+        """The operations in a plan file's content, and the version of their format."""
+        workers = [
+            {
+                "pipeline": worker.pipeline,
+                "stage": worker.stage,
+                "ops": (_to_columns if columns else _to_records)(self.workers[worker]),
+            }
+            for worker in self.live_workers
+        ]
+        return {"schema": PLAN_SCHEMA, "workers": workers}
 
     @classmethod
     def from_plan(cls, plan: Mapping[str, Any]) -> Schedule:
