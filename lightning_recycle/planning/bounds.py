@@ -1,6 +1,6 @@
 """Analytic lower bounds of period and makespan: what no schedule can beat.
 
-Concept: consider one worker of one stage with its share of the micro-batches.
+Concept: consider one worker of one stage with its share of the micro-batches, and for *flow* three stages.
 
 - *Load*: it must run F, B and W of all of them, one at a time.
 - *Round trip*: until its first gradient comes back from the later stages it can only run forwards, as many as fit into
@@ -9,6 +9,9 @@ Concept: consider one worker of one stage with its share of the micro-batches.
   the k-th, which comes a round trip after its forward. With room for c between F and W it waits for a W in the same
   way, and all but c weight gradients come before the last forward. Each takes at least the smallest of its sizes,
   which is that of a checkpoint where forwards may be computed again.
+- *Flow*: where a stage has lost more workers than stages before and after it, it cannot pass forwards on as fast as a
+  later stage could run them and gradients back as fast as an earlier one needs them
+  (:mod:`~lightning_recycle.planning.flow_bound`).
 - *Head and tail*: from the start of an earlier stage until the first forward arrives here, and from the last B here
   until the earlier stage has stepped. What happens in between does not fit into that stage's period either.
 
@@ -26,6 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heapify, heapreplace
 
+from lightning_recycle.planning.flow_bound import StageWork, flow_bound
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.problem import Problem
 
@@ -34,13 +38,16 @@ __all__ = ["lower_bound", "makespan_lower_bound", "stage_lower_bounds"]
 
 def lower_bound(problem: Problem) -> float:
     """A lower bound of the period, in the unit of the costs."""
-    return max(stage_lower_bounds(problem))
+    staggered = problem.technique.staggered
+    bounds = _Bounds(problem)
+    of_stage = bounds.period if staggered else bounds.makespan
+    return max(*map(of_stage, range(problem.grid.stages)), bounds.flow(staggered))
 
 
 def makespan_lower_bound(problem: Problem) -> float:
     """A lower bound of the makespan of one iteration, in the unit of the costs."""
     bounds = _Bounds(problem)
-    return max(bounds.makespan(stage) for stage in range(problem.grid.stages))
+    return max(*map(bounds.makespan, range(problem.grid.stages)), bounds.flow(staggered=False))
 
 
 def stage_lower_bounds(problem: Problem) -> tuple[float, ...]:
@@ -92,6 +99,18 @@ class _Bounds:
         """Like the period, plus the way to the stage that waits."""
         detours = (self.forward_to[before] + self._detour(before, stage) for before in range(stage))
         return max(self.forward_to[stage] + self.own[stage], *detours, 0.0)
+
+    def flow(self, staggered: bool) -> float:
+        """What three stages enforce together, on the period or on the makespan."""
+        costs, count = self.problem.costs, self.problem.grid.global_microbatches
+        work = []
+        for stage, factors in enumerate(self.factors):
+            forward, backward, weight = self._work(stage, min(factors))
+            own = 0.0 if self.fused else weight
+            held = self._windows(stage, count)[1]
+            closing = costs.of(OpKind.REDUCE, stage) + costs.optimizer[stage] * max(factors)
+            work.append(StageWork(len(factors), forward, backward + weight - own, own, closing, held))
+        return flow_bound(work, costs.communication, count, staggered=staggered)
 
     def _detour(self, stage: int, later: int) -> float:
         """From the first F at ``stage`` through all F and B of a worker of stage ``later`` to the STEP of ``stage``."""

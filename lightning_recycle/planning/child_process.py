@@ -24,15 +24,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import cancellation
 
-__all__ = ["ChildExit", "Report", "UnavailableError", "lowest_priority", "run_in_child"]
+__all__ = [
+    "ChildExit",
+    "Report",
+    "UnavailableError",
+    "exit_reason",
+    "lowest_priority",
+    "run_in_child",
+    "start_server",
+]
 
 _LOG_BYTES = 1_000_000  # the end of the child's output that is kept
-_START = f"import sys; from {__name__} import _main; _main(int(sys.argv[1]), sys.argv[2])"
+_START = f"import sys; from {__name__} import {{main}}; {{main}}(int(sys.argv[1]), sys.argv[2])"
 _END_SECONDS = 3.0  # from closing its connection to killing it
 _LOWEST_PRIORITY = 19
 _LOOK_SECONDS = 0.05  # between checks whether it is still wanted
@@ -84,34 +92,59 @@ def run_in_child(
         payload = pickle.dumps(argument)
     except Exception as error:  # whatever a user's class raises when it is pickled
         return ChildExit(f"it cannot be sent to another process: {error}", "")
-    ours, theirs = Pipe()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    with tempfile.TemporaryFile() as output, ours:
+    with tempfile.TemporaryFile() as output:
         try:
-            child = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), entry],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-            )
+            child, ours = _started("_main", entry, output)
         except OSError as error:
             return ChildExit(f"its process could not be started: {error}", "")
-        finally:
-            theirs.close()
         try:
             answered, failure = _listen(ours, payload, on_message, deadline, child, cancelled or planning)
         finally:
             if child.poll() is None:
                 child.kill()
             child.wait()
+            ours.close()
         cancellation.check()
         log = _tail(output)
     if not answered and failure is None:
         last = log.strip().splitlines()[-1:]
-        failure = _exit_reason(child.returncode) + (f": {last[0][:200]}" if last else "")
+        failure = exit_reason(child.returncode) + (f": {last[0][:200]}" if last else "")
     return ChildExit(failure, log)
+
+
+def start_server(entry: str, output: IO[bytes]) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Starts a process that calls the function ``entry`` ("module:function") with a connection to this one, and ends
+    when it returns. It should when the connection is closed.
+
+    Args:
+        entry: the function, importable with the ``sys.path`` of this process.
+        output: a file for what it prints.
+
+    Raises:
+        OSError: if it cannot be started.
+    """
+    return _started("_serve", entry, output)
+
+
+def _started(main: str, entry: str, output: IO[bytes]) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process that runs ``main`` of this module, and the connection with it."""
+    ours, theirs = Pipe()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _START.format(main=main), str(theirs.fileno()), entry],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return child, ours
 
 
 def _listen(
@@ -145,7 +178,8 @@ def _listen(
         return False, None
 
 
-def _exit_reason(code: int) -> str:
+def exit_reason(code: int) -> str:
+    """Why a process is taken for dead whose exit code is ``code``."""
     return f"it crashed (signal {-code})" if code < 0 else f"it ended without an answer (exit code {code})"
 
 
@@ -153,6 +187,13 @@ def _tail(file: Any) -> str:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _LOG_BYTES))
     return bytes(file.read()).decode(errors="replace")
+
+
+def _serve(descriptor: int, entry: str) -> None:
+    """A child that serves."""
+    module, _, function = entry.partition(":")
+    getattr(importlib.import_module(module), function)(Connection(descriptor))
+    os._exit(0)  # as in _main
 
 
 def _main(descriptor: int, entry: str) -> None:

@@ -41,6 +41,9 @@ class Rule:
         forward_first: per stage; whether an F that may start goes before a B, as does a W that makes room for it.
         begin: per stage; nothing starts earlier, in the unit of the costs; None for 0 everywhere.
         coupling: per stage, SPLIT, FUSE_FOR_FORWARD or FUSE; None for SPLIT everywhere.
+        keep: per stage; with fewer micro-batches than this between their F and their B, `forward_first` holds; None for
+            0 everywhere. A stage that lets them become few has nothing but W to do at the end, between its last F and
+            the gradient of that F.
         patience: a worker stays idle until the next backward arrives if that costs it less time than so many times
             what the backward would wait for an F (the first number) or a W (the second) begun now; 0 for never.
     """
@@ -53,6 +56,7 @@ class Rule:
     begin: tuple[float, ...] | None = None
     coupling: tuple[int, ...] | None = None
     patience: tuple[float, float] = (0.0, 0.0)
+    keep: tuple[int, ...] | None = None
 
 
 def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
@@ -72,7 +76,11 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
     credit = [rule.ahead[rank % stages] for rank in range(workers)]
     soft = [min(rule.soft[rank % stages], rule.hard[rank % stages]) for rank in range(workers)]
     hard = [rule.hard[rank % stages] for rank in range(workers)]
-    forward_first = [rule.forward_first[rank % stages] for rank in range(workers)]
+    # Above this credit an F that may start goes before a B.
+    keep = rule.keep or (0,) * stages
+    urgent_above = [
+        0 if rule.forward_first[stage] else max(0, rule.ahead[stage] - keep[stage]) for stage in range(stages)
+    ] * grid.pipelines
     coupling = rule.coupling or (SPLIT,) * stages
     memory = codes.problem.memory
     bounded = memory is not None
@@ -119,7 +127,7 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             held = in_flight[rank]
             may_forward = forwards[rank] and credit[rank] > 0
             fits = held < hard[rank] and (not bounded or for_forward[stage] <= room[rank])
-            if may_forward and forward_first[rank] and (fits or weights[rank]):
+            if may_forward and credit[rank] > urgent_above[rank] and (fits or weights[rank]):
                 kind = FORWARD if fits else WEIGHT
             elif backwards[rank]:
                 kind = BACKWARD
