@@ -26,9 +26,10 @@ main thread holds the lock of a connection on which data arrives (measured: half
 What is small is summed without Gloo (:mod:`~lightning_recycle.runtime.mesh`), over connections of its own.
 
 A value travels as one message with a header, packed, if it fits into the receiver's posted buffer; else the header
-announces one message per tensor. Gloo accepts messages shorter than the buffer (measured), so receives are posted
-ahead without knowing the shape, and shapes may change from micro-batch to micro-batch. Both sides size the buffer of a
-tag by its last message in the generation, so with steady shapes every value is one message.
+announces its tensors as a payload, which a transport carries (:mod:`~lightning_recycle.runtime.transports`). Gloo
+accepts messages shorter than the buffer (measured), so receives are posted ahead without knowing the shape, and shapes
+may change from micro-batch to micro-batch. Both sides size the buffer of a tag by its last message in the generation,
+so with steady shapes every value is one message, unless the transport is faster.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -48,6 +48,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
+from lightning_recycle.engines.discovery import port_range
+from lightning_recycle.errors import ReCycleError
 from lightning_recycle.runtime.groups import (
     CommunicationError,
     Group,
@@ -60,30 +62,21 @@ from lightning_recycle.runtime.machine_errors import is_machine_error
 from lightning_recycle.runtime.mesh import Mesh
 from lightning_recycle.runtime.reachability import Doorbell
 from lightning_recycle.runtime.sockets import OpenSockets
-from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS, Layout, Value
+from lightning_recycle.runtime.transports import TAGS, Channel, GlooTransport, Transport, receive_all, send_all
+from lightning_recycle.runtime.wire import HEADER_BYTES, Layout, Value
 
 __all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "Reduction", "UnreachableError"]
 
 _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
-_PACKED_BYTES = 4 * 1024 * 1024  # above this, copying into one message costs more than a second message
 _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
-_TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of ours: the message, its tensors, and the end of either
-_TRANSFER_TAG = (_EXCHANGE_TAG + 1) * _TAGS
+_TRANSFER_TAG = (_EXCHANGE_TAG + 1) * TAGS
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
 _LOOK = timedelta(seconds=0.1)  # between checks whether the generation was aborted
 _LAST_LOOK = timedelta(milliseconds=10)  # at a collective of an aborted generation
-_NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
 _MOST_MESHED = 17  # workers of a stage that also sum without Gloo; more would need many sockets for few bytes each
 _MESSAGE_LOOP, _STAGE_LOOP = 0, 1  # messages between stages must not wait behind a reduction
-
-
-class Channel(Enum):
-    """The directions between stages: activations one way, gradients the other."""
-
-    ACTIVATIONS = "activations"
-    GRADIENTS = "gradients"
 
 
 _OTHER = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
@@ -150,6 +143,7 @@ class Communicator:
         rendezvous: where workers find each other.
         key: what only the workers of this run know; they prove it to each other before they exchange anything else.
         timeout: limit of any single operation, in seconds.
+        transport: what carries payloads, the same kind on all workers; by default Gloo.
 
     Attributes:
         on_progress: called when a part of a collective or a transfer, which may take long, has arrived.
@@ -163,6 +157,7 @@ class Communicator:
         rendezvous: Rendezvous,
         key: bytes,
         timeout: float = 1800.0,
+        transport: Transport | None = None,
     ) -> None:
         self._rank = rank
         self._host = host
@@ -170,6 +165,8 @@ class Communicator:
         self.device = device
         self.on_progress: Callable[[], None] = lambda: None
         self._factory = GroupFactory(rank, host, rendezvous, key, loops=2)
+        self._rendezvous = rendezvous
+        self._transport: Transport = GlooTransport(self._timeout) if transport is None else transport
         self._lock = threading.Lock()
         self._cancelled = threading.Event()  # set when the generation is aborted
         self._aborted_generation = -1
@@ -207,11 +204,12 @@ class Communicator:
             check_links: whether each worker, all or none of them, first checks whether it can reach the others.
 
         Raises:
+            ConfigurationError: if the transport cannot be used with one of them.
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.reachability.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
         self.close()
-        doorbell = self._doorbell = Doorbell(self._host) if check_links else None
+        doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
             cancelled = self._cancelled = threading.Event()
             sockets = self._sockets = OpenSockets()
@@ -222,6 +220,7 @@ class Communicator:
         stage = f"stage{min(stage_roster)}"
         reached = tuple(sorted({*neighbours, self._rank}))
         plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
+        plans += self._transport.plans(reached)
         plans.append(GroupPlan(stage, tuple(sorted(stage_roster)), _STAGE_LOOP))
         if len(stage_roster) <= _MOST_MESHED:
             plans.append(GroupPlan(f"{stage}-mesh", tuple(sorted(stage_roster)), None))
@@ -233,6 +232,7 @@ class Communicator:
         def connect() -> None:
             try:
                 groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets))
+                self._transport.connect(generation, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
                 errors.append(error)
             finally:
@@ -242,7 +242,7 @@ class Communicator:
         while not done.wait(_LOOK.total_seconds()):
             self._check()  # abandons the thread, which ends when its connections time out
         for error in errors:
-            if isinstance(error, CommunicationError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
+            if isinstance(error, ReCycleError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
                 raise error
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         links = groups.pop(f"{stage}-mesh", Group()).links
@@ -263,6 +263,7 @@ class Communicator:
             if self._generation <= generation:
                 self._cancelled.set()
                 self._sockets.cut()
+                self._transport.abort()
 
     def close(self) -> None:
         """Drops the groups of the generation. The caller must not be inside an operation."""
@@ -281,6 +282,7 @@ class Communicator:
             self._mesh.close()
             self._mesh = None
         self._ties = {}
+        self._transport.close()
 
     # ------------------------------------------------------------------ values between stages
 
@@ -293,10 +295,10 @@ class Communicator:
         inbox = self._inboxes.get(key)
         if inbox is None:
             inbox = self._inboxes[key] = _Inbox(_SMALL_BYTES)
-        elif inbox.layout is not None and inbox.message.nbytes != _capacity(inbox.layout):
-            inbox = self._inboxes[key] = _Inbox(_capacity(inbox.layout))
+        elif inbox.layout is not None and inbox.message.nbytes != self._capacity(inbox.layout, source):
+            inbox = self._inboxes[key] = _Inbox(self._capacity(inbox.layout, source))
         with self._translated():
-            work, end = self._receives(self._groups[channel], [inbox.message], source, tag * _TAGS)
+            work, end = receive_all(self._groups[channel], [inbox.message], source, tag * TAGS)
         return Incoming(key, inbox, work, end)
 
     def receive(self, incoming: Incoming) -> Value:
@@ -308,15 +310,7 @@ class Communicator:
             incoming.work.wait(self._timeout)
             inbox.read_header()
             assert inbox.layout is not None
-            if inbox.packed:
-                tensors = inbox.views
-            else:
-                tensors = inbox.layout.empty()
-                full = [t for t in tensors if t is not None]
-                *works, end = self._receives(self._groups[channel], full, source, tag * _TAGS + 2)
-                end.wait(self._timeout)
-                for work in works:
-                    work.wait(self._timeout)
+            tensors = inbox.views if inbox.packed else self._transport.receive(channel, inbox.layout, source, tag)
         # It was sent after this worker's message under that tag in the other direction had arrived.
         answered = (_OTHER[channel], source, tag)
         self._sent.pop(answered, None)
@@ -335,7 +329,7 @@ class Communicator:
         key = (channel, destination, tag)
         layout = Layout.of(value)
         outbox = self._outboxes.get(key)
-        capacity = _SMALL_BYTES if outbox is None else _capacity(outbox.layout)
+        capacity = _SMALL_BYTES if outbox is None else self._capacity(outbox.layout, destination)
         packed = layout.packed_bytes <= capacity
         if outbox is None or outbox.layout != layout or outbox.packed != packed:
             outbox = self._outboxes[key] = _Outbox(layout, packed)
@@ -346,10 +340,10 @@ class Communicator:
                     view.copy_(tensor.detach())
         with self._translated():
             group = self._groups[channel]
-            sent = self._sends(group, [outbox.message], destination, tag * _TAGS)
+            sent = send_all(group, [outbox.message], destination, tag * TAGS)
             if not packed:
-                staged = [tensor.detach().contiguous().cpu() for tensor in tensors if tensor is not None]
-                sent += self._sends(group, staged, destination, tag * _TAGS + 2)
+                payload = [tensor.detach() for tensor in tensors if tensor is not None]
+                sent += self._transport.send(channel, layout, payload, destination, tag)
         self._sent[key] = sent
         self._sent_before.pop(key, None)
 
@@ -361,15 +355,9 @@ class Communicator:
         """Releases what was sent before the last call: all participants of a step received it before they proceeded."""
         self._sent_before, self._sent = self._sent, {}
 
-    def _sends(self, group: Group, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:
-        """Starts to send ``tensors`` and an empty message as one, under the tags from ``base`` on."""
-        process_group, rank = group.places[destination]
-        return [(process_group.send([t], rank, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
-
-    def _receives(self, group: Group, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
-        """The counterpart of :meth:`_sends`; the last must be waited for first."""
-        process_group, rank = group.places[source]
-        return [process_group.recv([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]
+    def _capacity(self, last: Layout, peer: int) -> int:
+        """Size of the buffer for a tag whose last message had this layout; sender and receiver agree on it."""
+        return min(max(last.packed_bytes, _SMALL_BYTES), self._transport.packed_bytes(peer))
 
     def exchange(self, peer: int, size: int, initiate: bool) -> None:
         """Sends ``size`` bytes to rank ``peer`` and waits until they come back, or sends them back."""
@@ -493,8 +481,8 @@ class Communicator:
         """
         for chunk in _chunks(tensor.detach().contiguous().cpu()):
             with self._translated():
-                (arrived,) = self._receives(self._groups[Channel.GRADIENTS], [], destination, _TRANSFER_TAG)
-                sent = self._sends(self._groups[Channel.ACTIVATIONS], [chunk], destination, _TRANSFER_TAG)
+                (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, _TRANSFER_TAG)
+                sent = send_all(self._groups[Channel.ACTIVATIONS], [chunk], destination, _TRANSFER_TAG)
                 arrived.wait(self._timeout)
                 del sent  # it had to be kept until here
             self.on_progress()
@@ -503,11 +491,11 @@ class Communicator:
         """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`."""
         for chunk in _chunks(tensor):
             with self._translated():
-                work, end = self._receives(self._groups[Channel.ACTIVATIONS], [chunk], source, _TRANSFER_TAG)
+                work, end = receive_all(self._groups[Channel.ACTIVATIONS], [chunk], source, _TRANSFER_TAG)
                 end.wait(self._timeout)
                 work.wait(self._timeout)
                 key = (Channel.GRADIENTS, source, _TRANSFER_TAG)
-                self._sent[key] = self._sends(self._groups[Channel.GRADIENTS], [], source, _TRANSFER_TAG)
+                self._sent[key] = send_all(self._groups[Channel.GRADIENTS], [], source, _TRANSFER_TAG)
             self.on_progress()
 
     # ------------------------------------------------------------------ errors
@@ -544,8 +532,3 @@ def _chunks(tensor: Tensor) -> list[Tensor]:
     if tensor.numel() == 0:
         return []
     return list(tensor.view(-1).view(torch.uint8).split(_CHUNK_BYTES))
-
-
-def _capacity(last: Layout) -> int:
-    """Size of the buffer for a tag whose last message had this layout; sender and receiver agree on it."""
-    return min(max(last.packed_bytes, _SMALL_BYTES), _PACKED_BYTES)

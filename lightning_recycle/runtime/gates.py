@@ -36,6 +36,7 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from lightning_recycle.engines.discovery import port_range
 from lightning_recycle.runtime.sockets import address_of, dial, listen
 
 __all__ = ["Gate", "Link", "Refusal", "accepting", "connect", "dialing", "name_of"]
@@ -128,7 +129,7 @@ class Gate:
     """The port at ``host`` at which a worker is dialed by the others; close it once it is connected."""
 
     def __init__(self, host: str) -> None:
-        self.socket = listen(host, _BACKLOG)
+        self.socket = listen(host, _BACKLOG, port_range())
         self.socket.setblocking(False)
 
     @property

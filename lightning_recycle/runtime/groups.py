@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_recycle.engines.discovery import port_range
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.runtime.gates import Gate, Link, connect
 from lightning_recycle.runtime.gloo import Device, UnsupportedError, create_group, open_device
@@ -98,7 +99,7 @@ class GroupPlan:
         ranks: of the members, in order; if it is not meshed, those that this worker exchanges messages with, and its
             own.
         loop: the number of its event loop; None for links between its members that stay what they are, and no process
-            group over them. There are none where Gloo connects by itself.
+            group over them. There are none to those whose Gloo connects by itself.
         meshed: whether all members are connected with each other.
     """
 
@@ -114,7 +115,8 @@ class Group:
     Attributes:
         whole: the one with all members, for collectives; None if the group is not meshed.
         places: for each other member, the process group that has it, and its number there.
-        links: for each other member, by its number, a connection that does not block; if the plan asks for links.
+        links: for each other member, by its number, or by its rank if the group is not meshed, a connection that does
+            not block; if the plan asks for links.
     """
 
     def __init__(self) -> None:
@@ -223,6 +225,8 @@ class GroupFactory:
             reached = tuple(rank for rank in plan.ranks if rank not in without)
             if len(reached) > 1:
                 linked.append(replace(plan, ranks=reached))
+            if plan.loop is None:
+                continue
             for rank in set(plan.ranks) & set(without):
                 pair = (min(rank, self._rank), max(rank, self._rank))
                 others.append((plan.name, replace(plan, name=f"{plan.name}{pair[0]}-{pair[1]}", ranks=pair)))
@@ -254,7 +258,8 @@ class GroupFactory:
                     if link.group == plan.name
                 }
                 if plan.loop is None:
-                    links = groups[plan.name].links = {peer: sock.dup() for peer, sock in peers.items()}
+                    names = range(len(plan.ranks)) if plan.meshed else plan.ranks
+                    links = groups[plan.name].links = {names[peer]: sock.dup() for peer, sock in peers.items()}
                     sockets.add({link.fileno(): inode_of(link.fileno()) for link in links.values()})
                     continue
                 group, opened = self._devices[plan.loop].create_group(
@@ -266,6 +271,13 @@ class GroupFactory:
     def _let_gloo_connect(self, store: Store, plan: GroupPlan, sockets: OpenSockets) -> Any:
         assert plan.loop is not None, "there are no links where Gloo connects by itself"
         if not self._open_devices:
+            if (ports := port_range()) is not None:
+                log.warning(
+                    "Gloo listens at ports that the system chooses, not at those of RECYCLE_PORTS=%d-%d: it has to"
+                    " connect by itself here.",
+                    ports[0],
+                    ports[-1],
+                )
             self._open_devices = [open_device(self._host) for _ in range(self._loops)]
         before = open_sockets()
         group = create_group(

@@ -35,10 +35,13 @@ _LOOK_SECONDS = 0.02  # between checks for cancellation
 
 
 class Doorbell:
-    """A listening socket at ``host``; close it when no worker needs to reach this one any more."""
+    """A listening socket at ``host``; close it when no worker needs to reach this one any more.
 
-    def __init__(self, host: str) -> None:
-        self._socket = listen(host, _BACKLOG)
+    ``ports``: those that it may use; None for any.
+    """
+
+    def __init__(self, host: str, ports: range | None = None) -> None:
+        self._socket = listen(host, _BACKLOG, ports)
         with contextlib.suppress(OSError):  # without filters it answers as well, until its queue is full
             answer_only(self._socket)
 

@@ -14,11 +14,14 @@ import contextlib
 import ctypes
 import errno
 import os
+import random
 import socket
 import stat
 import struct
 import threading
 from collections.abc import Iterable, Mapping
+
+from lightning_recycle.errors import ConfigurationError
 
 __all__ = ["OpenSockets", "address_of", "answer_only", "dial", "drop_everything", "inode_of", "listen", "open_sockets"]
 
@@ -45,10 +48,32 @@ _ANSWER_ONLY = (
 # ---------------------------------------------------------------------- addresses
 
 
-def listen(host: str, backlog: int) -> socket.socket:
-    """A socket that listens at any free port of ``host``, a name or an address."""
+def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket:
+    """A socket that listens at a free port of ``host``, a name or an address.
+
+    Args:
+        host: where to listen.
+        backlog: the length of its queue.
+        ports: those that may be used; None for any.
+
+    Raises:
+        ConfigurationError: if none of ``ports`` is free.
+    """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family, backlog=backlog)
+    if ports is None:
+        return socket.create_server(address, family=family, backlog=backlog)
+    # From any of them on: with many workers on a machine most of the first ones are taken.
+    start = random.SystemRandom().randrange(len(ports))
+    for port in (*ports[start:], *ports[:start]):
+        try:
+            return socket.create_server((address[0], port, *address[2:]), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigurationError(
+        f"RECYCLE_PORTS={ports[0]}-{ports[-1]}: none of these {len(ports)} ports is free at {host}. A worker listens at"
+        " two at a time: give three for each worker of a machine, that no other program uses."
+    )
 
 
 def address_of(listener: socket.socket) -> bytes:

@@ -110,9 +110,9 @@ class Layout:
             offset += _aligned(size)
         return found
 
-    def empty(self) -> list[Tensor | None]:
-        """New, uninitialised tensors."""
-        return [None if item is None else torch.empty(item[1], dtype=item[0]) for item in self.tensors]
+    def empty(self, device: torch.device | None = None) -> list[Tensor | None]:
+        """New, uninitialised tensors; on the CPU by default."""
+        return [None if item is None else torch.empty(item[1], dtype=item[0], device=device) for item in self.tensors]
 
     def value(self, tensors: Sequence[Tensor | None]) -> Any:
         """The value with these tensors, which require a gradient where the sender wants it back."""

@@ -20,10 +20,15 @@ from typing import Any
 
 import psutil
 import torch
+from support.fake_nccl import FakeDevice, SocketNetwork
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.processes import process_context
 from lightning_recycle.runtime.communicator import Channel, Communicator
+from lightning_recycle.runtime.device_streams import CudaStreams
+from lightning_recycle.runtime.nccl import Libnccl
+from lightning_recycle.runtime.nccl_transport import NcclTransport
+from lightning_recycle.runtime.transports import GlooTransport
 
 HOST = "127.0.0.1"
 KEY = b"the key of a team"
@@ -73,11 +78,11 @@ class Meeting:
 class Member:
     """One process."""
 
-    def __init__(self, rank: int, directory: str) -> None:
+    def __init__(self, rank: int, directory: str, transport: str) -> None:
         context = process_context()
         self.rank = rank
         self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(rank, directory, theirs), daemon=True)  # type: ignore[attr-defined]
+        self.process = context.Process(target=_serve, args=(rank, directory, transport, theirs), daemon=True)  # type: ignore[attr-defined]
         self.process.start()
         theirs.close()
 
@@ -121,11 +126,14 @@ class Member:
 
 
 class Team:
-    """``size`` members and the directory in which they meet."""
+    """``size`` members and the directory in which they meet.
 
-    def __init__(self, size: int) -> None:
+    ``transport``: "gloo"; "nccl" for NCCL as imitated by tests/support/fake_nccl.py; "cuda" for itself.
+    """
+
+    def __init__(self, size: int, transport: str = "gloo") -> None:
         self._directory = tempfile.mkdtemp(prefix="recycle_team_")
-        self.members = [Member(rank, self._directory) for rank in range(size)]
+        self.members = [Member(rank, self._directory, transport) for rank in range(size)]
         self.generation = -1
 
     def run(self, task: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
@@ -169,10 +177,33 @@ def _await_stopped(pid: int) -> None:
     raise TimeoutError(f"process {pid} did not stop")
 
 
-def _serve(rank: int, directory: str, connection: Connection) -> None:
+def fake_transport(rank: int) -> NcclTransport:
+    """Payloads by an imitation of NCCL between processes."""
+    device = FakeDevice(SocketNetwork(), threaded=True)
+    gloo = GlooTransport(timedelta(seconds=60))
+    return NcclTransport(rank, torch.device("cpu"), device, device, f"device {rank}", gloo, required=True)
+
+
+def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
+    """Payloads by NCCL; where there are more members than devices, several share one."""
+    if rank >= torch.cuda.device_count():
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30 and newer
+        os.environ["NCCL_HOSTID"] = f"member{rank}"  # before, a device of another machine is another one
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    gloo = GlooTransport(timedelta(seconds=60))
+    return NcclTransport(rank, device, Libnccl(), CudaStreams(device), f"member {rank}", gloo, required=True), device
+
+
+def _serve(rank: int, directory: str, transport: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     meeting = Meeting(directory)
-    communicator = Communicator(rank, HOST, torch.device("cpu"), meeting, KEY, timeout=60.0)
+    device, chosen = torch.device("cpu"), None
+    if transport == "nccl":
+        chosen = fake_transport(rank)
+    elif transport == "cuda":
+        chosen, device = real_transport(rank)
+    communicator = Communicator(rank, HOST, device, meeting, KEY, timeout=60.0, transport=chosen)
     communicator.meeting = meeting  # type: ignore[attr-defined]
     tasks: queue.Queue[Any] = queue.Queue()
 
@@ -317,6 +348,24 @@ def bound_connecting(communicator: Communicator, seconds: float) -> None:
 
 def count_descriptors(communicator: Communicator) -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def send_computed(communicator: Communicator, size: int, rounds: int, destination: int) -> None:
+    """Sends ``size`` numbers that the device is still computing when it is asked to: each is ``rounds``."""
+    value = torch.zeros(size, device=communicator.device)
+    for _ in range(rounds):
+        value = value + 1
+    communicator.send(FORWARD, value, destination, 0)
+    communicator.receive(communicator.post_receive(Channel.GRADIENTS, destination, 0))
+
+
+def receive_computed(communicator: Communicator, source: int) -> list[float]:
+    """The distinct numbers that :func:`send_computed` has sent, after they were answered."""
+    value = communicator.receive(communicator.post_receive(FORWARD, source, 0))
+    assert isinstance(value, torch.Tensor)
+    assert value.device == communicator.device
+    communicator.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), source, 0)
+    return value.unique().tolist()
 
 
 def close(communicator: Communicator) -> None:

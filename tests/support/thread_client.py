@@ -30,7 +30,7 @@ class ThreadClient(ControlClient):
     def _exit(self, why: str, code: int) -> NoReturn:
         with self._exiting:
             if not self.exited.is_set():  # several threads may find out; the first one says why
-                self.exit_code = 0 if self._leaving else code
+                self.exit_code = self._status if self._leaving else code
                 self.leave()  # the other threads end, too
                 self.exited.set()
         raise _ThreadEnds

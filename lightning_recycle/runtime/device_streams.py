@@ -1,0 +1,78 @@
+"""Streams of a device and their events, as far as the transport of payloads needs them.
+
+What is enqueued on a stream runs in order. An event is *done* once all that was on its stream when it was recorded has
+run; asking does not block. An imitation of a device has the same three classes (tests/support/fake_nccl.py).
+
+Not tried: :class:`CudaStreams` has never run, as there was no device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaStreams", "Event", "Stream", "Streams"]
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Whether all before it has run; raises a RuntimeError ("CUDA error") if the device is lost."""
+
+
+class Stream(Protocol):
+    """Work of a device, in order."""
+
+    @property
+    def handle(self) -> int:
+        """The ``cudaStream_t``."""
+
+    def record(self) -> Event:
+        """An event behind all that is enqueued now."""
+
+
+class Streams(Protocol):
+    """The streams of one device."""
+
+    def use(self) -> None:
+        """Makes it the device of the calling thread."""
+
+    @property
+    def current(self) -> Stream:
+        """The stream on which the calling thread computes."""
+
+    def create(self) -> Stream:
+        """A new stream, which waits for no other."""
+
+
+class CudaStream:
+    """A stream of CUDA."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream)
+
+    def record(self) -> Any:
+        return self._stream.record_event()
+
+
+class CudaStreams:
+    """The streams of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def use(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    @property
+    def current(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self._device))
+
+    def create(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self._device))

@@ -1,0 +1,133 @@
+"""What carries payloads: the tensors that are too large to travel with their header.
+
+Concept: headers, shapes, tags and waiting are Gloo's, on every device. A payload is announced by its header, and then
+goes by the transport. :class:`GlooTransport` sends one message per tensor, by way of the processor's memory;
+:class:`~lightning_recycle.runtime.nccl_transport.NcclTransport` goes from device to device.
+
+Contract: :meth:`Transport.connect` is called in a thread that may be left behind, :meth:`Transport.abort` in any. After
+an abort whatever waits ends with an exception within milliseconds. Others are called by the thread that exchanges
+messages.
+
+Must not know: schedules, and what a payload is for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.runtime.groups import CommunicationError, Group, GroupPlan, Rendezvous
+from lightning_recycle.runtime.wire import MAX_TENSORS, Layout
+
+__all__ = ["TAGS", "Channel", "GlooTransport", "Transport", "receive_all", "send_all"]
+
+TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of a value: the message, its tensors, and the end of either
+_PAYLOAD = 2  # the first of them that payloads use
+_PACKED_BYTES = 4 * 1024 * 1024  # above this, copying into one message costs more than a second message
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
+
+
+class Channel(Enum):
+    """The directions between stages: activations one way, gradients the other."""
+
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+
+
+class Transport(Protocol):
+    """Carries the payloads of one worker, generation after generation."""
+
+    def plans(self, ranks: tuple[int, ...]) -> Sequence[GroupPlan]:
+        """The connections that it needs to exchange payloads with ``ranks``, besides the groups of the channels."""
+
+    def connect(
+        self, generation: int, groups: Mapping[str, Group], rendezvous: Rendezvous, cancelled: threading.Event
+    ) -> None:
+        """Connects with the workers that ``groups`` lead to, until ``cancelled`` is set; that ends everything later.
+
+        Raises:
+            CommunicationError: if it is set: the next generation may be connected by now, and stays so.
+        """
+
+    def packed_bytes(self, peer: int) -> int:
+        """Up to which size a value travels packed behind its header, to and from worker ``peer``."""
+
+    def send(
+        self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
+    ) -> list[tuple[Any, Tensor]]:
+        """Starts to send ``tensors``. What it returns must be kept until they have arrived."""
+
+    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
+        """Waits for the tensors of a value whose header has come."""
+
+    def abort(self) -> None:
+        """Called once ``cancelled`` is set."""
+
+    def close(self) -> None:
+        """Drops everything of the generation, which is over."""
+
+
+class GlooTransport:
+    """Payloads as messages of Gloo.
+
+    Args:
+        timeout: limit of any single operation.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._groups: dict[Channel, Group] = {}
+
+    def plans(self, ranks: tuple[int, ...]) -> Sequence[GroupPlan]:
+        return ()
+
+    def connect(
+        self, generation: int, groups: Mapping[str, Group], rendezvous: Rendezvous, cancelled: threading.Event
+    ) -> None:
+        with self._lock:
+            if cancelled.is_set():
+                raise CommunicationError(f"Generation {generation} was aborted.")
+            self._groups = {channel: groups.get(channel.value, Group()) for channel in Channel}
+
+    def packed_bytes(self, peer: int) -> int:
+        return _PACKED_BYTES
+
+    def send(
+        self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
+    ) -> list[tuple[Any, Tensor]]:
+        staged = [tensor.contiguous().cpu() for tensor in tensors]
+        return send_all(self._groups[channel], staged, destination, tag * TAGS + _PAYLOAD)
+
+    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
+        tensors = layout.empty()
+        full = [t for t in tensors if t is not None]
+        *works, end = receive_all(self._groups[channel], full, source, tag * TAGS + _PAYLOAD)
+        end.wait(self._timeout)
+        for work in works:
+            work.wait(self._timeout)
+        return tensors
+
+    def abort(self) -> None:
+        """Nothing: its sockets are cut by whoever has made them."""
+
+    def close(self) -> None:
+        self._groups = {}
+
+
+def send_all(group: Group, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:
+    """Starts to send ``tensors`` and an empty message as one, under the tags from ``base`` on."""
+    process_group, rank = group.places[destination]
+    return [(process_group.send([t], rank, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
+
+
+def receive_all(group: Group, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
+    """The counterpart of :func:`send_all`; the last must be waited for first."""
+    process_group, rank = group.places[source]
+    return [process_group.recv([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]

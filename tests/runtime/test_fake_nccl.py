@@ -1,0 +1,294 @@
+"""That the imitation of NCCL gets its users into the troubles that NCCL does: each known trap is a test of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.fake_nccl import FakeComm, FakeDevice, HangError, LocalNetwork
+from torch import Tensor
+
+from lightning_recycle.runtime.nccl import NcclError
+
+NUMBERS = torch.arange(10)
+
+
+class Members:
+    """Devices 0, 1, ... and communicators between them."""
+
+    def __init__(self, size: int) -> None:
+        self.network = LocalNetwork()
+        self.devices = [FakeDevice(self.network) for _ in range(size)]
+
+    def connect(self, *members: int) -> list[FakeComm]:
+        """A communicator of devices ``members``; its rank r is the r-th of them."""
+        name = self.network.unique_id()
+        comms = [self.devices[member].init(name, len(members), rank) for rank, member in enumerate(members)]
+        self.run()
+        return comms
+
+    def run(self) -> None:
+        """Until nothing happens any more."""
+        while True:
+            moved = [device.step() for device in self.devices]
+            if not any(moved):
+                return
+
+    @property
+    def violations(self) -> list[str]:
+        return [violation for device in self.devices for violation in device.violations]
+
+
+@pytest.fixture
+def two() -> Iterator[Members]:
+    return Members(2)
+
+
+@pytest.fixture
+def three() -> Iterator[Members]:
+    return Members(3)
+
+
+def empty() -> Tensor:
+    return torch.full((10,), -1)
+
+
+def connect_first(members: Members, comms: list[FakeComm]) -> None:
+    """By a transfer from the first to the second of ``comms``, so that later ones are launched at once."""
+    received = empty()
+    sender, receiver = comms
+    sender.device.send(sender, NUMBERS, receiver.rank, sender.device.current)
+    receiver.device.receive(receiver, received, sender.rank, receiver.device.current)
+    members.run()
+    assert torch.equal(received, NUMBERS)
+
+
+def test_a_payload_arrives_in_whatever_order_things_happen() -> None:
+    for seed in range(50):
+        two, rng, received = Members(2), random.Random(seed), empty()
+        comms = two.connect(0, 1)
+        for rank in rng.sample((0, 1), 2):
+            device = two.devices[rank]
+            if rank == 0:
+                device.send(comms[0], NUMBERS, 1, device.current)
+            else:
+                device.receive(comms[1], received, 0, device.current)
+            for _ in range(rng.randint(0, 5)):
+                rng.choice(two.devices).step(rng)
+        two.run()
+        assert torch.equal(received, NUMBERS)
+        assert not two.violations
+
+
+def test_a_send_is_done_only_with_its_receive_and_occupies_its_stream(two: Members) -> None:
+    ours, theirs = comms = two.connect(0, 1)
+    connect_first(two, comms)
+    left, right = two.devices
+    ran: list[bool] = []
+    left.send(ours, NUMBERS, 1, left.current)
+    left.current.compute(lambda: ran.append(True))
+    two.run()
+    assert not ran
+    received = empty()
+    right.receive(theirs, received, 0, right.current)
+    two.run()
+    assert ran
+
+
+def test_there_are_no_tags(two: Members) -> None:
+    ours, theirs = two.connect(0, 1)
+    left, right = two.devices
+    first, second = empty(), empty()
+    sent = [NUMBERS, NUMBERS + 100]
+    for place in (0, 1):
+        left.send(ours, sent[place], 1, left.current)
+        right.receive(theirs, (second, first)[place], 0, right.current)
+        two.run()
+    assert torch.equal(first, sent[1])
+    assert torch.equal(second, sent[0])
+
+
+def test_the_first_transfer_is_in_progress_until_the_other_side_has_called_too(two: Members) -> None:
+    ours, theirs = two.connect(0, 1)
+    left, right = two.devices
+    received = empty()
+    right.receive(theirs, received, 0, right.current)
+    two.run()
+    assert right.in_progress(theirs)
+    too_early = right.current.record()
+    with pytest.raises(NcclError, match="invalid usage"):
+        right.receive(theirs, received, 0, right.current)
+    two.run()
+    assert too_early.query()
+    assert not torch.equal(received, NUMBERS)
+    left.send(ours, NUMBERS, 1, left.current)
+    two.run()
+    assert not right.in_progress(theirs)
+    assert torch.equal(received, NUMBERS)
+
+
+@pytest.mark.parametrize("peer_dies", [False, True])
+def test_a_transfer_with_one_who_has_aborted_or_died_hangs_until_its_own_abort(two: Members, peer_dies: bool) -> None:
+    """https://github.com/pytorch/pytorch/issues/113281"""
+    comms = two.connect(0, 1)
+    connect_first(two, comms)
+    left, right = two.devices
+    received = empty()
+    right.receive(comms[1], received, 0, right.current)
+    end = right.current.record()
+    if peer_dies:
+        two.devices = [right]
+    else:
+        left.abort(comms[0])
+    two.run()
+    assert not end.query()
+    assert not right.in_progress(comms[1]), "there is no error either"
+    right.abort(comms[1])
+    two.run()
+    assert end.query()
+
+
+def test_an_aborted_receive_may_leave_half_of_the_data(two: Members) -> None:
+    comms = two.connect(0, 1)
+    connect_first(two, comms)
+    left, right = two.devices
+    received = empty()
+    left.send(comms[0], NUMBERS, 1, left.current)
+    right.receive(comms[1], received, 0, right.current)
+    while received[0] == -1:
+        left.step()
+        right.step()
+    right.abort(comms[1])
+    assert received.tolist() == [0, 1, 2, 3, 4, -1, -1, -1, -1, -1]
+
+
+def test_pairs_that_are_connected_one_after_the_other_in_different_orders_wait_for_each_other(three: Members) -> None:
+    pairs = [(0, 1), (1, 2), (2, 0)]
+    names = {pair: three.network.unique_id() for pair in pairs}
+    begun = {}
+
+    def begin(member: int, pair: tuple[int, int]) -> None:
+        begun[member, pair] = three.devices[member].init(names[pair], 2, pair.index(member))
+
+    for member in range(3):
+        begin(member, (member, (member + 1) % 3))
+    three.run()
+    assert all(comm.in_progress for comm in begun.values()), "each waits for one who begins another pair first"
+    for member in range(3):
+        begin(member, ((member + 2) % 3, member))
+    three.run()
+    assert not any(comm.in_progress for comm in begun.values())
+
+
+def test_both_directions_over_one_communicator_wait_for_each_other_on_whatever_streams(two: Members) -> None:
+    comms = two.connect(0, 1)
+    received = [empty(), empty()]
+    ends = []
+    connect_first(two, comms)
+    connect_first(two, comms[::-1])
+    for rank, device in enumerate(two.devices):
+        device.send(comms[rank], NUMBERS, 1 - rank, device.create())
+    two.run()
+    for rank, device in enumerate(two.devices):
+        stream = device.create()
+        device.receive(comms[rank], received[rank], 1 - rank, stream)
+        ends.append(stream.record())
+    two.run()
+    assert not any(end.query() for end in ends)
+
+
+def test_receives_of_two_senders_in_two_orders_wait_in_a_circle() -> None:
+    four = Members(4)
+    b_a, b_c, d_a, d_c = (four.connect(*pair) for pair in ((1, 0), (1, 2), (3, 0), (3, 2)))
+    a, b, c, d = four.devices
+    received = [empty() for _ in range(4)]
+    kept = []
+    # A receives from B and then from D, C from D and then from B; B sends to C first, and D to A.
+    launches = [
+        (a, b_a[1], received[0], False), (c, d_c[1], received[1], False),
+        (b, b_c[0], NUMBERS, True), (d, d_a[0], NUMBERS, True),
+        (a, d_a[1], received[2], False), (c, b_c[1], received[3], False),
+        (b, b_a[0], NUMBERS, True), (d, d_c[0], NUMBERS, True),
+    ]  # fmt: skip
+    for comms in (b_a, b_c, d_a, d_c):
+        connect_first(four, comms)
+    for device, comm, tensor, sends in launches:
+        call = device.send if sends else device.receive
+        call(comm, tensor, 1 - comm.rank, device.current)
+        kept.append(device.current.record())
+    four.run()
+    assert not any(end.query() for end in kept)
+
+
+def test_a_destroy_after_the_others_abort_never_returns(two: Members) -> None:
+    ours, theirs = two.connect(0, 1)
+    two.devices[0].abort(ours)
+    with pytest.raises(HangError):
+        two.devices[1].destroy(theirs)
+
+
+def test_an_abort_waits_for_kernels_of_others_which_are_aborted_too_late(two: Members) -> None:
+    """https://github.com/pytorch/pytorch/issues/119797"""
+    for in_a_group in (False, True):
+        two = Members(2)
+        there, back = two.connect(0, 1), two.connect(1, 0)
+        connect_first(two, there)
+        left, right = two.devices
+        left.send(there[0], NUMBERS, 1, left.create())
+        two.run()
+        if in_a_group:
+            left.group_start()
+            left.abort(back[1])
+            left.abort(there[0])
+            left.group_end()
+            assert not two.violations
+        else:
+            with pytest.raises(HangError):
+                left.abort(back[1])
+        del right
+
+
+def test_a_batch_is_not_launched_before_all_of_its_peers_have_called(three: Members) -> None:
+    comms = three.connect(0, 1, 2)
+    received = [empty(), empty()]
+    root, first, second = three.devices
+    root.group_start()
+    root.send(comms[0], NUMBERS, 1, root.current)
+    root.send(comms[0], NUMBERS, 2, root.current)
+    root.group_end()
+    first.receive(comms[1], received[0], 0, first.current)
+    three.run()
+    assert received[0].tolist() == [-1] * 10, "the second is missing, who perhaps waits for the first"
+    second.receive(comms[2], received[1], 0, second.current)
+    three.run()
+    assert all(torch.equal(tensor, NUMBERS) for tensor in received)
+
+
+def test_a_tensor_that_is_gone_when_its_kernel_runs_is_noticed(two: Members) -> None:
+    ours, theirs = two.connect(0, 1)
+    received = empty()
+    two.devices[0].send(ours, NUMBERS + 1, 1, two.devices[0].current)
+    two.devices[1].receive(theirs, received, 0, two.devices[1].current)
+    two.run()
+    assert two.violations == ["a kernel ran after its tensor was freed"]
+
+
+def test_transfers_of_different_size_are_noticed(two: Members) -> None:
+    ours, theirs = two.connect(0, 1)
+    received = empty()
+    two.devices[0].send(ours, short := NUMBERS[:5].clone(), 1, two.devices[0].current)
+    two.devices[1].receive(theirs, received, 0, two.devices[1].current)
+    two.run()
+    assert two.violations == [f"a send of {short.nbytes} bytes met a receive of {received.nbytes}"]
+
+
+def test_a_lost_device_says_so_whatever_is_asked(two: Members) -> None:
+    ours, _ = two.connect(0, 1)
+    event = two.devices[0].current.record()
+    two.devices[0].is_lost = True
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        event.query()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        two.devices[0].send(ours, NUMBERS, 1, two.devices[0].current)

@@ -1,0 +1,624 @@
+"""NCCL and a device, imitated on the CPU, as far as its users get into trouble with them.
+
+What is imitated: there are no tags, a transfer belongs to the next one of the other side on the same communicator. A
+transfer is a kernel: it occupies its stream until it is done, what is behind it waits, and it does nothing before the
+other side's has started. Kernels of one communicator run in the order of their launches, on whatever streams. Those of
+a group are one kernel. Communicators begin in the background, and so does the first transfer between two members, which
+is on its stream only when both have called. A transfer whose other side has aborted, or died, hangs until it is aborted
+itself, and then leaves half of the data. An abort waits for the device, that is, for the kernels of all communicators
+that are not aborted yet; a destroy waits for the others' destroy. Memory is read and written when a kernel runs, not
+when it is launched.
+
+Two drivers: a test calls :meth:`FakeDevice.step` of one device or another, in an order that it draws (nothing else
+makes progress, so a history is its seed); or each process has a device and a thread that steps it, and communicators
+are sockets (:class:`SocketNetwork`).
+
+What no user should do is a *violation*, which the device remembers: a call on a communicator in progress, a call that
+never returns, a tensor that is gone when its kernel runs, two transfers of different size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import select
+import socket
+import struct
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.runtime.nccl import UNIQUE_ID_BYTES, NcclError
+
+Message = tuple[Any, ...]
+
+
+class HangError(Exception):
+    """A call that never returns."""
+
+
+class Wire(Protocol):
+    """What two members of a communicator exchange messages over, in order."""
+
+    def put(self, message: Message) -> None: ...
+
+    def get(self) -> Message | None: ...
+
+
+class Meeting(Protocol):
+    """One member on its way into a communicator."""
+
+    def wires(self) -> dict[int, Wire] | None:
+        """Those to the others; None as long as they are missing."""
+
+    def close(self) -> None:
+        """Ends them."""
+
+
+class Network(Protocol):
+    """Where members of a communicator find each other."""
+
+    def unique_id(self) -> bytes: ...
+
+    def join(self, unique_id: bytes, size: int, rank: int) -> Meeting: ...
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class FakeEvent:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.done = False
+
+    def query(self) -> bool:
+        with self._device.lock:
+            self._device.check()
+            return self.done
+
+    def proceed(self) -> bool:
+        self.done = True
+        return True
+
+
+class _Computation:
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self.done = False
+
+    def proceed(self) -> bool:
+        self._function()
+        self.done = True
+        return True
+
+
+class _Wait:
+    def __init__(self, event: FakeEvent) -> None:
+        self._event = event
+
+    @property
+    def done(self) -> bool:
+        return self._event.done
+
+    def proceed(self) -> bool:
+        return False
+
+
+class FakeStream:
+    handle = 0
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.queue: deque[Any] = deque()
+
+    def enqueue(self, work: Any) -> None:
+        with self._device.lock:
+            self.queue.append(work)
+        self._device.stir()
+
+    def record(self) -> FakeEvent:
+        event = FakeEvent(self._device)
+        self.enqueue(event)
+        return event
+
+    def compute(self, function: Callable[[], None]) -> None:
+        """``function`` runs when the stream comes to it."""
+        self.enqueue(_Computation(function))
+
+    def wait(self, event: FakeEvent) -> None:
+        """What is enqueued from now on runs after ``event``."""
+        self.enqueue(_Wait(event))
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+class _Part:
+    """One transfer of a kernel, over the lane (sender, receiver) of its communicator."""
+
+    def __init__(self, comm: FakeComm, tensor: Tensor, peer: int, sends: bool) -> None:
+        self._comm, self._tensor, self._peer, self._sends = comm, weakref.ref(tensor), peer, sends
+        self._bytes = tensor.nbytes
+        self.lane = (comm.rank, peer) if sends else (peer, comm.rank)
+        self._turn = 0
+        self.done = False
+
+    def _memory(self) -> Any:
+        tensor = self._tensor()
+        if tensor is None:
+            self._comm.device.violate("a kernel ran after its tensor was freed")
+            return bytearray(self._bytes)
+        return tensor.view(-1).view(torch.uint8).numpy()
+
+    def proceed(self) -> bool:
+        """Takes one turn, if it is its own; half of the data is written in each of two turns."""
+        turn = self._turn
+        if self._sends:
+            if turn == 0:
+                self._put("here", self._bytes)
+            elif turn == 1 and self._get():
+                data, half = bytes(self._memory()), self._bytes // 2
+                self._put("data", data[:half])
+                self._put("data", data[half:])
+            elif turn != 2 or not self._get():
+                return False
+            else:
+                self.done = True
+        else:
+            if turn == 0:
+                message = self._get()
+                if not message:
+                    return False
+                if message[1] != self._bytes:
+                    self._comm.device.violate(f"a send of {message[1]} bytes met a receive of {self._bytes}")
+                self._put("pull")
+            else:
+                message = self._get()
+                if not message:
+                    return False
+                memory, data = self._memory(), message[1]
+                start = 0 if turn == 1 else len(memory) - len(data)
+                memory[start : start + len(data)] = memoryview(data)[: len(memory) - start]
+                if turn == 2:
+                    self._put("got")
+                    self.done = True
+        self._turn += 1
+        return True
+
+    def _put(self, *message: Any) -> None:
+        self._comm.wires[self._peer].put((self.lane, *message))
+
+    def _get(self) -> Message | None:
+        return self._comm.take(self._peer, self.lane)
+
+
+class _Kernel:
+    def __init__(self, comm: FakeComm, parts: list[_Part]) -> None:
+        self.comm, self.parts = comm, parts
+        self.previous = comm.newest
+        comm.newest = self
+        self.started = self.done = False
+
+    def proceed(self) -> bool:
+        if self.comm.aborted:  # with half of the data, perhaps
+            self.done = True
+            return True
+        if self.previous is not None and not self.previous.done:
+            return False
+        self.previous = None
+        moved, self.started = not self.started, True
+        busy: set[tuple[int, int]] = set()
+        for part in self.parts:
+            if not part.done and part.lane not in busy:
+                moved |= part.proceed()
+            if not part.done:
+                busy.add(part.lane)
+        self.done = all(part.done for part in self.parts)
+        return moved
+
+
+class FakeComm:
+    """One member's side of a communicator."""
+
+    def __init__(self, device: FakeDevice, unique_id: bytes, size: int, rank: int) -> None:
+        self.device, self.size, self.rank = device, size, rank
+        self.meeting = device.network.join(unique_id, size, rank)
+        self.wires: dict[int, Wire] = {}
+        self.begun = self.aborted = self.destroyed = False
+        self.error: Exception | None = None
+        self.newest: _Kernel | None = None
+        self._inboxes: dict[tuple[int, tuple[int, int]], deque[Message]] = {}
+        self._connected: set[tuple[int, int]] = set()  # lanes
+        self._greeted: set[tuple[int, int]] = set()
+        self._launching: tuple[_Kernel, FakeStream] | None = None
+        self.gone: set[int] = set()  # members that have aborted
+
+    @property
+    def in_progress(self) -> bool:
+        return not self.begun or self._launching is not None
+
+    def take(self, peer: int, lane: tuple[int, int]) -> Message | None:
+        """The next message for ``lane``, without it."""
+        while (message := self.wires[peer].get()) is not None:
+            self._inboxes.setdefault((peer, message[0]), deque()).append(message[1:])
+        inbox = self._inboxes.get((peer, lane))
+        return inbox.popleft() if inbox else None
+
+    def launch(self, parts: list[_Part], stream: FakeStream) -> None:
+        self._launching = (_Kernel(self, parts), stream)
+        self._connect()
+
+    def _connect(self) -> bool:
+        """Puts what is being launched on its stream once both sides have asked for it; whether it did something."""
+        if self._launching is None:
+            return False
+        kernel, stream = self._launching
+        moved = False
+        for part in kernel.parts:
+            lane = part.lane
+            peer = lane[1] if part._sends else lane[0]
+            if lane not in self._greeted:
+                self._greeted.add(lane)
+                self.wires[peer].put((lane, "connect"))
+                moved = True
+            if lane not in self._connected and self.take(peer, lane) is not None:
+                self._connected.add(lane)
+                moved = True
+        if all(part.lane in self._connected for part in kernel.parts):
+            self._launching = None
+            stream.enqueue(kernel)
+            moved = True
+        return moved
+
+    def proceed(self) -> bool:
+        """What goes on in the background."""
+        if self.aborted:
+            return False
+        if not self.begun:
+            wires = self.meeting.wires()
+            if wires is None:
+                return False
+            self.wires, self.begun = wires, True
+            return True
+        return self._connect()
+
+
+# ---------------------------------------------------------------------- the device and its library
+
+
+class FakeDevice:
+    """A device, its streams, and what runs on them. It is all three of them: ``Streams``, ``NcclLibrary``, and the
+    device that they belong to.
+    """
+
+    def __init__(self, network: Network, threaded: bool = False) -> None:
+        self.network = network
+        self.lock = threading.RLock()
+        self.streams: list[FakeStream] = []
+        self.comms: list[FakeComm] = []
+        self.violations: list[str] = []
+        self.is_lost = False
+        self.computing = FakeStream(self)
+        self.streams.append(self.computing)
+        self._group: list[tuple[FakeComm, _Part | None, FakeStream | None]] | None = None
+        self._threaded = threaded
+        self._stirred = threading.Event()
+        if threaded:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    # streams
+
+    def use(self) -> None:
+        pass
+
+    @property
+    def current(self) -> FakeStream:
+        return self.computing
+
+    def create(self) -> FakeStream:
+        stream = FakeStream(self)
+        with self.lock:
+            self.streams.append(stream)
+        return stream
+
+    # driving
+
+    def step(self, rng: random.Random | None = None) -> bool:
+        """Lets something that can proceed do so; returns whether there was anything."""
+        with self.lock:
+            what = [stream for stream in self.streams if stream.queue]
+            waiting = [comm for comm in self.comms if comm.in_progress and not comm.aborted]
+            everything: list[Any] = [*what, *waiting]
+            if rng is not None:
+                rng.shuffle(everything)
+            for one in everything:
+                if isinstance(one, FakeComm):
+                    if one.proceed():
+                        return True
+                    continue
+                head = one.queue[0]
+                moved = head.proceed()
+                if head.done:
+                    one.queue.popleft()
+                    moved = True
+                if moved:
+                    return True
+            return False
+
+    def stir(self) -> None:
+        self._stirred.set()
+
+    def _run(self) -> None:
+        while True:
+            if self.step():
+                continue
+            with self.lock:
+                busy = any(stream.queue for stream in self.streams) or any(
+                    comm.in_progress and not comm.aborted for comm in self.comms
+                )
+            self._stirred.wait(0.0005 if busy else 0.05)
+            self._stirred.clear()
+
+    # trouble
+
+    def violate(self, what: str) -> None:
+        self.violations.append(what)
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def _hang(self, what: str, over: Callable[[], bool]) -> None:
+        """The caller waits until ``over``; where nobody else can do anything meanwhile, that is for ever."""
+        if not self._threaded:
+            self.violate(what)
+            raise HangError(what)
+        self.lock.release()  # held once by the caller
+        try:
+            while True:
+                with self.lock:
+                    if over():
+                        return
+                time.sleep(0.0005)
+        finally:
+            self.lock.acquire()
+
+    # NCCL
+
+    def unique_id(self) -> bytes:
+        return self.network.unique_id()
+
+    def init(self, unique_id: bytes, size: int, rank: int) -> FakeComm:
+        with self.lock:
+            self.check()
+            comm = FakeComm(self, unique_id, size, rank)
+            self.comms.append(comm)
+        self.stir()
+        return comm
+
+    def in_progress(self, comm: FakeComm) -> bool:
+        with self.lock:
+            self.check()
+            if comm.error is not None:
+                raise comm.error
+            return comm.in_progress
+
+    def send(self, comm: FakeComm, tensor: Tensor, peer: int, stream: FakeStream) -> None:
+        self._exchange(comm, tensor, peer, stream, True)
+
+    def receive(self, comm: FakeComm, tensor: Tensor, peer: int, stream: FakeStream) -> None:
+        self._exchange(comm, tensor, peer, stream, False)
+
+    def _exchange(self, comm: FakeComm, tensor: Tensor, peer: int, stream: FakeStream, sends: bool) -> None:
+        with self.lock:
+            self.check()
+            if comm.in_progress or comm.aborted or comm.error is not None:
+                self.violate("a call on a communicator that is in progress, aborted, or in error")
+                raise NcclError("invalid usage")
+            part = _Part(comm, tensor, peer, sends)
+            if self._group is not None:
+                self._group.append((comm, part, stream))
+            else:
+                comm.launch([part], stream)
+        self.stir()
+
+    def group_start(self) -> None:
+        assert self._group is None
+        self._group = []
+
+    def group_end(self) -> None:
+        with self.lock:
+            group, self._group = self._group, None
+            assert group is not None
+            kernels: dict[int, tuple[FakeComm, list[_Part], FakeStream]] = {}
+            for comm, part, stream in group:
+                if part is not None and stream is not None:
+                    kernels.setdefault(id(comm), (comm, [], stream))[1].append(part)
+            for comm, parts, stream in kernels.values():
+                comm.launch(parts, stream)
+            if any(part is None for _, part, _ in group):
+                self._await_device("an abort")
+        self.stir()
+
+    def abort(self, comm: FakeComm) -> None:
+        with self.lock:
+            if comm.aborted:
+                self.violate("a communicator was aborted twice")
+                return
+            comm.aborted = True  # in a group, too: its kernels end at once
+            for peer in range(comm.size):
+                if peer != comm.rank and peer in comm.wires:
+                    with contextlib.suppress(OSError):
+                        comm.wires[peer].put(((-1, -1), "aborted"))
+            comm.meeting.close()
+            self.comms.remove(comm)
+            if self._group is not None:
+                self._group.append((comm, None, None))
+            else:
+                self._await_device("an abort")
+        self.stir()
+
+    def destroy(self, comm: FakeComm) -> None:
+        """What nobody should call after a failure."""
+        with self.lock:
+            comm.destroyed = True
+            gone = any(comm.take(peer, (-1, -1)) is not None for peer in comm.wires)
+            if gone or comm.in_progress or (comm.newest is not None and not comm.newest.done):
+                self._hang("a destroy waits for a member that has aborted, or for a kernel", lambda: False)
+
+    def _await_device(self, what: str) -> None:
+        """Frees memory, for which CUDA waits until nothing runs."""
+        for stream in self.streams:
+            head = stream.queue[0] if stream.queue else None
+            if isinstance(head, _Kernel) and head.comm.aborted:
+                head.proceed()
+                stream.queue.popleft()
+        running = [s.queue[0] for s in self.streams if s.queue and isinstance(s.queue[0], _Kernel)]
+        running = [kernel for kernel in running if kernel.started and not kernel.comm.aborted]
+        if running:
+            self._hang(
+                f"{what} waits for a kernel of another communicator, which waits for its other side",
+                lambda: all(kernel.done or kernel.comm.aborted for kernel in running),
+            )
+
+
+# ---------------------------------------------------------------------- networks
+
+
+class _LocalWire:
+    def __init__(self, outgoing: deque[Message], incoming: deque[Message]) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
+
+    def put(self, message: Message) -> None:
+        self._outgoing.append(message)
+
+    def get(self) -> Message | None:
+        return self._incoming.popleft() if self._incoming else None
+
+
+class LocalNetwork:
+    """All members in this process, each with a device of its own."""
+
+    def __init__(self) -> None:
+        self._ids = 0
+        self.members: dict[bytes, set[int]] = {}
+        self._lanes: dict[tuple[bytes, int, int], deque[Message]] = {}
+
+    def lane(self, unique_id: bytes, source: int, destination: int) -> deque[Message]:
+        return self._lanes.setdefault((unique_id, source, destination), deque())
+
+    def unique_id(self) -> bytes:
+        self._ids += 1
+        return self._ids.to_bytes(UNIQUE_ID_BYTES, "big")
+
+    def join(self, unique_id: bytes, size: int, rank: int) -> _LocalMeeting:
+        members = self.members.setdefault(unique_id, set())
+        members.add(rank)
+        return _LocalMeeting(self, unique_id, size, rank)
+
+
+class _LocalMeeting:
+    def __init__(self, network: LocalNetwork, unique_id: bytes, size: int, rank: int) -> None:
+        self._network, self._id, self._size, self._rank = network, unique_id, size, rank
+
+    def wires(self) -> dict[int, Wire] | None:
+        if len(self._network.members[self._id]) < self._size:
+            return None
+        lane, others = self._network.lane, set(range(self._size)) - {self._rank}
+        return {peer: _LocalWire(lane(self._id, self._rank, peer), lane(self._id, peer, self._rank)) for peer in others}
+
+    def close(self) -> None:
+        pass
+
+
+class _SocketWire:
+    """Messages over a socket that does not block. Whoever ends falls silent, as NCCL's peers do."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._outgoing, self._incoming = bytearray(), bytearray()
+
+    def put(self, message: Message) -> None:
+        data = pickle.dumps(message)
+        self._outgoing += struct.pack("=Q", len(data)) + data
+        self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._outgoing:
+                sent = self._socket.send(self._outgoing[: 1 << 20])
+                del self._outgoing[:sent]
+
+    def get(self) -> Message | None:
+        self._flush()
+        with contextlib.suppress(OSError):
+            while chunk := self._socket.recv(1 << 20):
+                self._incoming += chunk
+        if len(self._incoming) < 8:
+            return None
+        (size,) = struct.unpack_from("=Q", self._incoming)
+        if len(self._incoming) < 8 + size:
+            return None
+        message: Message = pickle.loads(bytes(self._incoming[8 : 8 + size]))
+        del self._incoming[: 8 + size]
+        return message
+
+
+class SocketNetwork:
+    """Two members in two processes: rank 0, in the one that has made the unique id, and rank 1."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[bytes, socket.socket] = {}
+
+    def unique_id(self) -> bytes:
+        path = tempfile.mktemp(prefix="fake_nccl_")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(1)
+        listener.setblocking(False)
+        unique_id = path.encode().ljust(UNIQUE_ID_BYTES, b"\0")
+        self._listeners[unique_id] = listener
+        return unique_id
+
+    def join(self, unique_id: bytes, size: int, rank: int) -> _SocketMeeting:
+        assert size == 2
+        return _SocketMeeting(unique_id.rstrip(b"\0").decode(), rank, self._listeners.pop(unique_id, None))
+
+
+class _SocketMeeting:
+    def __init__(self, path: str, rank: int, listener: socket.socket | None) -> None:
+        self._path, self._rank, self._listener = path, rank, listener
+        self._socket: socket.socket | None = None
+
+    def wires(self) -> dict[int, Wire] | None:
+        if self._listener is not None:
+            if not select.select([self._listener], [], [], 0)[0]:
+                return None
+            self._socket, _ = self._listener.accept()
+        else:
+            sock = socket.socket(socket.AF_UNIX)
+            try:
+                sock.connect(self._path)
+            except OSError:  # its maker has ended
+                sock.close()
+                return None
+            self._socket = sock
+        return {1 - self._rank: _SocketWire(self._socket)}
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._listener is not None:
+            self._listener.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
