@@ -1,4 +1,5 @@
-"""Where a coordinator listens and is found: ``host:port``, with names, IPv4 and IPv6, and what can be wrong with it.
+"""Where a coordinator listens and is found: ``host:port``, with names, IPv4 and IPv6, and what can be wrong with it;
+and how a machine is called.
 
 Contract: every mistake is a :class:`~lightning_recycle.errors.ConfigurationError` that names the address and the
 remedy. What may pass (a name that cannot be resolved yet, no route) is left to whoever dials.
@@ -8,13 +9,20 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
+from collections.abc import Mapping
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["address_from", "listen_at", "shown"]
+__all__ = ["address_from", "http_address", "listen_at", "machine_name", "shown"]
 
 _ANY_IPV6 = "::"
+
+
+def machine_name(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of this machine; the workers of one machine form one pipeline, as far as possible."""
+    return environ.get("RECYCLE_NODE") or socket.gethostname()
 
 
 def address_from(text: str, name: str) -> tuple[str, int]:
@@ -31,6 +39,15 @@ def address_from(text: str, name: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(f"{name}={text!r}: give host:port, for example {name}=10.0.0.1:29400.")
     return host, int(port)
+
+
+def http_address(text: str, name: str) -> tuple[str, int]:
+    """The address that ``text`` means: ``host:port``, or a port of the loopback interface.
+
+    Raises:
+        ConfigurationError: if it is something else; ``name`` is the setting that the user gave it in.
+    """
+    return address_from(f"127.0.0.1:{text}" if text.isdigit() else text, name)
 
 
 def shown(address: tuple[str, int]) -> str:

@@ -2,7 +2,9 @@
 
 Three threads share one connection: the main thread asks and waits; a receiver takes what the coordinator says and
 interrupts the data plane the moment a new generation is announced; a heartbeat thread reports that the process lives
-and what it does. When the coordinator is gone the worker ends: nobody else may tell it what to do.
+and what it does. When the coordinator is gone the worker ends, as nobody else may tell it what to do; unless it was
+told that another one may go on in its place (:class:`~lightning_recycle.control.protocol.messages.Enrolled`). Then the
+receiver looks for that one, and tells it what this worker holds. The main thread notices nothing but that it waits.
 
 A worker that joins a running training is alone at first: its control collectives are answered with its own part. Once
 it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a member at the next step boundary.
@@ -21,32 +23,52 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
+from lightning_recycle.control.addresses import shown
 from lightning_recycle.control.connection import connect
 from lightning_recycle.control.payload import pack, unpack_all
+from lightning_recycle.control.process_spaces import process_space
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.errors import ControlPlaneError
+from lightning_recycle.control.reconnection import connections
+from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 from lightning_recycle.planning.program import Program
 
-__all__ = ["EXIT_LOST_COORDINATOR", "EXIT_STOPPED", "ControlClient", "Interrupted", "in_words"]
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "EXIT_LEFT",
+    "EXIT_LOST_COORDINATOR",
+    "EXIT_RAISED",
+    "EXIT_STOPPED",
+    "ControlClient",
+    "Interrupted",
+    "in_words",
+]
 
 log = logging.getLogger(__name__)
 
 EXIT_RAISED = 1  # the same as for an exception in the main thread
 EXIT_STOPPED = 75  # told to leave; BSD's EX_TEMPFAIL
 EXIT_LOST_COORDINATOR = 69  # BSD's EX_UNAVAILABLE
+EXIT_INTERRUPTED = 130  # by Ctrl-C, as shells count: 128 + its number
+EXIT_LEFT = 143  # left at a step boundary because SIGTERM asked for it: 128 + its number
 
 _LOOKUP_SECONDS = 0.1  # between two checks whether connecting was cancelled
 _LOSS_TIMEOUT = 300.0  # seconds; it is sent before the gradients that lead to a step
 
 _T = TypeVar("_T")
+
+
+class _RunIsOver(BaseException):
+    """All results are delivered: what this worker waits for, such as the generation after a failure, never comes."""
 
 
 class ControlClient:
@@ -59,6 +81,9 @@ class ControlClient:
         heartbeat_interval: seconds between two heartbeats.
         joining: whether the training may have begun.
         survives: whether the process goes on once the results of the run are delivered.
+        node: the name of this machine; by default its host name.
+        wants: what this worker's script wants the run to be, if it was started by hand.
+        patience: seconds for which a coordinator that is gone, and may be started again, is looked for.
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that ends; ``regroup`` from the main thread while
@@ -73,23 +98,38 @@ class ControlClient:
         heartbeat_interval: float,
         joining: bool = False,
         survives: bool = False,
+        node: str = "",
+        wants: messages.Wants | None = None,
+        patience: float = 0.0,
     ) -> None:
-        self.member = Member(-1 if rank is None else rank, joining)
+        self.member = Member(-1 if rank is None else rank, joining, returns=patience > 0)
         self._survives = survives
         self.activity = messages.Activity(0, "start", "", time.monotonic())
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
-        self._authkey = authkey
+        self._address, self._authkey, self._patience = address, authkey, patience
+        self._enrolled: messages.Enrolled | None = None
+        self._is_away, self._came_back = False, 0.0  # whether there is no coordinator; when it was found again
+        self._silence: float | None = None
         self._connection = connect(address, authkey)
         self._changed = threading.Condition()
         self._leaving = False
+        self._status = 0  # of a process that leaves
+        self._was_asked_to_leave = False
+        self._is_over = False  # the run has finished, and this process goes on
         self._main_thread = threading.main_thread().ident
         self._wake_heartbeat = threading.Event()
-        self._wants_to_leave = False
-        node = os.environ.get("RECYCLE_NODE") or socket.gethostname()
-        self.send(messages.Hello(rank, os.getpid(), joining, node))
+        self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
+        self._who: dict[str, Any] = {
+            "pid": os.getpid(),
+            "node": node or socket.gethostname(),
+            "token": os.urandom(8).hex(),
+            "space": process_space(),
+        }
+        self._hello = messages.Hello(rank, joining=joining, wants=wants, **self._who)
+        self.send(self._hello)
         for target in (self._receive, self._beat):
             name = f"recycle-{target.__name__.strip('_')}"
             threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True).start()
@@ -142,10 +182,18 @@ class ControlClient:
     # ------------------------------------------------------------------ main thread
 
     def send(self, message: Any) -> None:
+        """Sends ``message``. While there is no coordinator it does not arrive; what must not be lost is told to the
+        next one (:mod:`~lightning_recycle.control.protocol.returning`).
+        """
+        with self._changed:
+            self.member.said(message)
+            connection = self._connection
         try:
-            self._connection.send(message)
+            connection.send(message)
         except OSError:
-            self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
+            if not self._may_return:
+                self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
+            # The receiver thread sees it, too, and looks for the next one.
 
     def enter_generation(self) -> messages.Regroup:
         """Enters the newest announced generation and returns its announcement."""
@@ -181,9 +229,18 @@ class ControlClient:
         self._wait(lambda: self.interrupted or None, "a step boundary to enter at")
         self.member.joining = False
 
-    def request_leave(self) -> None:
-        """Asks to leave at the next step boundary; callable from a signal handler."""
-        self._wants_to_leave = True
+    def request_leave(self, with_run: bool = False) -> None:
+        """Asks to leave at the next step boundary; callable from a signal handler.
+
+        ``with_run``: see :class:`~lightning_recycle.control.protocol.messages.Leave`.
+        """
+        self._was_asked_to_leave = True
+        self._requests.append(messages.Leave(self.rank, with_run))
+        self._wake_heartbeat.set()
+
+    def request_end(self) -> None:
+        """Asks that all end after the step that they are at; callable from a signal handler."""
+        self._requests.append(messages.EndRun(self.rank))
         self._wake_heartbeat.set()
 
     def confirm(self) -> None:
@@ -195,8 +252,20 @@ class ControlClient:
         self._wait(lambda: self.member.confirmed >= number or None, "confirmation that it is a member")
 
     def await_assignment(self) -> messages.Assign:
-        """Waits for a position to become free and takes it."""
-        return self._wait(lambda: self.member.assignment, "a free position")
+        """Waits for a position to become free and takes it.
+
+        Raises:
+            ConfigurationError: if the run is another one than this worker's script wants.
+        """
+        self._wait(lambda: self.member.assignment or self.member.unfit, "a free position")
+        if self.member.assignment is not None:
+            return self.member.assignment
+        unfit = self.member.unfit
+        assert unfit is not None
+        if unfit.late:
+            log.warning("This worker came too late and ends: %s", unfit.why)
+            self._exit("came too late", EXIT_STOPPED)
+        raise ConfigurationError(unfit.why)
 
     def await_announcement(self, timeout: float) -> None:
         """Waits for a generation newer than the current one.
@@ -293,7 +362,7 @@ class ControlClient:
             self.send(question)
         with self._changed:
             while None in (found := [self.member.published(key) for key in keys]):
-                if self.interrupted or cancelled.is_set():
+                if self.interrupted or self._is_over or cancelled.is_set():
                     raise Interrupted
                 self._changed.wait(_LOOKUP_SECONDS)
         return [value for value in found if value is not None]
@@ -318,7 +387,8 @@ class ControlClient:
                 return wait(ready)
             except Interrupted:
                 assert self.regroup is not None
-                self.regroup()
+                with contextlib.suppress(_RunIsOver):  # the answer came before that
+                    self.regroup()
 
     def arrive_in_generation(self, name: str, payload: Any) -> Mapping[int, Any]:
         """As :meth:`arrive`, but all payloads are of the current generation, and a regroup is left to the caller.
@@ -359,10 +429,18 @@ class ControlClient:
 
         A coordinator that is merely stopped or busy does not count: its machine still answers.
         """
-        self._connection.limit_silence(seconds)
+        with self._changed:
+            self._silence = seconds
+            self._connection.limit_silence(seconds)
 
-    def leave(self) -> None:
-        """From now on a closed connection is no failure, and the heartbeat ends."""
+    def leave(self, status: int = 0) -> None:
+        """From now on a closed connection is no failure, and the heartbeat ends.
+
+        Args:
+            status: the exit status of this process if it is one of these threads that ends it.
+        """
+        if status or not self._leaving:  # an exception after the run is one, too
+            self._status = status
         self._leaving = True
         self._wake_heartbeat.set()
 
@@ -410,17 +488,21 @@ class ControlClient:
     def _wait(
         self, ready: Callable[[], _T | None], what: str, timeout: float | None = None, interruptible: bool = False
     ) -> _T:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
         with self.waiting(what, coordinated=True), self._changed:
             while True:
                 found = ready()
                 if found is not None:
                     return found
+                if self._is_over:
+                    raise _RunIsOver
                 if interruptible and self.interrupted:
                     raise Interrupted
-                if deadline is not None and time.monotonic() > deadline:
+                # The time without a coordinator does not count.
+                deadline = None if timeout is None else max(began, self._came_back) + timeout
+                if deadline is not None and time.monotonic() > deadline and not self._is_away:
                     raise ControlPlaneError(f"Worker {self.rank} waited {timeout:g} s for {what} without success.")
-                self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                self._changed.wait(None if deadline is None else max(_LOOKUP_SECONDS, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------ threads
 
@@ -443,38 +525,114 @@ class ControlClient:
             try:
                 message = self._connection.receive()
             except (EOFError, OSError):
-                self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
+                if self._leaving and self._survives:
+                    return  # it has all that it needs, and its process has more to do
+                if not self._come_back():
+                    self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
+                continue
             except BadMessageError as error:
                 self._exit(f"got a message that is none from the coordinator ({error})", EXIT_LOST_COORDINATOR)
             if isinstance(message, messages.Stop):
                 if message.reason in (StopReason.FINISHED, StopReason.LEFT):
-                    self.leave()  # the results are delivered, or others go on: nothing is left to do here
+                    # The results are delivered, or others go on: nothing is left to do here.
+                    left = message.reason is StopReason.LEFT and self._was_asked_to_leave
+                    self.leave(EXIT_LEFT if left else 0)
                 spare = self.rank < 0  # it has nothing to continue with
                 if self._survives and not spare and message.reason is StopReason.FINISHED:
+                    with self._changed:
+                        self._is_over = True
+                        self._changed.notify_all()
                     self._connection.close()
                     return
+                if message.reason is StopReason.LOST:
+                    if self._leaving and self._survives:
+                        return
+                    self._exit("lost its place in the run", EXIT_LOST_COORDINATOR)
                 self._exit(f"was told to stop ({message.reason.value})", EXIT_STOPPED)
+            if isinstance(message, messages.Unfit):
+                # The coordinator closes the connection; the main thread says why.
+                self.leave(EXIT_STOPPED if message.late else EXIT_RAISED)
+            if isinstance(message, messages.Enrolled):
+                self._enroll(message)
+                continue
             with self._changed:
                 replies = self.member.receive(message)
                 self._changed.notify_all()
             for reply in replies:
                 self.send(reply)
+            if isinstance(message, messages.Unfit):
+                return
             if isinstance(message, messages.Regroup) and self.on_interrupt is not None:
                 self.on_interrupt(message.generation - 1)
+
+    @property
+    def _may_return(self) -> bool:
+        return self._enrolled is not None and self._patience > 0 and not self._leaving
+
+    def _enroll(self, message: messages.Enrolled) -> None:
+        known = self._enrolled
+        if known is None or self.member.assignment is None:
+            self._enrolled = message
+        elif message.run != known.run:
+            return  # it will tell this worker to end
+        elif message.epoch < known.epoch:
+            self._connection.abandon()  # it was started before the one that this worker has met: it must not win
+        else:
+            self._enrolled = message
+
+    def _come_back(self) -> bool:
+        """Looks for the coordinator that goes on in the place of the one that is gone; returns whether it is there."""
+        if not self._may_return:
+            return False
+        log.warning(
+            "Worker %d lost its coordinator, and looks for another one at %s for %g s.",
+            self.rank,
+            shown(self._address),
+            self._patience,
+        )
+        self._is_away = True
+        for connection in connections(self._address, self._authkey, self._patience, lambda: not self._leaving):
+            self._connection.abandon()
+            with self._changed:  # nothing is said in between: it would be said twice, or not at all
+                self._connection = connection
+                try:
+                    if self._silence is not None:
+                        connection.limit_silence(self._silence)
+                    connection.send(self._first_words())
+                except OSError:
+                    continue  # it is gone again
+                self._is_away, self._came_back = False, time.monotonic()
+                self._changed.notify_all()
+            return True
+        return self._leaving and self._survives
+
+    def _first_words(self) -> messages.Hello | messages.Returned:
+        assigned, enrolled = self.member.assignment, self._enrolled
+        if assigned is None or enrolled is None:
+            return self._hello  # a spare holds nothing
+        wants = self._hello.wants
+        return self.member.returned(
+            **self._who,
+            run=enrolled.run,
+            epoch=enrolled.epoch,
+            incarnation=assigned.incarnation,
+            joining=assigned.joining,
+            wants=None if wants is None else replace(wants, grid=assigned.grid),
+        )
 
     def _beat(self) -> None:
         while not self._leaving:
             debugged = _is_debugged(self._main_thread)
             try:
-                if self._wants_to_leave:
-                    self._wants_to_leave = False
-                    self._connection.send(messages.Leave(self.rank))
+                while self._requests:
+                    self.send(self._requests.popleft())
                 activity = self.activity
                 seconds = time.monotonic() - activity.since
                 beat = messages.Heartbeat(self.rank, self.generation, activity, seconds, debugged, self.member.begun)
                 self._connection.send(beat)
             except OSError:
-                return  # the receiver sees it too, and ends the process
+                if not self._may_return:
+                    return  # the receiver sees it too, and ends the process
             self._wake_heartbeat.wait(self.heartbeat_interval)
             self._wake_heartbeat.clear()
 
@@ -491,7 +649,7 @@ class ControlClient:
         sys.stderr.flush()
         if self.on_lost is not None and code == EXIT_LOST_COORDINATOR and not self._leaving:
             self.on_lost()
-        os._exit(0 if self._leaving else code)
+        os._exit(self._status if self._leaving else code)
 
 
 def _resumed(before: messages.Activity) -> messages.Activity:

@@ -122,6 +122,13 @@ class MessageConnection(_Socket):
             self._is_patient = False
             self.set_answer_timeout(seconds)
 
+    def abandon(self) -> None:
+        """Closes it, whoever uses it at the moment."""
+        with contextlib.suppress(OSError):  # perhaps the other side was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._send_lock:  # who sends has noticed: its descriptor may become that of another connection now
+            self._socket.close()
+
     def send(self, message: Any) -> None:
         """Raises OSError when the other side is gone, ReCycleError for a message that cannot be sent."""
         self.send_bytes(encode(message))

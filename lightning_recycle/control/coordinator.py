@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
+import queue
 import selectors
 import threading
 import time
@@ -18,39 +20,55 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_recycle.control.connection import SIGN_SECONDS, NonBlockingConnection
 from lightning_recycle.control.handshake import check_key
 from lightning_recycle.control.history import Event, History
+from lightning_recycle.control.journal import Journal, Process, SupersededError
 from lightning_recycle.control.listener import Listener
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
-from lightning_recycle.control.protocol import membership, messages
+from lightning_recycle.control.protocol import membership, messages, revival
 from lightning_recycle.control.protocol import state as protocol
-from lightning_recycle.control.protocol.admission import objection
+from lightning_recycle.control.protocol.admission import objection, objection_to_return
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.readmission import Place, Readmission, describe
+from lightning_recycle.control.reception import Reception
 from lightning_recycle.control.rendezvous import Rendezvous
 from lightning_recycle.control.starts import Starts
+from lightning_recycle.control.status import Place as ShownPlace
+from lightning_recycle.control.status import status_of
 from lightning_recycle.control.vacancies import Vacancies
+from lightning_recycle.control.views import RunView, Views
 from lightning_recycle.control.watch import Watch
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
+__all__ = ["Coordinator", "CoordinatorOptions", "Positions", "WorkerProcess"]
 
 log = logging.getLogger(__name__)
 
-_FROM_OTHER_THREADS = (messages.Heartbeat, messages.Leave, messages.Paused, messages.Publish, messages.LookUp)
+_FROM_OTHER_THREADS = (
+    messages.Heartbeat,
+    messages.Leave,
+    messages.EndRun,
+    messages.Paused,
+    messages.Publish,
+    messages.LookUp,
+)
 _PUBLISHED_BYTES = 4 << 20  # that a worker may publish in a generation
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
 _REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
+
+Positions: TypeAlias = Mapping[int, tuple[str, int] | None]
+"""By rank the machine and the process id of who is there; None for an empty position."""
 
 
 class Coordinator:
@@ -67,6 +85,13 @@ class Coordinator:
         start_worker: starts a replacement for a rank, given its incarnation and the rank whose device it runs on; None
             if there are no replacements.
         setup: passed, unread, with its position to a worker that was started by hand.
+        reception: where workers have been received already, instead of ``host`` and ``port``; it stays open.
+        staggered: told to workers that were started by hand.
+        journal: what it writes down, so that another coordinator can go on; None if its end is that of the run.
+        on_positions: called in the coordinator's thread whenever other processes are at the positions: for each rank
+            the machine and process id of who is there, or is about to join; None where a position is empty. For whoever
+            brings workers and must be asked for them.
+        takes_results: whether somebody takes the results from the outcome of the run.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -83,6 +108,11 @@ class Coordinator:
         on_profile: Callable[[Profile], None] = lambda _: None,
         start_worker: Callable[[int, int, int], WorkerProcess] | None = None,
         setup: messages.Payload | None = None,
+        reception: Reception | None = None,
+        staggered: bool = True,
+        journal: Journal | None = None,
+        on_positions: Callable[[Positions], None] | None = None,
+        takes_results: bool = True,
     ) -> None:
         self.grid = grid
         self.options = options or CoordinatorOptions()
@@ -91,13 +121,26 @@ class Coordinator:
         self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._wake)
         if self._plans.may_change:
             self._history.counters["replans"] = 0.0
-        self._setup = setup
+        self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
         self._wake_reader, self._wake_writer = os.pipe()
         self._wake_lock = threading.Lock()
-        self._listener = Listener((host, port), self.authkey, grid.num_workers, self._wake)
+        self._reception = reception
+        if reception is None:
+            self._listener = Listener((host, port), self.authkey, grid.num_workers, self._wake)
+        else:
+            self._listener = reception.listener
+            self._listener.wake = self._wake
+        self._has_met = False  # whether a worker has been let in
+        self._journal = journal
+        self._readmission = None if journal is None else Readmission(journal, grid, self.options)
+        self._holders: dict[int, Process] = {} if journal is None else dict(journal.processes)  # by rank
         self._state = protocol.initial_state(grid, self.options.machine_error_retries)
+        if self._readmission is not None:
+            self._state = self._readmission.state()
+        self._has_ended_before = self._state.outcome is not None  # some may not know
+        self._written = revival.durable(self._state)
         self._connections: dict[int, NonBlockingConnection] = {}
-        self._pids: dict[NonBlockingConnection, int] = {}  # of the spares
+        self._spares: dict[NonBlockingConnection, Process] = {}
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
@@ -110,15 +153,19 @@ class Coordinator:
         self._graces: dict[int, tuple[float, str]] = {}
         self._unreachable: list[int] = []  # could not be sent a message
         self._to_evict: list[protocol.Evict] = []
+        self._held: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
         self._next_review = 0.0
         self._review_seconds = max(_TICK, grid.num_workers * _REVIEW_SECONDS)
         self._fills = False  # whether a vacancy may be filled, or a spare be placed
         self._filled = self._state.live  # the workers when that was last tried
         self._order = sorted(range(grid.num_workers), key=lambda rank: (grid.worker(rank).stage, rank))
         self._next_sign = time.monotonic() + SIGN_SECONDS
+        self._views = Views(self._view, self._wake)
         self._done = threading.Event()
         self._closing = False
         self._end_wanted = False
+        self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
+        self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
     @property
@@ -137,6 +184,20 @@ class Coordinator:
     def schedules(self) -> list[Schedule]:
         return self._plans.schedules
 
+    def view(self, timeout: float = 2.0) -> RunView:
+        """How the run is, at most a quarter of a second ago. Callable from any thread once the run has been started.
+
+        Raises:
+            ControlPlaneError: if the coordinator's thread does not answer within ``timeout`` seconds.
+        """
+        return self._views.ask(timeout)
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Totals of the run so far, besides those of the history its committed steps and live workers."""
+        state = self._state
+        return {"steps": float(state.version), "live_workers": float(len(state.live)), **self._history.counters}
+
     def start(self, processes: Mapping[int, WorkerProcess]) -> None:
         """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
         without a process.
@@ -146,19 +207,39 @@ class Coordinator:
             self._starts.began(rank, time.monotonic())
         if processes:
             self._watch.begin_start(time.monotonic())
-        self._listener.start()
+        if self._reception is None:
+            self._listener.start()
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> protocol.Outcome | None:
-        """Waits for the end of the run; None if ``timeout`` seconds pass first."""
-        self._done.wait(timeout)
-        return self._state.outcome
+        """Waits for the end of the run; None if ``timeout`` seconds pass first. A run that had ended before an earlier
+        coordinator was killed ends again when those that may not know it have had time to return.
+        """
+        return self._state.outcome if self._done.wait(timeout) else None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the workers have met; callable from any thread."""
+        return self._state.generation >= 0
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether all workers have gone before the run began; callable from any thread."""
+        waiting = self._connections or self._vacancies.spares or not self._listener.accepted.empty()
+        return self._has_met and not self.has_begun and not waiting
 
     def end_at_boundary(self) -> None:
         """Asks the workers to end after the step that they are at, once they have saved what is wanted; see
         :meth:`wait`. Callable from any thread, but not from a signal handler.
         """
         self._end_wanted = True
+        self._wake()
+
+    def ask_to_leave(self, host: str) -> None:
+        """Asks the workers of the machine ``host`` to leave at the next step boundary: it is about to go. No step is
+        redone for that. Callable from any thread.
+        """
+        self._hosts_to_leave.put(host)
         self._wake()
 
     def stop(self, patience: float = _STOP_SECONDS) -> None:
@@ -173,7 +254,10 @@ class Coordinator:
         """Stops serving and closes every connection."""
         self.stop(patience=_LAST_WORDS_SECONDS + 5.0)
         self._plans.close()
-        self._listener.close()
+        if self._reception is None:
+            self._listener.close()
+        else:
+            self._reception.take_back()
         self._vacancies.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, NonBlockingConnection):
@@ -197,9 +281,18 @@ class Coordinator:
             self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
             for rank, process in self._processes.items():
                 self._watch_exit(rank, process)
+            if self._reception is not None:
+                for connection, hello in self._reception.hand_over():
+                    self._greet(connection, hello)
+                self._wake()  # others may have come in between
             last_tick = time.monotonic()
+            if self._has_ended_before:
+                threading.Timer(_LAST_WORDS_SECONDS, self._done.set).start()
             while not self._closing:
-                for key, events in self._selector.select(_TICK):
+                found = self._selector.select(_TICK)
+                if self._journal is not None and time.monotonic() - last_tick > 10 * _TICK:
+                    self._journal.check()  # this process was stopped: another one may have taken its place
+                for key, events in found:
                     if not self._is_registered(key):
                         continue
                     if events & selectors.EVENT_WRITE:
@@ -218,8 +311,14 @@ class Coordinator:
                 while self._unread:
                     self._on_messages(self._unread.pop())
             self._say_last_words()
+        except SupersededError as error:
+            log.error("This coordinator ends without a word to its workers: %s.", error)
+            self._state = replace(self._state, outcome=protocol.Failed(str(error)))
+            self._done.set()
         except Exception as error:
             self._fail(error)
+        finally:
+            self._views.close()
 
     def _fail(self, error: Exception) -> None:
         """Ends the run for an error of the coordinator itself."""
@@ -233,6 +332,9 @@ class Coordinator:
 
     def _on_tick(self, now: float) -> None:
         if self._state.outcome is not None:
+            return
+        if self._state.returned is not None:
+            self._await_return(now)
             return
         if now >= self._next_review:  # not after every message: it looks at all workers
             self._next_review = now + self._review_seconds
@@ -249,6 +351,16 @@ class Coordinator:
         if self._fills or self._state.live is not self._filled:
             self._fills, self._filled = False, self._state.live
             self._fill_vacancies(now)
+
+    def _await_return(self, now: float) -> None:
+        """Gives up who does not return to this coordinator, which was started again; or the whole run."""
+        assert self._readmission is not None
+        if self._readmission.is_deserted(now, bool(self._vacancies.spares)):
+            log.warning("Nobody of the run that was going on here has returned: another one begins.")
+            self._state, self._holders = self._readmission.begin_anew(), {}
+            return
+        for rank, cause in self._readmission.late(now, self._state).items():
+            self._gone(rank, cause)
 
     def _give_up_late(self, now: float) -> None:
         """Evicts who is not where it should be by now; one that is late to connect first shows where it is."""
@@ -272,6 +384,7 @@ class Coordinator:
             self._history.clear(rank, lasted, self._state)
         for rank, given_up in ruling.evict.items():
             self._evict(rank, given_up.cause, {"seconds": given_up.seconds, "limit": given_up.limit})
+        self._history.digest.goodput.spares_are(len(self._vacancies.spares), time.time())
         if self._watch.everybody_waits(now, self._state, seconds):
             reason = "a message was lost: all wait for each other, and nobody works."
             self._handle(protocol.GraceElapsed(self._state.generation, reason))
@@ -294,10 +407,18 @@ class Coordinator:
                 if rank not in self._connections:  # it may have been quicker than this thread
                     self._starts.began(rank, time.monotonic())
                 self._watch_exit(rank, process)
+        held, self._held = self._held, None
+        if held is not None:
+            self._handle(held)
         for plan in self._plans.better():
             self._handle(plan)
         if self._end_wanted:
             self._handle(protocol.EndWanted())
+        self._views.answer()
+        while not self._hosts_to_leave.empty():
+            host = self._hosts_to_leave.get()
+            for rank in [rank for rank in self._connections if self._history.process_at(rank)[0] == host]:
+                self._on_leave(messages.Leave(rank))
 
     def _on_stranger(self, connection: NonBlockingConnection) -> None:
         """The first message of a connection: it must be a worker's hello."""
@@ -312,22 +433,40 @@ class Coordinator:
         if hello is None:  # a part of it
             return
         self._selector.unregister(connection)
+        self._greet(connection, hello)
+
+    def _greet(self, connection: NonBlockingConnection, hello: messages.Hello | messages.Returned) -> None:
+        """Lets a worker in that has said ``hello``, if it can be one of this run."""
+        if self._readmission is not None:
+            with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+                connection.send(self._readmission.enrolled)
+        if isinstance(hello, messages.Returned):
+            self._readmit(connection, hello)
+            return
+        if self._has_ended_before:
+            connection.close()  # it waits for the next run, which begins in a moment
+            return
         if not self._fits(hello):
             log.warning("Refused a connection that began with %r", hello)
             connection.close()
             return
+        if self._reception is not None and not self._reception.suits(connection, hello):
+            return
+        self._has_met = True
         if self._state.outcome is not None:
             with contextlib.suppress(OSError):  # it is gone already
                 connection.send(messages.Stop(StopReason.of(self._state.outcome)))
-        if hello.rank is None:
+        rank = None if self._readmission is None else self._readmission.position(self._state, hello)
+        if rank is not None and rank not in self._connections:
+            self._assign_again(rank, connection, hello)
+        elif hello.rank is None:
             connection.inbox.expects = messages.FROM_SPARES
             self._vacancies.spares.append((connection, hello.node))
-            self._pids[connection] = hello.pid
+            self._spares[connection] = describe(hello)
             self._selector.register(connection, selectors.EVENT_READ, partial(self._on_spare, connection))
             self._fills = True
         else:
-            self._history.introduce(hello.rank, hello.node, hello.pid)
-            self._admit(hello.rank, connection, hello.joining)
+            self._admit(hello.rank, connection, describe(hello), hello.joining)
 
     def _fits(self, hello: messages.Hello) -> bool:
         if hello.rank is None:
@@ -336,9 +475,69 @@ class Coordinator:
             return False
         return (hello.rank in self._state.live) is not hello.joining
 
-    def _admit(self, rank: int, connection: NonBlockingConnection, joining: bool) -> None:
+    def _readmit(self, connection: NonBlockingConnection, returned: messages.Returned) -> None:
+        """A worker that has lost its coordinator, or thinks so."""
+        readmission, rank = self._readmission, returned.rank
+        place, why = Place.LOST, "this coordinator does not survive its end" if readmission is None else None
+        if readmission is not None:
+            why = objection_to_return(self.grid, returned)
+            if why is None:
+                place = readmission.judge(self._state, self._connections.keys(), returned)
+        if self._state.outcome is not None or place in (Place.LEFT, Place.LOST):
+            self._dismiss_returned(connection, returned, place)
+            log.warning("Worker at rank %d wants to return and is told to end: %s.", rank, why or place.value)
+            return
+        assert readmission is not None
+        self._has_met = True
+        self._vacancies.held_before(rank, returned.node, returned.incarnation)
+        is_candidate = place is Place.CANDIDATE
+        said = revival.events(returned) if place is not Place.MEMBER else iter(())
+        readmission.heard(time.monotonic())
+        if place is Place.MEMBER:
+            self._watch.reported(rank)
+        self._plans.returned(self.grid.worker(rank), returned)
+        self._admit(rank, connection, describe(returned, returned.incarnation), is_candidate, returned)
+        for message in said:
+            self._on_message(rank, message)
+
+    def _dismiss_returned(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
+        """Tells a worker that it has nothing to return to; one that was there at the end of the run, how it ended."""
+        journal = self._journal
+        over = None if journal is None or journal.kept is None else journal.kept.over
+        reason, last = StopReason.LEFT if place is Place.LEFT else StopReason.LOST, None
+        if over is not None and journal is not None and returned.run == journal.run:
+            held = journal.processes.get(returned.rank)
+            if held is not None and held.token == returned.token:
+                reason, last = over.reason, over.answer
+        with contextlib.suppress(OSError):  # it is gone already
+            if last is not None and returned.next_collective <= last.number:
+                connection.send(last)
+            connection.send(messages.Stop(reason))
+            connection.flush_within(_TICK)
+        connection.close()
+
+    def _assign_again(self, rank: int, connection: NonBlockingConnection, hello: messages.Hello) -> None:
+        """A worker that was given a position by an earlier coordinator, and has not heard of it."""
+        assert self._readmission is not None
+        enrolled = self._readmission.enrolled
+        said = messages.Returned(rank, hello.pid, hello.node, hello.token, hello.space, enrolled.run, enrolled.epoch)
+        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+            connection.send(self._assignment(rank, 0, joining=False))
+        self._readmission.heard(time.monotonic())
+        self._admit(rank, connection, describe(hello), False, said)
+
+    def _admit(
+        self,
+        rank: int,
+        connection: NonBlockingConnection,
+        process: Process,
+        joining: bool,
+        returned: messages.Returned | None = None,
+    ) -> None:
+        self._history.introduce(rank, process.node, process.pid)
         connection.inbox.expects = messages.FROM_WORKERS
         self._connections[rank] = connection
+        self._holders[rank] = process
         self._unread.append(rank)
         self._watch.heard(rank, time.monotonic())
         self._starts.connected(rank, time.monotonic())
@@ -348,7 +547,11 @@ class Coordinator:
             self._watch.begin_start(time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ, partial(self._on_readable, rank))
         self._watch_unsent(connection)
-        if not joining:
+        if returned is not None and self._state.returned is not None and rank in self._state.live:
+            self._handle(returned)
+            if self._state.returned is None:  # what they have said meanwhile
+                self._unread.extend(self._connections)
+        elif not joining:
             self._handle(protocol.Joined(rank))
 
     def _on_spare(self, connection: NonBlockingConnection) -> None:
@@ -362,12 +565,14 @@ class Coordinator:
                 log.warning("Closed the connection of a spare: %s.", error)
             self._selector.unregister(connection)
             self._vacancies.forget_spare(connection)
-            self._pids.pop(connection, None)
+            self._spares.pop(connection, None)
             connection.close()
 
     def _place_spares(self) -> None:
         """Gives workers that were started by hand a position: of the first roster, or of a lost worker."""
         if not self._vacancies.spares:
+            return
+        if self._readmission is not None and not self._readmission.may_place(time.monotonic()):
             return
         joining = self._state.generation >= 0
         if joining:
@@ -375,8 +580,8 @@ class Coordinator:
         else:
             free = [r for r in sorted(self._state.live) if r not in self._processes and r not in self._connections]
         while placed := self._vacancies.place_spare(free):
-            rank, connection, node = placed
-            pid = self._pids.pop(connection)
+            rank, connection, _ = placed
+            process = self._spares.pop(connection)
             free.remove(rank)
             self._selector.unregister(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
@@ -386,12 +591,12 @@ class Coordinator:
                 self._vacancies.leave_node(rank)
                 connection.close()
                 continue
-            self._history.introduce(rank, node, pid)
-            self._admit(rank, connection, joining)
+            self._admit(rank, connection, replace(process, incarnation=incarnation), joining)
 
     def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
         timeout = self.options.heartbeat_timeout
-        return messages.Assign(rank, incarnation, joining, self.grid, timeout, self._setup)
+        told = self._setup, self._staggered, self._takes_results
+        return messages.Assign(rank, incarnation, joining, self.grid, timeout, *told)
 
     def _has_candidate(self, rank: int) -> bool:
         return rank in self._connections or rank in self._processes or self._vacancies.is_starting(rank)
@@ -399,6 +604,7 @@ class Coordinator:
     def _fill_vacancies(self, now: float) -> None:
         """Finds a worker for every empty position: a spare, a replacement, or a worker of another stage."""
         self._place_spares()
+        self._tell_positions()
         if self._state.generation < 0:
             return
         for rank in self._state.vacant:
@@ -416,6 +622,17 @@ class Coordinator:
                     self._watch.expect(rank, now)
                     return
 
+    def _tell_positions(self) -> None:
+        if self._on_positions is None:
+            return
+        positions = {
+            rank: self._history.process_at(rank) if rank in self._connections else None
+            for rank in range(self.grid.num_workers)
+        }
+        if positions != self._positions:
+            self._positions = positions
+            self._on_positions(MappingProxyType(positions))
+
     def _on_readable(self, rank: int) -> None:
         connection = self._connections[rank]
         try:
@@ -428,6 +645,8 @@ class Coordinator:
     def _on_messages(self, rank: int) -> None:
         """Handles what a worker's inbox holds. Whatever is wrong with a message costs its sender, and nobody else."""
         connection = self._connections.get(rank)
+        if self._state.returned is not None:
+            return  # it waits until all have returned: before, nothing is known by which to judge it
         try:
             while connection is not None and self._connections.get(rank) is connection:
                 message = connection.inbox.take()
@@ -440,6 +659,8 @@ class Coordinator:
         except BadMessageError as error:
             log.warning("Closed the connection of worker %s: %s.", self.grid.worker(rank), error)
             self._gone(rank, f"it sent a message that no worker sends ({error})")
+        except SupersededError:
+            raise
         except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
             log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
             self._gone(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
@@ -575,6 +796,8 @@ class Coordinator:
                 return
             case messages.Confirm():
                 if rank in self._state.live:
+                    if self._journal is not None:
+                        self._journal.check()
                     self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
                     self._evict_unreachable()
                 return
@@ -583,9 +806,8 @@ class Coordinator:
             case messages.Ready():
                 self._vacancies.succeeded(rank)
                 self._watch.ready(rank)
-            case messages.Leave() if rank not in self._state.live:  # it was about to join and has been told to end
-                self._dismiss(rank)
-                self._candidate_gone(rank)
+            case messages.Leave():
+                self._on_leave(message)
                 return
             case messages.Applied():
                 self._watch.applied(rank)
@@ -602,6 +824,14 @@ class Coordinator:
                     self._gone(rank, message.summary)
                     return
         self._handle(message)
+
+    def _on_leave(self, wish: messages.Leave) -> None:
+        """A worker, or who was about to join, has been told to end."""
+        if wish.rank in self._state.live:
+            self._handle(wish)
+        else:
+            self._dismiss(wish.rank)
+            self._candidate_gone(wish.rank)
 
     def _answer(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
         for rank, found in answers:
@@ -630,10 +860,20 @@ class Coordinator:
             self._gone(rank, self._describe_exit(rank) or "it could not be sent a message")
 
     def _apply(self, event: protocol.MembershipEvent) -> None:
-        self._state, commands = membership.transition(self._state, event)
+        state, commands = membership.transition(self._state, event)
+        resumes = any(isinstance(c, protocol.Send) and isinstance(c.message, messages.Resume) for c in commands)
+        if resumes and not self._plan_is_ready(state):
+            # As if the last report had been under way for longer; whatever comes before it is handled as ever.
+            self._held = event
+            self._watch.end_regroup()  # everybody has reported
+            return
+        self._state = state
+        self._write_down()
         for command in commands:
             if isinstance(command, protocol.Send):
                 self._send(command)
+            elif isinstance(command, protocol.Resend):
+                self._post(command.ranks, encode(command.message))
             elif isinstance(command, protocol.StartGrace):
                 self._graces.setdefault(command.generation, (time.monotonic() + self.options.grace, command.reason))
             elif isinstance(command, protocol.Evict):
@@ -643,9 +883,31 @@ class Coordinator:
             else:
                 self._finish(command)
 
+    def _write_down(self) -> None:
+        """Before anybody is told: what another coordinator must know."""
+        if self._journal is None:
+            return
+        durable = revival.durable(self._state)
+        if not all(map(operator.is_, durable, self._written)):  # nearly always nothing has changed
+            self._journal.write(revival.kept(self._state), self._holders)
+            self._written = durable
+
+    def _post(self, ranks: Iterable[int], frame: bytes | bytearray) -> None:
+        for rank in ranks:
+            connection = self._connections.get(rank)
+            if connection is None:
+                continue
+            try:
+                connection.send_frame(frame)
+            except OSError:
+                self._unreachable.append(rank)
+            else:
+                self._watch_unsent(connection)
+
     def _send(self, command: protocol.Send) -> None:
         message, schedule = command.message, command.schedule
         if isinstance(message, messages.Resume):
+            self._divide_time()
             joining = [self.grid.worker(rank) for rank in self._state.joining]
             try:
                 schedule = self._plans.begin_generation(self._failed(), joining, self._state.version)
@@ -655,10 +917,12 @@ class Coordinator:
             self._watch.end_regroup()
             self._connected = set()
         elif isinstance(message, messages.Boundary) and schedule is not None:
+            self._divide_time()
             self._plans.change(schedule, message.step)
         elif isinstance(message, messages.Regroup):
             self._watch.begin_regroup(time.monotonic())
             self._rendezvous.begin(message.generation)
+            self._plan_is_ready(self._state)  # if not, it is made while the workers stop and report
         elif isinstance(message, messages.StepLoss):
             counters = {"live_workers": float(len(self._state.live)), **self._history.counters}
             newest = self._state.applied.get(self._state.leader, -1)
@@ -669,26 +933,55 @@ class Coordinator:
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
         told = frozenset(command.ranks)
         for rank in command.ranks if len(told) == 1 else (rank for rank in self._order if rank in told):
-            connection = self._connections.get(rank)
-            if connection is None:
-                continue
             if programs is not None:
                 frame = encode(replace(message, program=programs.of(self.grid.worker(rank))))
-            try:
-                connection.send_frame(frame)
-            except OSError:
-                self._unreachable.append(rank)
-            else:
-                self._watch_unsent(connection)
+            self._post((rank,), frame)
 
-    def _failed(self) -> frozenset[Worker]:
-        return frozenset(
-            self.grid.worker(rank) for rank in range(self.grid.num_workers) if rank not in self._state.live
+    def _plan_is_ready(self, state: protocol.MembershipState) -> bool:
+        """Whether there is a plan for a generation of those that are in; if not, it is being made."""
+        joining = [self.grid.worker(rank) for rank in state.joining]
+        try:
+            return self._plans.is_ready(self._failed(state), joining)
+        except Exception:  # whoever asks for the plan itself meets the same error, and tells it
+            log.debug("No plan can be made ready", exc_info=True)
+            return True
+
+    def _failed(self, state: protocol.MembershipState | None = None) -> frozenset[Worker]:
+        live = (state or self._state).live
+        return frozenset(self.grid.worker(rank) for rank in range(self.grid.num_workers) if rank not in live)
+
+    def _divide_time(self) -> None:
+        """Accounts for the time of the steps until now: another plan takes other times."""
+        if (computing := self._plans.computing_seconds) is not None:
+            self._history.digest.goodput.divide(*computing)
+
+    def _view(self) -> RunView:
+        self._divide_time()
+        spares = tuple(ShownPlace(process.node or None, process.pid) for process in self._spares.values())
+        schedules = self._plans.schedules
+        candidates = frozenset(rank for rank in range(self.grid.num_workers) if self._has_candidate(rank))
+        awaited = candidates - self._connections.keys()  # their process is another one than that which was known
+        processes = {rank: place for rank, place in self._history.processes.items() if rank not in awaited}
+        status = status_of(
+            time.time(),
+            self._state,
+            self._history.digest,
+            (self._plans.number, schedules[-1]) if schedules else None,
+            processes,
+            self._vacancies.incarnations,
+            candidates,
+            self._watch.activities,
+            spares,
+            self._history.counters["recovery_seconds"],
         )
+        return RunView(status, self._plans.timed)
 
     def _record(self, record: protocol.Record) -> None:
         if record.kind in ("failure", "moved"):
             self._vacancies.may_move = self.options.normalize and record.kind == "failure"
+        if record.kind == "revived":
+            known = record.details["counters"].items()
+            self._history.counters.update({name: value for name, value in known if name != "live_workers"})
         if record.kind in ("left", "moved") and record.rank is not None:
             self._dismiss(record.rank)
         if record.kind == "resumed" and not self._history.has_steps:
@@ -702,6 +995,7 @@ class Coordinator:
     def _finish(self, outcome: protocol.Outcome) -> None:
         if self._state.outcome is None:
             self._state = replace(self._state, outcome=outcome)
+            self._write_down()
         # Also after a success: a worker may be waiting for a generation that nobody needs any more.
         self._tell_everybody(messages.Stop(StopReason.of(outcome)))
         self._done.set()

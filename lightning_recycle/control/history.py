@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_recycle.control.digest import Digest
+from lightning_recycle.control.plain_values import plain
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import MembershipState, Record
 from lightning_recycle.control.protocol.suspicion import Waited
@@ -45,14 +47,14 @@ class Event:
             "paused": all wait at a step boundary. "rejoined": a replacement has its state; ``seconds``: how long the
             others waited for it. "left": a worker was told to end and left at a step boundary. "retried": the last
             worker that holds its stage raised an exception that may be its machine's, and does the same again.
-            "moved": a worker left its stage for another one. "restarting": a replacement is being started.
-            "replanned": from ``step`` on all run another plan, because the operations no longer take the times that
-            the old one assumed (``details["found_by"]`` is "drift"), or because the planner that the user chose found
-            a better one than the heuristic, or the memory that was measured allows or demands another one (then it is
-            the planner). "saved": a checkpoint is complete.
-            "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all: all stop after one of
-            the next steps. "stage_lost": nobody holds a stage any more. Where a failure is being recovered,
-            ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
+            "moved": a worker left its stage for another one. "restarting": a replacement is being started. "revived":
+            the coordinator was started again, and its workers have returned or are lost. "replanned": from ``step`` on
+            all run another plan, because the operations no longer take the times that the old one assumed
+            (``details["found_by"]`` is "drift"), or because the planner that the user chose found a better one than the
+            heuristic, or the memory that was measured allows or demands another one (then it is the planner). "saved":
+            a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
+            all stop after one of the next steps. "stage_lost": nobody holds a stage any more. Where a failure is being
+            recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
         step: the optimizer step concerned.
@@ -88,7 +90,8 @@ class History:
         }
         self._grid = grid
         self._losses: dict[int, float] = {}  # of steps that are not committed yet
-        self._processes: dict[int, tuple[str, int]] = {}  # host and process id of the newest one at each rank
+        self.processes: dict[int, tuple[str, int]] = {}  # host and process id of the newest one at each rank
+        self.digest = Digest(grid.num_workers, time.time())
         self._injected: dict[int, FaultInjected] = {}
         self._failure_time: float | None = None
         self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
@@ -104,7 +107,11 @@ class History:
 
     def introduce(self, rank: int, host: str, pid: int) -> None:
         """From now on what happens to ``rank`` happens to this process."""
-        self._processes[rank] = host, pid
+        self.processes[rank] = host, pid
+
+    def process_at(self, rank: int) -> tuple[str, int]:
+        """Host and process id of the newest process at ``rank``, which must have been introduced."""
+        return self.processes[rank]
 
     def fault_injected(self, message: FaultInjected) -> None:
         """Remembers that a worker is about to fail on purpose: that is when it died."""
@@ -129,7 +136,7 @@ class History:
         if rank is not None:
             position = self._grid.worker(rank)
             worker = (position.pipeline, position.stage)
-            host, pid = self._processes.get(rank, (None, None))
+            host, pid = self.processes.get(rank, (None, None))
         event = Event(
             kind,
             time.time(),
@@ -142,11 +149,13 @@ class History:
             pid,
         )
         self.events.append(event)
+        self.digest.add(event, len(state.live), bool(state.joining))
         if kind == "step":
             self._count_step()
         level = logging.DEBUG if kind == "step" else logging.INFO
         if _events.isEnabledFor(level):
-            _events.log(level, "%s", json.dumps(dataclasses.asdict(event), default=str))
+            fields = dataclasses.asdict(event)
+            _events.log(level, "%s", json.dumps(plain(fields)), extra={"event": fields})
 
     def _count_step(self) -> None:
         self._steps_kept += 1
@@ -230,7 +239,7 @@ class History:
         log.warning("Worker %s is well again after %.1f s.", self._grid.worker(rank), seconds)
 
     def _process(self, rank: int | None) -> str:
-        known = None if rank is None else self._processes.get(rank)
+        known = None if rank is None else self.processes.get(rank)
         return "" if known is None else f" (process {known[1]} on {known[0] or 'an unnamed host'})"
 
     def connected(self, state: MembershipState) -> None:

@@ -21,7 +21,7 @@ from lightning_recycle.control.connection import HANDSHAKE_SECONDS, NonBlockingC
 from lightning_recycle.control.handshake import VERSION, Handshake, Refused, Role, VersionMismatch
 from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol.encoding import SCHEMA
-from lightning_recycle.control.protocol.messages import Hello
+from lightning_recycle.control.protocol.messages import FIRST
 
 __all__ = ["Listener"]
 
@@ -49,7 +49,7 @@ class Listener:
         address: where to listen.
         key: the key that the other side must know.
         workers: how many may come at the same time.
-        wake: called in the listener's thread when :attr:`accepted` has a new connection.
+        wake: called in the listener's thread when :attr:`accepted` has a new connection; may be replaced.
         handshake_seconds: until a stranger must have proved that it knows the key.
         max_strangers: how many connections may be in the handshake; by default some more than ``workers``.
 
@@ -68,7 +68,7 @@ class Listener:
     ) -> None:
         self.accepted: queue.SimpleQueue[NonBlockingConnection] = queue.SimpleQueue()
         self._key = key
-        self._wake = wake
+        self.wake = wake
         self._handshake_seconds = handshake_seconds
         self._max_strangers = workers + _STRANGERS if max_strangers is None else max_strangers
         self._closing = False
@@ -169,7 +169,7 @@ class Listener:
     def _admit(self, stranger: _Stranger) -> None:
         self._forget(stranger)
         try:
-            connection = NonBlockingConnection(stranger.socket, Inbox((Hello,), stranger.handshake.rest))
+            connection = NonBlockingConnection(stranger.socket, Inbox(FIRST, stranger.handshake.rest))
         except OSError:  # it has gone again
             stranger.socket.close()
             return
@@ -178,7 +178,7 @@ class Listener:
                 connection.close()
                 return
             self.accepted.put(connection)
-        self._wake()
+        self.wake()
 
     def _refuse(self, stranger: _Stranger, why: str, level: int = logging.WARNING) -> None:
         log.log(level, "The coordinator refused a connection from %s: %s.", stranger.name, why)

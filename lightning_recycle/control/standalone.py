@@ -1,11 +1,17 @@
 """``recycle-coordinator``: the coordinator alone, for workers that somebody else starts (SLURM, Kubernetes, torchrun).
 
-    RECYCLE_KEY=... recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --microbatches 4
+    RECYCLE_KEY=... recycle-coordinator --listen 10.0.0.1:29400
 
-Every worker runs the training script with ``RECYCLE_COORDINATOR=10.0.0.1:29400`` and the same ``RECYCLE_KEY``. The
-first D * S of them form the grid, further ones wait as spares; one that is started later replaces a lost one. A script
-may run several entry points one after the other: each is a run of its own, and the coordinator serves runs until it is
-told to end (SIGINT or SIGTERM), or as many as ``--runs`` says. Needs neither torch nor Lightning.
+Every worker runs the training script with ``RECYCLE_COORDINATOR=10.0.0.1:29400`` and the same ``RECYCLE_KEY``. What the
+run is to be, its grid, planner and time bounds, the first worker tells (:mod:`~lightning_recycle.control.terms`); what
+the command line says counts instead. The first D * S workers form the grid, further ones wait as spares; one that is
+started later replaces a lost one. A script may run several entry points one after the other: each is a run of its own,
+and the coordinator serves runs until it is told to end (SIGINT or SIGTERM), or as many as ``--runs`` says. After
+SIGUSR1 there will be no further run: who comes is told that the run has finished. Needs neither torch nor Lightning.
+
+It may be killed at any moment: started again at the same address, with the same options, it goes on with the run, as
+the workers wait for it (``RECYCLE_RECONNECT_SECONDS``). What it must know for that, and they do not, is in the file
+``--state`` (:mod:`~lightning_recycle.control.journal`).
 """
 
 from __future__ import annotations
@@ -17,83 +23,186 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from lightning_recycle.control.addresses import address_from, shown
+from lightning_recycle.control.addresses import address_from, http_address, shown
 from lightning_recycle.control.coordinator import Coordinator
-from lightning_recycle.control.handshake import check_key
-from lightning_recycle.control.options import CoordinatorOptions
+from lightning_recycle.control.journal import Journal, SupersededError, default_path
+from lightning_recycle.control.json_logs import install_if_wanted
+from lightning_recycle.control.keys import key_from_environment
+from lightning_recycle.control.monitoring.monitor import Monitor
+from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
-from lightning_recycle.control.protocol.state import Crashed, Finished, StageLost
-from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planner import get_planner
-from lightning_recycle.planning.problem import Technique
+from lightning_recycle.control.process_spaces import has_ended
+from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
+from lightning_recycle.control.reception import Reception
+from lightning_recycle.control.terms import Given, Terms, difference, settle
+from lightning_recycle.errors import ConfigurationError, ReCycleError
+from lightning_recycle.parent import die_with_parent
 
-__all__ = ["allow_descriptors", "key_from_environment", "main"]
+__all__ = ["allow_descriptors", "main"]
 
 log = logging.getLogger(__name__)
 
+_WORKERS = 4096  # as long as nobody knows how many there will be
+_LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
+_NOBODY_SECONDS = 20.0  # until a run to which nobody returns is over, if others wait
+_OVER_SECONDS = 3.0  # likewise, if its end is known
 _OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
-
-
-def key_from_environment() -> bytes:
-    """The secret that the workers of a run share.
-
-    Raises:
-        ConfigurationError: if ``RECYCLE_KEY`` is not set, or shorter than 16 bytes.
-    """
-    key = os.environ.get("RECYCLE_KEY", "")
-    if not key:
-        raise ConfigurationError(
-            "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
-            ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)".'
-        )
-    return check_key(key.encode(), "RECYCLE_KEY")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0 if every run finished."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    monitor = Monitor("recycle-coordinator", awaits_runs=True)
     try:
-        grid = Grid(options.pipelines, options.stages, options.microbatches)
-        address = address_from(options.listen, "--listen")
-        key = key_from_environment()
-        get_planner(options.planner)
-        if options.machine_error_retries < 0:
-            raise ConfigurationError(
-                f"--machine-error-retries {options.machine_error_retries}: give an integer of at least 0."
-            )
+        install_if_wanted()
+        http = _shown_at(options.http)
+        given = _given(options)
+        given.check()
+        workers = _WORKERS if given.grid is None else given.grid.num_workers
+        address, key = address_from(options.listen, "--listen"), key_from_environment()
+        reception = Reception(address, key, workers)
+        journal = _journal(options.state, address, key)
     except ConfigurationError as error:
         print(f"recycle-coordinator: {error}", file=sys.stderr)
         return 2
-    allow_descriptors(grid.num_workers + _OTHER_DESCRIPTORS)
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    status = 0
-    with contextlib.suppress(KeyboardInterrupt):
-        runs = 0
-        while options.runs is None or runs < options.runs:
-            runs += 1
+    allow_descriptors(workers + _OTHER_DESCRIPTORS)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
+            signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+    finished = [] if journal is None else list(journal.statuses)  # statuses of the runs so far
+
+    was_last = threading.Event()
+
+    def settle_end() -> None:
+        """There is no further run, if one has finished; otherwise who comes would be told that there was one."""
+        reception.is_over = was_last.is_set() and 0 in finished
+
+    def end_after_this(*_: object) -> None:
+        was_last.set()
+        settle_end()
+
+    signal.signal(signal.SIGUSR1, end_after_this)
+    if options.obey:
+        die_with_parent()
+        _obey(end_after_this)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(reception))
+        try:
+            stack.enter_context(served(monitor, http))
+        except ConfigurationError as error:
+            print(f"recycle-coordinator: {error}", file=sys.stderr)
+            return 2
+        print(f"listening on {shown(reception.listener.address)}", flush=True)
+        while options.runs is None or len(finished) < options.runs:
+            log.info("Waiting for workers at %s.", shown(reception.listener.address))
             try:
-                outcome = _serve(grid, address, key, options)
-            except ConfigurationError as error:
+                if journal is not None:
+                    reception.run = journal.run
+                    if _is_gone(reception, journal):
+                        finished[:] = journal.statuses
+                        continue
+                reception.first()
+            except SystemExit:  # nobody is left alone: how the runs went is what counts
+                if not finished:
+                    raise
+                break
+            try:
+                ended = _serve(reception, given, journal, monitor)
+                if ended is not None:  # otherwise it did not begin
+                    finished.append(_told(*ended))
+                    settle_end()
+                if journal is not None:
+                    journal.begin(tuple(finished))
+            except SupersededError as error:
                 print(f"recycle-coordinator: {error}", file=sys.stderr)
-                return 2
-            if isinstance(outcome, Finished):
-                log.info("The run finished.")
-                continue
-            status = 1
-            if isinstance(outcome, StageLost):
-                log.error("All replicas of stage %d are lost: %s", outcome.stage, dict(outcome.causes))
-            elif isinstance(outcome, Crashed):
-                crash = outcome.crash
-                log.error("Worker %s ended the run: %s\n%s", grid.worker(crash.rank), crash.summary, crash.traceback)
-            else:
-                log.error("The run ended: %s", outcome)
-    return status
+                return 1
+    if journal is not None:
+        journal.path.unlink(missing_ok=True)  # nothing is left to be continued
+        journal.close()
+    return max(finished, default=0)
+
+
+def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal | None:
+    """What the coordinator writes down; nothing if it listens at a port that another one would not have."""
+    if state == "none" or (state is None and not address[1]):
+        log.info("This coordinator writes nothing down: its end is that of the run.")
+        return None
+    journal = Journal(default_path(address) if state is None else Path(state), key)
+    log.info("Its state is in %s.", journal.path)
+    if journal.kept is not None:
+        log.warning("Coordinator %d of run %s: it goes on where the one before was killed.", journal.epoch, journal.run)
+    return journal
+
+
+def _shown_at(option: str | None) -> tuple[str, int] | None:
+    """Where the page and the metrics are: as the command line says, or the environment."""
+    if option is not None:
+        return http_address(option, "--http")
+    wanted = os.environ.get("RECYCLE_HTTP")
+    return http_address(wanted, "RECYCLE_HTTP") if wanted else None
+
+
+def _obey(end_after_this: Callable[[], None]) -> None:
+    """From now on words on the standard input count, ``over`` and ``end``, and signals that are for others do not."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def listen() -> None:
+        for line in sys.stdin:
+            if line.strip() == "over":
+                end_after_this()
+            elif line.strip() == "end":
+                signal.pthread_kill(main, signal.SIGALRM)  # wherever it waits
+                return
+
+    threading.Thread(target=listen, name="recycle-obey", daemon=True).start()
+
+
+def _told(terms: Terms, outcome: Outcome) -> int:
+    """Says how a run ended; returns the exit status that follows."""
+    if isinstance(outcome, Finished):
+        log.info("The run finished.")
+        return 0
+    if isinstance(outcome, StageLost):
+        log.error("All replicas of stage %d are lost: %s", outcome.stage, dict(outcome.causes))
+    elif isinstance(outcome, Crashed):
+        crash = outcome.crash
+        log.error("Worker %s ended the run: %s\n%s", terms.grid.worker(crash.rank), crash.summary, crash.traceback)
+    else:
+        log.error("The run ended: %s", outcome)
+    return 1
+
+
+def _is_gone(reception: Reception, journal: Journal) -> bool:
+    """Waits for workers that return to the run of an earlier coordinator; whether there are none, and it is over."""
+    kept = journal.kept
+    if kept is None or kept.generation < 0:
+        return False
+    since = None if kept.over is None else time.monotonic()
+    limit = _NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
+    while not reception.has_returned:
+        if since is None and reception.has_met:
+            since = time.monotonic()
+        have_ended = all(has_ended(process.pid, process.space) for process in journal.processes.values())
+        if have_ended or (since is not None and time.monotonic() - since > limit):
+            log.warning("Nobody returns to the run that was going on here, which is over.")
+            status = () if kept.over is None else (int(kept.over.reason is not StopReason.FINISHED),)
+            journal.begin((*journal.statuses, *status))
+            return True
+        reception.look()
+    return False
 
 
 def allow_descriptors(count: int) -> None:
@@ -108,65 +217,129 @@ def allow_descriptors(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _serve(grid: Grid, address: tuple[str, int], key: bytes, options: argparse.Namespace) -> Any:
-    """Serves one run to its end."""
-    planner = RunPlanner(grid, options.planner, Technique(decoupled=options.decoupled, staggered=options.staggered))
-    planner.prepare()
+def _serve(
+    reception: Reception, given: Given, journal: Journal | None, monitor: Monitor
+) -> tuple[Terms, Outcome] | None:
+    """Serves one run to its end; None if it did not begin, because all of its workers went, or none fits."""
+    hello = reception.first()
+    try:
+        terms = settle(given, hello.wants)
+        planner = terms.planner()
+        _prepare(planner, reception)
+    except Exception as error:  # whatever a worker wants costs that worker, and not the others
+        if not isinstance(error, ReCycleError):
+            log.exception("There is no run as the first worker wants it: %s", hello.wants)
+        reception.refuse_all(str(error) or type(error).__name__)
+        return None
+    for text in terms.overruled:
+        log.warning("%s, which counts.", text)
+    log.info("A run of %s begins with %d workers: %s", terms.grid, terms.grid.num_workers, terms.wants)
+    reception.objection = lambda hello: difference(given, terms, hello.wants)
     coordinator = Coordinator(
-        grid,
+        terms.grid,
         planner,
-        CoordinatorOptions(
-            heartbeat_timeout=options.timeout,
-            last_holder_timeout=max(options.timeout, options.last_holder_timeout),
-            start_timeout=options.start_timeout,
-            machine_error_retries=options.machine_error_retries,
-            drift=DriftOptions() if options.monitor_plan else None,
-        ),
-        host=address[0],
-        port=address[1],
-        authkey=key,
+        terms.options(),
+        authkey=reception.key,
+        reception=reception,
+        staggered=terms.wants.staggered,
+        journal=journal,
+        takes_results=False,
     )
-    log.info("Waiting for %d workers at %s.", grid.num_workers, shown(coordinator.address))
-    print(f"listening on {shown(coordinator.address)}", flush=True)
     try:
         coordinator.start({})
-        return coordinator.wait()
+        monitor.show(coordinator)
+        while (outcome := coordinator.wait(_LOOK_SECONDS)) is None:
+            if coordinator.is_deserted or (reception.is_over and not coordinator.has_begun):
+                return None
+        return terms, outcome
     finally:
+        monitor.show(None)
         coordinator.close()
 
 
+def _prepare(planner: RunPlanner, reception: Reception) -> None:
+    """Makes the first plan, however long it takes, while the workers are told that somebody is here."""
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            planner.prepare()
+        except BaseException as error:  # raised below, in the thread that serves
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="recycle-first-plan", daemon=True)
+    thread.start()
+    reception.attend(thread)
+    if failure:
+        raise failure[0]
+
+
+def _given(options: argparse.Namespace) -> Given:
+    """What the command line says."""
+    monitor = DriftOptions()
+    return Given(
+        pipelines=options.pipelines,
+        stages=options.stages,
+        microbatches=options.microbatches,
+        decoupled=options.decoupled,
+        staggered=options.staggered,
+        planner=options.planner,
+        timeout=options.timeout,
+        last_holder_timeout=options.last_holder_timeout,
+        start_timeout=options.start_timeout,
+        machine_error_retries=options.machine_error_retries,
+        monitor=(monitor.threshold, monitor.window, monitor.horizon_steps) if options.monitor_plan else None,
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("recycle-coordinator", description="The coordinator alone, for workers elsewhere.")
+    parser = argparse.ArgumentParser(
+        "recycle-coordinator",
+        description="The coordinator alone, for workers elsewhere. What is not said here, the workers' script says.",
+    )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the workers find it")
-    parser.add_argument("--pipelines", type=int, required=True, metavar="D", help="data-parallel size")
-    parser.add_argument("--stages", type=int, required=True, metavar="S", help="pipeline-parallel size")
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="per pipeline and step")
-    parser.add_argument("--planner", default="heuristic", help="name of the planner")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="silence until a worker is lost")
+    parser.add_argument("--pipelines", type=int, metavar="D", help="data-parallel size")
+    parser.add_argument("--stages", type=int, metavar="S", help="pipeline-parallel size")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="per pipeline and step")
+    parser.add_argument(
+        "--http", metavar="HOST:PORT", help="where its page, /status and /metrics are; a port alone: for this machine"
+    )
+    parser.add_argument("--planner", help="name of the planner")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="silence until a worker is lost")
     parser.add_argument(
         "--last-holder-timeout",
         type=float,
-        default=300.0,
         metavar="SECONDS",
         help="silence until a worker is lost that no peer can stand in for",
     )
     parser.add_argument(
         "--start-timeout",
         type=float,
-        default=300.0,
         metavar="SECONDS",
         help="from the first worker to the last; the run then begins without the missing ones",
     )
     parser.add_argument(
         "--machine-error-retries",
         type=int,
-        default=1,
         metavar="N",
         help="how often work that raised an exception of a machine is run again",
     )
     parser.add_argument("--runs", type=int, default=None, help="end after this many runs; by default never")
-    parser.add_argument("--no-decoupled", dest="decoupled", action="store_false", help="fused backward")
-    parser.add_argument("--no-staggered", dest="staggered", action="store_false", help="all stages step together")
+    parser.add_argument(
+        "--state",
+        metavar="FILE",
+        help="what another coordinator needs to go on if this one is killed; by default in the folder for temporary"
+        " files, named by the address; none for nothing",
+    )
+    parser.add_argument(
+        "--obey",
+        action="store_true",
+        help="end with the process that started this one, and listen to what it says instead of to signals",
+    )
+    parser.add_argument("--no-decoupled", dest="decoupled", action="store_const", const=False, help="fused backward")
+    parser.add_argument(
+        "--no-staggered", dest="staggered", action="store_const", const=False, help="all stages step together"
+    )
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser
 

@@ -30,6 +30,7 @@ class Vacancies:
 
     Attributes:
         spares: connections of the workers that wait for a position, with the machine of each.
+        incarnations: the newest one of each rank that has had a replacement.
         may_move: whether a worker of another stage may take a position: once per failure, because measurements differ a
             little afterwards.
     """
@@ -52,7 +53,7 @@ class Vacancies:
         self._started: queue.SimpleQueue[tuple[int, WorkerProcess | None]] = queue.SimpleQueue()
         self._starting: set[int] = set()
         self._restarts = 0
-        self._incarnations: dict[int, int] = {}
+        self.incarnations: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
         self._stopped = False
@@ -71,9 +72,17 @@ class Vacancies:
             pipeline = rank // self._stages
             lowest[pipeline] = min(rank, lowest.get(pipeline, rank))
         rank = min((*self._strangeness(pipeline, node), first) for pipeline, first in lowest.items())[-1]
+        self._take_node(rank, node)
+        return rank, connection, node
+
+    def _take_node(self, rank: int, node: str) -> None:
         self._nodes[rank] = node
         self._pipelines.setdefault(rank // self._stages, Counter())[node] += 1
-        return rank, connection, node
+
+    def held_before(self, rank: int, node: str, incarnation: int) -> None:
+        """A worker of ``node`` holds position ``rank`` since before this coordinator was started again."""
+        self._take_node(rank, node)
+        self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
 
     def _strangeness(self, pipeline: int, node: str) -> tuple[bool, bool]:
         """How badly a worker of ``node`` fits the pipeline: best is one with others of its node, so that loss of the
@@ -97,8 +106,8 @@ class Vacancies:
     # ------------------------------------------------------------------ replacements
 
     def next_incarnation(self, rank: int) -> int:
-        self._incarnations[rank] = self._incarnations.get(rank, 0) + 1
-        return self._incarnations[rank]
+        self.incarnations[rank] = self.incarnations.get(rank, 0) + 1
+        return self.incarnations[rank]
 
     def is_starting(self, rank: int) -> bool:
         return rank in self._starting

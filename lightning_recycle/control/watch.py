@@ -76,6 +76,11 @@ class Watch:
         self._have_applied.discard(rank)
         self._have_reported.discard(rank)
 
+    @property
+    def activities(self) -> dict[int, tuple[str, str]]:
+        """What main threads did at their newest heartbeats, and what they waited for, for people."""
+        return {rank: (b.activity.operation, b.activity.waiting_for) for rank, (b, _) in self._beats.items()}
+
     def forgive(self, now: float) -> None:
         """This process could hear nobody until now."""
         self._heard = dict.fromkeys(self._heard, now)

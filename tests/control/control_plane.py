@@ -16,7 +16,7 @@ from control_worker import Member
 from support.thread_client import ThreadClient
 
 from lightning_recycle.control.connection import MessageConnection, connect
-from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions, Positions
 from lightning_recycle.control.history import Event
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
@@ -82,6 +82,9 @@ class FakePlanner:
         self.ahead: list[frozenset[Worker]] = []
         self.error: Exception | None = None
 
+    def is_ready(self, failed: frozenset[Worker], seconds: Any) -> bool:
+        return True
+
     def plan(self, failed: frozenset[Worker], seconds: Mapping[int, Mapping[str, float]]) -> Schedule:
         if self.error is not None:
             raise self.error
@@ -103,14 +106,17 @@ class FakePlanner:
 class ControlPlane:
     """A coordinator with the workers that a test gives it."""
 
-    def __init__(self, grid: Grid = GRID, **options: float) -> None:
+    def __init__(self, grid: Grid = GRID, planner: Any = None, **options: float) -> None:
         self.processes = {rank: FakeProcess() for rank in range(grid.num_workers)}
         patient = dict.fromkeys(("heartbeat_timeout", "start_timeout", "report_timeout"), PATIENCE)
-        self.planner = FakePlanner(grid)
+        self.planner = FakePlanner(grid) if planner is None else planner
         all_options: Any = CoordinatorOptions(**{**patient, "grace": 0.1, **options})
         setup = pack("for who is started by hand")
         start: Any = self._start_worker if all_options.restart_workers else None
-        self.coordinator = Coordinator(grid, self.planner, all_options, start_worker=start, setup=setup)
+        self.positions: list[Positions] = []  # as the coordinator has told them, the newest last
+        self.coordinator = Coordinator(
+            grid, self.planner, all_options, start_worker=start, setup=setup, on_positions=self.positions.append
+        )
         self.started: list[tuple[int, int, int]] = []
         self.replacements: list[FakeProcess] = []
         self.grid = grid
@@ -134,8 +140,8 @@ class ControlPlane:
         self.replacements.append(FakeProcess())
         return self.replacements[-1]
 
-    def client(self, rank: int | None, joining: bool = False) -> ThreadClient:
-        client = ThreadClient(rank, self.coordinator.address, self.coordinator.authkey, 0.05, joining)
+    def client(self, rank: int | None, joining: bool = False, node: str = "") -> ThreadClient:
+        client = ThreadClient(rank, self.coordinator.address, self.coordinator.authkey, 0.05, joining, node=node)
         self.clients.append(client)
         return client
 

@@ -10,6 +10,8 @@
 - For an exception that a machine may explain, a worker is evicted only if a peer holds its stage, and in a step one of
   each stage (or those that lost their device). It does the work again only if that is exact. It is the user's own when
   it was raised at the same work before, or when nobody is left to try; what everybody meets always ends the run so.
+- Whatever a coordinator was killed in the middle of: no two live members are told different things, and the next one
+  says no loss, answer or verdict again that a member has heard, but the same.
 - The run ends with every stage's result, with an exception that is the user's own, because nobody holds a stage any
   more, or because all that hold a stage cannot reach a worker that the others need.
 """
@@ -44,6 +46,10 @@ EVICTED = "evicted"
 """The verdict for a worker that raised; the others are :class:`~lightning_recycle.control.protocol.messages.Judged`."""
 
 
+NOBODY: dict[str, Any] = {"pid": 0, "node": "", "token": "", "space": "", "run": "", "epoch": 0}
+"""Whoever asks a member what it would say if it returned."""
+
+
 class Violation(AssertionError):
     """A promise that was not kept."""
 
@@ -67,18 +73,23 @@ class Promises:
         self._acting: dict[tuple[int, int], SimulatedWorker] = {}  # (generation, rank) -> the process that acts there
         self._leader = -1
         self._rosters: dict[int, tuple[int, ...]] = {}
+        self._revivals = 0
+        self._is_revived = False  # since the newest generation
+        self._heard: dict[Any, list[tuple[SimulatedWorker, Any]]] = defaultdict(list)  # who heard what
         self._resumed: set[int] = set()
         self._schedules: dict[tuple[int, int], Any] = {}  # (generation, step) -> the schedule that all run
         self._expected: list[tuple[int, int, Any]] = []  # (generation, step, schedule): to be run from that step on
         self._planned: dict[int, int] = {}  # generation -> the boundary at which it began
         self._summed: list[int] = []
         self._completed: list[int] = []
+        self._committed: set[int] = set()
         self._answered: set[int] = set()
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
         self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # the detected ones, by generation
         self._cannot_be_repaired = False
         self.bug_step = -1  # in which a stage raises, whoever computes it; -1 for none
-        self._raised: list[tuple[int, tuple[int, str], int, Any]] = []  # stage, place, version, verdict
+        # stage, place, version, verdict, rank and generation
+        self._raised: list[tuple[int, tuple[int, str], int, Any, tuple[int, int]]] = []
         self._judged: set[tuple[int, int]] = set()  # (rank, generation)
         self._is_own = False
         self.wishes: Mapping[int, int] = {}  # rank -> the stop point from which on it wants to stop training early
@@ -115,12 +126,12 @@ class Promises:
     def on_arrival(self, worker: SimulatedWorker, message: messages.Arrive) -> None:
         self._arrivals.add((worker.process, message.number))
 
-    def on_applied(self, worker: SimulatedWorker, step: int, gradient: int, state: MembershipState) -> None:
+    def on_applied(self, worker: SimulatedWorker, step: int, gradient: int, summed: int) -> None:
         if gradient != self.full:
             raise Violation(f"{worker} applies step {step} with micro-batches {gradient:#x} instead of {self.full:#x}")
         if len(worker.parameters) != step:
             raise Violation(f"{worker} applies step {step} to version {len(worker.parameters)}")
-        if state.summed <= step:
+        if summed <= step:
             raise Violation(f"{worker} applies step {step}, whose loss is not known")
         self.applied[worker.stage, step] = gradient
         for stage in range(self.grid.stages):
@@ -153,7 +164,52 @@ class Promises:
             raise Violation(f"{worker} stops at {point}, another one at {self._stopped_at}")
         return True
 
+    def on_heard(self, worker: SimulatedWorker, message: Any) -> None:
+        """``message`` of the coordinator arrives at ``worker``."""
+        match message:
+            case messages.Answer():
+                what: Any = ("answer", message.number)
+            case messages.StepLoss():
+                what = ("loss", message.step)
+            case messages.StopVerdict():
+                what = ("verdict", message.point)
+            case messages.Regroup():
+                what = ("generation", message.generation)
+            case _:
+                return
+        for other, heard in self._heard[what]:
+            if heard != message and self.members.get(other.rank) is other:
+                raise Violation(f"{worker} is told {message}, and {other} was told {heard}")
+        self._heard[what].append((worker, message))
+
+    def _known(self, kind: str) -> set[int]:
+        """The numbers of what some live member has heard."""
+        return {
+            number
+            for (what, number), who in self._heard.items()
+            if what == kind and any(self.members.get(worker.rank) is worker for worker, _ in who)
+        }
+
     # ------------------------------------------------------------------ what the coordinator says
+
+    def on_revival(self) -> None:
+        """Another coordinator begins."""
+        self._revivals += 1
+        self._is_revived = True
+
+    def on_all_returned(self, state: MembershipState) -> None:
+        """All have returned: what none of them has heard is as if it had not been said."""
+        losses, answers = self._known("loss"), self._known("answer")
+        losses |= {worker.version - 1 for worker in self.members.values() if worker.has_state}
+        self._summed = [step for step in self._summed if step <= max(losses, default=-1)]
+        self._answered = {number for number in self._answered if number <= max(answers, default=-1)}
+        waiting = {
+            (raised.rank, raised.generation)
+            for worker in self.members.values()
+            if worker.rank in state.live and (raised := worker.member.returned(**NOBODY).raised) is not None
+        }
+        self._raised = [one for one in self._raised if one[4] not in waiting]
+        self._judged -= waiting
 
     def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
         if ranks != state.roster:
@@ -172,8 +228,10 @@ class Promises:
                     raise Violation(f"the loss of step {message.step} is told as {message.loss}")
                 self._summed.append(message.step)
             case messages.Committed():
+                again = message.step in self._committed  # a step that is done again, and that a stage has settled
+                self._committed.add(message.step)
                 for worker in members:
-                    if worker.alive and worker.version <= message.step and not worker.reduced:
+                    if not again and worker.alive and worker.version <= message.step and not worker.reduced:
                         raise Violation(f"step {message.step} is committed before {worker} is reduced")
             case messages.Boundary():
                 for worker in members:
@@ -184,21 +242,32 @@ class Promises:
                 if message.program is not None:
                     self._expected.append((message.generation, message.step, message.program))
             case messages.StopVerdict():
-                if self._verdicts.setdefault(message.point, message.agreed) != message.agreed:
-                    raise Violation(f"workers are told different verdicts about stop point {message.point}")
+                self._check_stop_verdict(message)
             case messages.Pause() if state.regrouping:
                 raise Violation("a pause in the middle of a regroup")
 
+    def on_message_again(self, message: Any) -> None:
+        """A revived coordinator repeats ``message``. A verdict that was written down may be told here first."""
+        if isinstance(message, messages.StopVerdict):
+            self._check_stop_verdict(message)
+
+    def _check_stop_verdict(self, message: messages.StopVerdict) -> None:
+        if self._verdicts.setdefault(message.point, message.agreed) != message.agreed:
+            raise Violation(f"workers are told different verdicts about stop point {message.point}")
+
     def _check_regroup(self, message: messages.Regroup) -> None:
-        if message.generation != len(self._rosters):
-            raise Violation(f"generation {message.generation} after {len(self._rosters)} generations")
+        newest = max(self._rosters, default=-1)
+        # A killed coordinator may have written down some that nobody has heard of.
+        if message.generation <= newest or (message.generation > newest + 1 and not self._is_revived):
+            raise Violation(f"generation {message.generation} after {newest}")
+        self._is_revived = False
         self._rosters[message.generation] = message.roster
         for pair in self.moves:
             if all(self.members.get(worker.rank) is worker and worker.rank in message.roster for worker in pair):
                 raise Violation(f"{pair[0]} enters and {pair[1]} stays, on one device")
         if message.leader not in message.roster:
             raise Violation(f"rank {message.leader} leads generation {message.generation} without being in it")
-        old = self._acting.get((message.generation - 1, self._leader))
+        old = self._acting.get((newest, self._leader))
         if old is not None and self.members.get(old.rank) is old and message.leader != old.rank:
             raise Violation(f"{old} lives, and rank {message.leader} takes the lead from it")
         self._leader = message.leader
@@ -207,6 +276,8 @@ class Promises:
         if message.generation in self._resumed or message.roster != self._rosters[message.generation]:
             raise Violation(f"generation {message.generation} is resumed twice, or with another roster")
         self._resumed.add(message.generation)
+        if message.commits:
+            self._committed.add(message.decision.version - 1)
         self._expected.append((message.generation, 0, message.program))
         if message.generation in self._planned:
             boundary, decision = self._planned[message.generation], message.decision
@@ -243,11 +314,11 @@ class Promises:
         """``verdict`` follows from what a worker ``raised``."""
         stage, place = raised.rank % self.grid.stages, (raised.step, raised.operation)
         peers = state.holders(stage) - {raised.rank}
-        of_stage = [(other, version, done) for of, other, version, done in self._raised if of == stage]
+        of_stage = [(other, version, done) for of, other, version, done, _ in self._raised if of == stage]
         before = [done for _, version, done in of_stage if version == state.version]
         used_up = sum(other == place for other, _, _ in of_stage) >= state.retries or len(before) > state.retries
         can_repeat = raised.exact and not raised.sticky
-        self._raised.append((stage, place, state.version, verdict))
+        self._raised.append((stage, place, state.version, verdict, (raised.rank, raised.generation)))
         if (raised.rank, raised.generation) in self._judged:
             raise Violation(f"{raised} is judged twice")
         self._judged.add((raised.rank, raised.generation))
@@ -276,7 +347,8 @@ class Promises:
         if record.kind == "paused":
             self._planned[state.generation] = record.step
         elif record.kind == "step":
-            self._completed.append(record.step)
+            if not (self._revivals and record.step in self._completed):  # the next coordinator counts some again
+                self._completed.append(record.step)
             for rank in state.roster:
                 worker = self.members.get(rank)
                 if worker is not None and worker.has_state and worker.version <= record.step:

@@ -1,12 +1,15 @@
 """A run in a simulated world: the coordinator's state machine, workers, a network, a clock, faults; all from a seed.
 
-``python tests/control/simulated_run.py SEED`` prints a history event by event.
+``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [plans_late]`` prints a history event by event.
 
 The coordinator's shell is reduced to what the state machine can observe: connections, exits of processes, evictions,
 candidates for empty positions. Each connection keeps its order, with random delays; connections are independent of each
 other; now and then a message arrives twice. A connection that breaks loses what was not read. What workers give each
 other directly travels as facts, which arrive at any later time, or never if the giver dies. A link between two workers
 may be cut, for a while or forever: what they give each other is then held back.
+
+The coordinator itself may be killed, at any moment: between two messages that it takes or sends, and before or after it
+writes something down. Then another one is started from what was written, and the workers return to it.
 
 What must hold is in :mod:`simulated_promises`, and in the assertions of :mod:`simulated_workers`.
 """
@@ -22,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from simulated_promises import EVICTED, Promises, Violation
+from simulated_promises import EVICTED, NOBODY, Promises, Violation
 from simulated_workers import (
     CommunicationError,
     Dies,
@@ -33,24 +36,30 @@ from simulated_workers import (
     linked_with,
 )
 
-from lightning_recycle.control.protocol import membership, messages
-from lightning_recycle.control.protocol.admission import objection
+from lightning_recycle.control.journal import Process
+from lightning_recycle.control.options import CoordinatorOptions
+from lightning_recycle.control.protocol import membership, messages, revival
+from lightning_recycle.control.protocol.admission import objection, objection_to_return
 from lightning_recycle.control.protocol.links import Pair
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
     EndWanted,
     Evict,
     GraceElapsed,
+    Joined,
     Lost,
     MembershipState,
     MovePlanned,
     PlanReady,
     Record,
+    Resend,
     Send,
+    StageLost,
     StartGrace,
     initial_state,
 )
 from lightning_recycle.control.protocol.stopping import StopPlace, stop_point
+from lightning_recycle.control.readmission import Place, Readmission
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Run", "Violation", "check_histories"]
@@ -73,8 +82,22 @@ GRACE = 0.1
 CONNECTING = 0.3  # seconds that connecting may take
 DEADLOCK = 0.6  # seconds without progress anywhere after which the same workers connect again
 STOP = "stop"  # a worker is told to end
+LAST_HOLDER_SILENCE = 3.0  # seconds for which a revived coordinator waits for the last holder of a stage
 
 FAULTS = ("crash", "crash", "fuse", "fuse", "break", "freeze", "stick", "disturb", "leave", "leave", "node")
+
+
+class CoordinatorDies(BaseException):
+    """It is killed right here."""
+
+
+class Paper:
+    """What the coordinator has written down: like a journal."""
+
+    def __init__(self) -> None:
+        self.run, self.epoch, self.is_continued = "a run", 0, True
+        self.kept: revival.Kept | None = None
+        self.processes: dict[int, Process] = {}
 
 
 class Run:
@@ -85,10 +108,18 @@ class Run:
         trace: called with what happens, for people.
         ends: whether it is told to end at some moment.
         stops: whether workers want to stop training early.
+        kills: whether the coordinator is killed.
+        plans_late: whether the last report of a generation is held while its plan is made.
     """
 
     def __init__(
-        self, seed: int, trace: Callable[[str], None] | None = None, ends: bool = False, stops: bool = False
+        self,
+        seed: int,
+        trace: Callable[[str], None] | None = None,
+        ends: bool = False,
+        stops: bool = False,
+        kills: bool = False,
+        plans_late: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
@@ -109,6 +140,21 @@ class Run:
         self.state: MembershipState = initial_state(self.grid, random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2)))
         self.facts: dict[Fact, Any] = {}
         self.outcome: Any = None
+        self._kills = random.Random(f"kills {seed}")
+        self._with_kills = kills
+        self._kills_left = self._kills.choice((1, 1, 1, 2, 3)) if kills else 0
+        self._planning = random.Random(f"planning {seed}") if plans_late else None
+        self._coordinator_fuse = 0  # actions until it is killed, 0 for never
+        self._is_down = False
+        self._paper = Paper()
+        self._options = CoordinatorOptions(
+            heartbeat_timeout=SILENCE,
+            last_holder_timeout=LAST_HOLDER_SILENCE,
+            machine_error_retries=random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2)),
+        )
+        self._readmission: Any = None
+        self._deferred: list[tuple[SimulatedWorker, Any]] = []
+        self._told_at_the_end: Any = None  # how the run ended, before the coordinator was killed
         self.met: Counter[str] = Counter()
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -150,6 +196,8 @@ class Run:
                     self._wishes[rank] = at if together else wishes.choice(points)
             self.promises.wishes = self._wishes
             self.promises.min_steps = wishes.choice((0, 0, 0, wishes.randrange(self.steps + 1)))
+        for _ in range(self._kills_left):
+            self._at(self._kills.random() * FAULTS_END, self._light_coordinators_fuse)
         self._progressed = 0.0  # when a worker last went on
         cuts = self._links.choice((0, 0, 0, 1, 1, 2))
         self._disturbances_left -= cuts  # each may cost one
@@ -176,7 +224,10 @@ class Run:
             self.now, number, action, args = pop(agenda)
             if self.now > DEADLINE or number > MAX_EVENTS:
                 raise Violation(f"no end after {self.now:.1f} s and {number} events; {self._situation()}")
-            action(*args)
+            try:
+                action(*args)
+            except CoordinatorDies:
+                self._kill_coordinator()
         if self.outcome is None:
             raise Violation(f"everybody waits; {self._situation()}")
         self.promises.on_end(self.outcome, self.state)
@@ -205,11 +256,13 @@ class Run:
     # ------------------------------------------------------------------ the network, as the workers see it
 
     def send(self, worker: SimulatedWorker, message: Any) -> None:
-        if worker.process in self._cut:
-            return
+        if not isinstance(message, Joined):
+            worker.member.said(message)
         if isinstance(message, messages.Arrive):
             self.promises.on_arrival(worker, message)
-        elif (
+        if worker.process in self._cut or worker.connection != self._paper.epoch:
+            return
+        if (
             isinstance(message, messages.Losses)
             and self._follow_ups
             and self.random() < 0.05
@@ -219,11 +272,11 @@ class Run:
             self._break(worker)
             return
         self._up[worker.process] = arrival = max(self._up[worker.process], self.now + self.delay())
-        self._at_time(arrival, self._on_message, worker, message)
+        self._at_time(arrival, self._on_message, worker, message, self._paper.epoch)
         if self.duplicates and self.random() < (0.6 if isinstance(message, messages.Report) else 0.2):
             # At once, or so late that it is outdated.
             again = arrival if self.random() < 0.5 else arrival + 5 * self.delay()
-            self._at_time(again, self._on_message, worker, message, True)
+            self._at_time(again, self._on_message, worker, message, self._paper.epoch, True)
 
     def tell(self, worker: SimulatedWorker, what: str, step: int, value: Any) -> None:
         self.promises.on_exchange(worker)
@@ -242,7 +295,7 @@ class Run:
         if (worker.stage, step) not in self.promises.applied and self._follow_ups and self.random() < 0.2:
             self._follow_ups -= 1  # the first of its stage, before the others
             self._at(self.delay() * 0.5, self._fault)
-        self.promises.on_applied(worker, step, gradient, self.state)
+        self.promises.on_applied(worker, step, gradient, self.state.summed if self._is_up else step + 1)
 
     def has(self, worker: SimulatedWorker, fact: Fact) -> bool:
         """Whether ``fact`` has arrived at ``worker``."""
@@ -281,6 +334,7 @@ class Run:
     def _start(self, rank: int, joins: bool) -> SimulatedWorker:
         self._processes += 1
         worker = SimulatedWorker(self, rank, self._processes, joins)
+        worker.connection = self._paper.epoch
         self._workers.append(worker)
         self._connections[rank] = worker
         self._at(0.0, self._advance, worker, None)
@@ -297,6 +351,7 @@ class Run:
         try:
             wait = next(worker.thread) if error is None else worker.thread.throw(error())
         except StopIteration:
+            self._end_if_told()
             return
         except Dies:
             self._say(f"{worker} dies in the middle")
@@ -339,15 +394,17 @@ class Run:
     def _is_broken(self, worker: SimulatedWorker, missing: set[Fact]) -> bool:
         return bool(worker.broken) and any(fact[3] in worker.broken for fact in missing)
 
-    def _receive(self, worker: SimulatedWorker, message: Any) -> None:
-        if not worker.alive or worker.process in self._cut:
+    def _receive(self, worker: SimulatedWorker, message: Any, epoch: int) -> None:
+        if not worker.alive or worker.process in self._cut or epoch != worker.connection or self.now > worker.deaf:
             return
         if self.now < worker.frozen:
             worker.unread.append(message)
             return
         if message == STOP:
             worker.alive = False
+            self._end_if_told()
             return
+        self.promises.on_heard(worker, message)
         worker.receive(message)
         self._poke(worker)
 
@@ -356,29 +413,58 @@ class Run:
             return
         unread, worker.unread = worker.unread, []
         for message in unread:
-            self._receive(worker, message)
+            self._receive(worker, message, worker.connection)
         self._poke(worker)
 
     # ------------------------------------------------------------------ the coordinator's shell
 
-    def _on_message(self, worker: SimulatedWorker, message: Any, repeated: bool = False) -> None:
+    def _on_message(self, worker: SimulatedWorker, message: Any, epoch: int, repeated: bool = False) -> None:
+        if epoch != self._paper.epoch or self._is_down:
+            return
         if self._connections.get(worker.rank) is worker and worker.process not in self._cut:
+            if self.state.returned is not None:
+                self._deferred.append((worker, message))
+                return
+            self._burn()
             # A connection repeats nothing, so what is said of repeated messages holds for the state machine alone.
             if not repeated and (why := objection(self.state, worker.rank, message)):
                 raise Violation(f"worker {worker.rank} would lose its connection for {message}: {why}")
             self._handle(message)
 
-    def _handle(self, event: Any) -> None:
+    def _handle(self, event: Any, is_planned: bool = False) -> None:
+        if self._is_down:
+            return
         if self.trace is not None:
             self._say(f"{event}")
-        self.state, commands = membership.transition(self.state, event)
+        was_over, was_returning = self.state.outcome is not None, self.state.returned is not None
+        state, commands = membership.transition(self.state, event)
+        if not is_planned and self._is_plan_late(commands):
+            self.met["held"] += 1
+            self._at_coordinator(self.delay() * 4, self._handle, event, True)
+            return
+        self.state = state
+        if was_over:
+            return
+        self._burn()
+        self._write_down()
+        if self.state.outcome is not None:
+            self._told_at_the_end = self.state.outcome
+        self._burn()
+        has_revived = was_returning and self.state.returned is None
         if evicted := [command.rank for command in commands if isinstance(command, Evict)]:
             self.met["evicted"] += len(evicted)
-            if isinstance(event, messages.Raised):
+            if isinstance(event, messages.Raised) or has_revived:
                 self.met["evicted after an exception"] += 1
-                self.promises.on_verdict(event, EVICTED, self.state)
             else:
                 self.promises.on_evictions(evicted, self.state)
+        for command in commands:
+            if isinstance(command, Record) and command.kind == "revived":
+                self.promises.on_all_returned(self.state)
+            judged = command.message if isinstance(command, Send) else None
+            if isinstance(command, Evict) and (isinstance(event, messages.Raised) or has_revived):
+                self.promises.on_verdict(self._raised_by(command.rank, event), EVICTED, self.state)
+            elif isinstance(command, Send) and isinstance(judged, messages.Judged):
+                self.promises.on_verdict(self._raised_by(command.ranks[0], event), judged, self.state)
         for command in commands:
             if isinstance(command, Send):
                 message = command.message
@@ -387,30 +473,192 @@ class Run:
                     message = replace(message, program=self._linked_by)
                 elif command.schedule is not None:
                     message = replace(message, program=command.schedule)
-                if isinstance(message, messages.Judged):
-                    self.promises.on_verdict(event, message, self.state)
-                else:
+                if not isinstance(message, messages.Judged):
                     self.promises.on_message(command.ranks, message, self.state)
                 self._follow_up(message)
-                for rank in command.ranks:
-                    if rank in self._connections:
-                        self._post(self._connections[rank], message)
+                self._post_all(command.ranks, message)
+            elif isinstance(command, Resend):
+                self.met[f"{type(command.message).__name__} told again"] += bool(command.ranks)
+                self.promises.on_message_again(command.message)
+                self._post_all(command.ranks, command.message)
             elif isinstance(command, StartGrace):
-                self._at(GRACE, self._handle, GraceElapsed(command.generation, "reset"))
+                self._at_coordinator(GRACE, self._handle, GraceElapsed(command.generation, "reset"))
             elif isinstance(command, Evict):
+                self._burn()
                 self._gone(self._connections[command.rank], command.cause)
             elif isinstance(command, Record):
                 self._record(command)
             else:
                 self._say(f"outcome: {command}")
+                self._burn()
                 self.outcome = command
         if self.outcome is None:
             self.promises.on_event(self.state)
+        if has_revived:
+            deferred, self._deferred = self._deferred, []
+            for worker, message in deferred:
+                self._on_message(worker, message, self._paper.epoch)
+
+    def _is_plan_late(self, commands: Iterable[Any]) -> bool:
+        """Whether the plan of the generation that is about to go on is still being made."""
+        resumes = any(isinstance(c, Send) and isinstance(c.message, messages.Resume) for c in commands)
+        return resumes and self._planning is not None and self._planning.random() < 0.5
+
+    def _raised_by(self, rank: int, event: Any) -> messages.Raised:
+        """What ``rank`` raised: ``event``, or what it said when it returned."""
+        said = event if isinstance(event, messages.Raised) else self._connections[rank].member.returned(**NOBODY).raised
+        assert said is not None
+        return said
+
+    def _post_all(self, ranks: Iterable[int], message: Any) -> None:
+        for rank in ranks:
+            if rank in self._connections:
+                self._burn()
+                self._post(self._connections[rank], message)
+
+    def _at_coordinator(self, delay: float, action: Callable[..., None], *args: Any) -> None:
+        """What the coordinator does after a while, if it is still the same."""
+        self._at(delay, self._of_epoch, self._paper.epoch, action, *args)
+
+    def _of_epoch(self, epoch: int, action: Callable[..., None], *args: Any) -> None:
+        if epoch == self._paper.epoch and not self._is_down:
+            action(*args)
+
+    # ------------------------------------------------------------------ the coordinator is killed
+
+    def _light_coordinators_fuse(self) -> None:
+        if self._kills_left and not self._coordinator_fuse:
+            self._kills_left -= 1
+            self._coordinator_fuse = self._kills.randrange(1, 14)
+
+    @property
+    def _is_up(self) -> bool:
+        """Whether there is a coordinator, and it knows what it has to."""
+        return not self._is_down and self.state.returned is None
+
+    def _burn(self) -> None:
+        """It does something, and may be killed right before."""
+        if self._coordinator_fuse:
+            self._coordinator_fuse -= 1
+            if not self._coordinator_fuse:
+                raise CoordinatorDies
+
+    def _write_down(self) -> None:
+        written = revival.kept(self.state)
+        if written != self._paper.kept:
+            self._paper.kept = written
+            holders = {rank: self._connections[rank] for rank in self.state.live if rank in self._connections}
+            self._paper.processes = {rank: Process(str(one.process), 0, "") for rank, one in holders.items()}
+
+    def _kill_coordinator(self) -> None:
+        self._say("the coordinator is killed")
+        self.met["coordinator killed"] += 1
+        if self.state.returned is not None:
+            self.met["coordinator killed again"] += 1
+        if self.state.pause is not None:
+            self.met["coordinator killed during a pause"] += 1
+        self._is_down = True
+        self._deferred = []
+        for worker in self._workers:  # what it has said may still arrive, or not
+            worker.deaf = self.now + self._kills.random() * 0.03
+        self._at(self._kills.random() * 0.3, self._start_coordinator)
+
+    def _start_coordinator(self) -> None:
+        self._paper.epoch += 1
+        self._is_down = False
+        self._say(f"coordinator {self._paper.epoch} begins with {self._paper.kept}")
+        self._readmission = Readmission(self._paper, self.grid, self._options)  # type: ignore[arg-type]
+        self.state = self._readmission.state()
+        self._connections.clear()
+        self._plans.clear()
+        self.promises.on_revival()
+        if self.state.generation < 0:
+            self._at_coordinator(LAST_HOLDER_SILENCE, self._end_start)
+        for worker in self._workers:
+            if worker.alive and worker.process not in self._cut:
+                self._at(0.03 + self.delay(), self._return, worker, self._paper.epoch)
+        if self._kills_left and self._kills.random() < 0.5:
+            self._light_coordinators_fuse()
+        self._at_coordinator(SILENCE / 8, self._await_return)
+        self._end_if_told()
+
+    def _return(self, worker: SimulatedWorker, epoch: int) -> None:
+        """A worker has found the coordinator."""
+        if not worker.alive or worker.process in self._cut or epoch != self._paper.epoch:
+            return
+        if self._is_down:
+            return  # the next one comes soon
+        if self.now < worker.frozen:
+            self._at(worker.frozen - self.now, self._return, worker, epoch)
+            return
+        worker.connection, worker.deaf = epoch, float("inf")
+        worker.unread = []
+        who = {"pid": 0, "node": "", "token": str(worker.process), "space": "", "run": "a run", "epoch": epoch}
+        said = worker.member.returned(**who, joining=worker.joins)
+        arrival = self._up[worker.process] = self.now + self.delay()
+        self._at_time(arrival, self._on_return, worker, said, epoch)
+
+    def _on_return(self, worker: SimulatedWorker, said: messages.Returned, epoch: int) -> None:
+        if not worker.alive or worker.process in self._cut or epoch != self._paper.epoch or self._is_down:
+            return
+        self._burn()
+        if why := objection_to_return(self.grid, said):
+            raise Violation(f"{worker} cannot return: {why}")
+        if self.state.outcome is not None:
+            over = self._paper.kept and self._paper.kept.over
+            assert over is not None
+            if over.answer is not None and said.next_collective <= over.answer.number:
+                self.met["the end told again"] += 1
+                self._post(worker, over.answer)
+            self._post(worker, STOP)
+            return
+        place = self._readmission.judge(self.state, self._connections.keys(), said)
+        self._say(f"{worker} returns: {place.value}")
+        if place in (Place.LEFT, Place.LOST):
+            self.met[f"{place.name} returns"] += 1
+            self._post(worker, STOP)
+            return
+        self._connections[worker.rank] = worker
+        self._readmission.heard(self.now)
+        if place is Place.MEMBER:
+            self._handle(said)
+            return
+        self.met[f"{place.name} returns"] += 1
+        if place is Place.STARTER:
+            self._handle(Joined(worker.rank))
+        for event in revival.events(said):
+            self._handle(event)
+
+    def _end_start(self) -> None:
+        """Who has not joined by now is not waited for."""
+        for rank in sorted(self.state.live - self.state.joined):
+            if self.state.generation < 0:
+                self._handle(Lost(rank, "it did not start"))
+
+    def _await_return(self) -> None:
+        if not any(worker.alive for worker in self._workers):
+            self.met["deserted"] += 1
+            self._connections.clear()
+            self.outcome = StageLost(0, {})
+            return
+        for rank, cause in self._readmission.late(self.now, self.state).items():
+            self.met["did not return"] += 1
+            if rank in self.state.live:
+                self._handle(Lost(rank, cause))
+        if self.state.outcome is None and self.state.returned is not None:
+            self._at_coordinator(SILENCE / 8, self._await_return)
+
+    def _end_if_told(self) -> None:
+        """The run is over when all who can know how it ended do."""
+        if self._told_at_the_end is not None and not self._is_down:
+            kept = {one.token for one in self._paper.processes.values()}
+            if all(w.done or not w.alive or w.process in self._cut for w in self._workers if str(w.process) in kept):
+                self.outcome = self._told_at_the_end
 
     def _replan(self, number: int, seconds: float) -> None:
         """Begins to make plan ``number`` for the current workers, which takes ``seconds``."""
-        if self.state.generation >= 0:
-            self._at(seconds, self._adopt, self.state.roster, number)
+        if self.state.generation >= 0 and not self._is_down:
+            self._at_coordinator(seconds, self._adopt, self.state.roster, number)
 
     def _adopt(self, roster: tuple[int, ...], number: int) -> None:
         self._plans[roster] = number
@@ -425,9 +673,9 @@ class Run:
 
     def _post(self, worker: SimulatedWorker, message: Any) -> None:
         self._down[worker.process] = arrival = max(self._down[worker.process], self.now + self.delay())
-        self._at_time(arrival, self._receive, worker, message)
+        self._at_time(arrival, self._receive, worker, message, self._paper.epoch)
         if self.duplicates and self.random() < 0.05 and message != STOP:
-            self._at_time(arrival, self._receive, worker, message)
+            self._at_time(arrival, self._receive, worker, message, self._paper.epoch)
 
     def _record(self, record: Record) -> None:
         self._say(f"{record}")
@@ -440,6 +688,8 @@ class Run:
 
     def _gone(self, worker: SimulatedWorker, cause: str) -> None:
         """The coordinator knows that the process is dead, or wants it to be."""
+        if self._is_down:
+            return
         if self._connections.get(worker.rank) is not worker:
             return
         del self._connections[worker.rank]
@@ -464,11 +714,20 @@ class Run:
         vacant = [rank for rank in self.state.vacant if rank not in self._connections]
         if self.outcome is not None or self.state.generation < 0 or not vacant or not self._spawns_left:
             return
+        if self._is_down or self.state.returned is not None:
+            self._at(0.1, self._fill)
+            return
         self._spawns_left -= 1
         rank = self.chance.choice(vacant)
-        movers = [
-            r for r in self.state.roster if r % self.grid.stages != rank % self.grid.stages and r in self._connections
-        ]
+        movers = (
+            []
+            if self._with_kills
+            else [  # only a launching process plans moves, and its coordinator ends with it
+                r
+                for r in self.state.roster
+                if r % self.grid.stages != rank % self.grid.stages and r in self._connections
+            ]
+        )
         if movers and not self.state.moves and self.random() < 0.3:
             mover = self._connections[self.chance.choice(movers)]
             self._handle(MovePlanned(rank, mover.rank))
@@ -515,7 +774,7 @@ class Run:
                 worker.stuck = self.now + seconds
             self._at(seconds, self._thaw, worker)
             if seconds > SILENCE:
-                self._at(SILENCE, self._gone, worker, "it was silent")
+                self._at_coordinator(SILENCE, self._gone, worker, "it was silent")
         elif kind == "disturb":
             self._disturb(worker, self.chance.choice(victims))
         elif worker.position or worker.rank in self.state.joining:
@@ -560,7 +819,8 @@ class Run:
         self._end(worker)
         if self.random() < 0.3:
             self._cut.add(worker.process)
-        self._at_time(max(self._up[worker.process], self.now) + self.delay(), self._gone, worker, "it died")
+        seen = max(self._up[worker.process], self.now) + self.delay()
+        self._at_time(seen, self._of_epoch, self._paper.epoch, self._gone, worker, "it died")
 
     def _end(self, worker: SimulatedWorker) -> None:
         worker.alive = False
@@ -581,7 +841,7 @@ class Run:
     def _break(self, worker: SimulatedWorker) -> None:
         """The connection to the coordinator is lost, with what is in flight; those to the others hold."""
         self._cut.add(worker.process)
-        self._at(self.delay(), self._gone, worker, "its connection broke")
+        self._at_coordinator(self.delay(), self._gone, worker, "its connection broke")
         self._at(self.delay() * 3, self._lose_coordinator, worker)
 
     def _lose_coordinator(self, worker: SimulatedWorker) -> None:
@@ -677,20 +937,24 @@ class Run:
         self._at(DEADLOCK / 4, self._judge)
 
 
-def check_histories(seeds: Iterable[int], ends: bool = False, stops: bool = False) -> Counter[str]:
+def check_histories(
+    seeds: Iterable[int], ends: bool = False, stops: bool = False, kills: bool = False, plans_late: bool = False
+) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
     Args:
         seeds: the numbers of the histories.
         ends: whether each is told to end at some moment.
         stops: whether workers want to stop training early.
+        kills: whether the coordinator is killed in each.
+        plans_late: whether the last report of a generation may be held while its plan is made.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
     """
     met: Counter[str] = Counter()
     for seed in seeds:
-        run = Run(seed, ends=ends, stops=stops)
+        run = Run(seed, ends=ends, stops=stops, kills=kills, plans_late=plans_late)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:
@@ -701,4 +965,5 @@ def check_histories(seeds: Iterable[int], ends: bool = False, stops: bool = Fals
 
 
 if __name__ == "__main__":
-    Run(int(sys.argv[1]), trace=print).run()
+    options: Any = dict.fromkeys(sys.argv[2:], True)
+    Run(int(sys.argv[1]), trace=print, **options).run()

@@ -189,6 +189,8 @@ class SimulatedWorker:
         self.joins = joins
         # what the world knows of the process
         self.alive = True
+        self.connection = 0  # the epoch of the coordinator that it is connected to
+        self.deaf = float("inf")  # from then on nothing of that one arrives any more
         self.fuse = 0  # actions until it dies, 0 for never
         self.mishap = 0  # actions until it raises, 0 for never
         self.loses_device = False  # and then its device is lost

@@ -1,13 +1,14 @@
 """Planners that tell where they work. A module of its own, so that other processes can import it."""
 
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_recycle.planning import Problem, Schedule, heuristic
+from lightning_recycle.planning import HeuristicPlanner, Problem, Schedule, cancellation, heuristic
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,34 @@ class Unpicklable:
 
     def plan(self, problem: Problem) -> Schedule:
         return heuristic(problem)
+
+
+@dataclass(frozen=True)
+class Gated(HeuristicPlanner):
+    """The heuristic; in another process than ``home`` it tells its process id in ``report`` and waits for ``gate``."""
+
+    report: Path = Path()
+    gate: Path = Path()
+    home: int = 0
+
+    def plan(self, problem: Problem) -> Schedule:
+        if os.getpid() != self.home:
+            report = self.report.with_suffix(".new")
+            report.write_text(str(os.getpid()))
+            report.rename(self.report)
+            while not self.gate.exists():
+                cancellation.check()
+                time.sleep(0.01)
+        return heuristic(problem, self.effort)
+
+
+@dataclass(frozen=True)
+class Modules(HeuristicPlanner):
+    """Writes to ``report`` what its process has imported, and its priority."""
+
+    report: Path = Path()
+
+    def plan(self, problem: Problem) -> Schedule:
+        priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        self.report.write_text(f"{priority} {' '.join(sys.modules)}")
+        return heuristic(problem, self.effort)

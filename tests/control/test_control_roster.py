@@ -10,7 +10,7 @@ import pytest
 from control_plane import PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
 from control_worker import Member
 
-from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
+from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Hello
 
@@ -71,12 +71,42 @@ def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_
     run_to(3, [members[3]])
     results(run_to(5, members[:3]))
     assert members[3].client.exited.wait(PATIENCE)
-    assert members[3].client.exit_code == 0
+    assert members[3].client.exit_code == EXIT_LEFT
     assert (members[3].version, members[0].client.roster) == (2, (0, 1, 2))
     (left,) = plane.events("left")
     assert (left.worker, left.step) == ((1, 1), 2)
     assert [*plane.events("failure"), *plane.events("redone")] == []
     assert not plane.processes[3].killed.is_set()
+
+
+def on_machines(plane: ControlPlane) -> list[Member]:
+    """Members that have joined, two on each machine."""
+    members = [Member(plane.client(rank, node=f"machine {rank // 2}"), 2) for rank in range(4)]
+    together(*(member.join for member in members))
+    return members
+
+
+def test_whoever_brings_workers_is_told_who_is_where_and_which_positions_are_empty(plane: ControlPlane) -> None:
+    members = on_machines(plane)
+    everybody = {rank: (f"machine {rank // 2}", os.getpid()) for rank in range(4)}
+    plane.until(lambda: plane.positions and plane.positions[-1] == everybody)
+    die(plane, members[3])
+    plane.until(lambda: plane.positions[-1] == {**everybody, 3: None})
+    plane.client(3, joining=True, node="elsewhere")
+    plane.until(lambda: plane.positions[-1] == {**everybody, 3: ("elsewhere", os.getpid())})
+
+
+def test_the_workers_of_a_machine_leave_at_a_step_boundary_when_that_is_asked(plane: ControlPlane) -> None:
+    members = on_machines(plane)
+    results(run_to(2, members))
+    plane.coordinator.ask_to_leave("machine 1")
+    plane.coordinator.ask_to_leave("a machine that nobody is on")
+    plane.until(lambda: has_boundary(plane))
+    run_to(3, members[2:])
+    results(run_to(5, members[:2]))
+    assert sorted(event.worker or () for event in plane.events("left")) == [(1, 0), (1, 1)]
+    assert [*plane.events("failure"), *plane.events("redone")] == []
+    plane.until(lambda: [rank for rank, process in plane.positions[-1].items() if process is None] == [2, 3])
 
 
 def test_a_leader_that_was_lost_is_not_leader_again_when_it_comes_back(plane: ControlPlane) -> None:

@@ -44,3 +44,29 @@ def test_before_the_first_generation_there_is_nothing_to_save() -> None:
     state, commands = feed(s.initial_state(GRID), s.Joined(0), s.EndWanted())
     assert (state.outcome, commands) == (s.Ended(), [s.Ended()])
     assert m.StopReason.of(state.outcome) is m.StopReason.ENDED
+
+
+def test_a_worker_whose_job_is_about_to_end_ends_the_run_for_all() -> None:
+    _, commands = feed(running(), *losses(0), m.EndRun(2), *losses(1))
+    assert [(told.step, told.after_step) for told in messages(commands, m.StepLoss)] == [(0, GO_ON), (1, END)]
+
+
+def test_it_ends_after_the_first_step_if_all_are_told_before() -> None:
+    start = s.initial_state(GRID)
+    _, commands = feed(start, s.Joined(0), m.EndRun(0), *(s.Joined(rank) for rank in (1, 2, 3)), *reports(ALL, 0))
+    assert not any(isinstance(command, s.Ended) for command in commands)
+    state, _ = feed(start, s.Joined(0), m.EndRun(0), *(s.Joined(rank) for rank in (1, 2, 3)), *reports(ALL, 0))
+    assert messages(feed(state, *losses(0))[1], m.StepLoss)[0].after_step is END
+
+
+def test_the_run_ends_once_all_leave_with_it() -> None:
+    state, _ = feed(running(), *(m.Leave(rank, with_run=True) for rank in (0, 1, 2)))
+    assert state.after_step is GO_ON
+    assert feed(state, m.Leave(3, with_run=True))[0].after_step is END
+    assert feed(state, s.Lost(3, "gone"))[0].after_step is END
+    assert feed(state, m.Leave(3))[0].after_step is GO_ON  # one goes on until somebody replaces it
+
+
+def test_the_last_holders_stay_if_they_do_not_leave_with_the_run() -> None:
+    state, _ = feed(running(), *(m.Leave(rank) for rank in ALL))
+    assert state.after_step is GO_ON

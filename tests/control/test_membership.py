@@ -253,6 +253,18 @@ def test_what_those_tell_who_have_guessed_is_passed_on_to_those_that_have_not_st
     assert resume.commits == {0: "commit of 0", 1: "commit of 1"}
 
 
+@pytest.mark.parametrize("unsettled", [False, True])
+def test_nobody_guesses_again_about_a_step_that_a_stage_has_settled(unsettled: bool) -> None:
+    """Worker 0 was to get the gradient of step 0 of worker 2, which died instead: all go back, but for stage 1."""
+    state, _ = feed(running(), all_losses(0), *commits(ALL, 0, 0), s.Lost(2, "gone"))
+    ahead = [m.Report(rank, 1, WorkerStatus(1, 1, False, unsettled), None) for rank in (1, 3)]
+    state, commands = feed(state, report(0, 1), *ahead)
+    assert messages(commands, m.Resume)[0].decision.version == 0
+    settled = m.Committed(1, 0, {0: "payload of 0", 1: "payload of 1"}, False)
+    assert messages(commands, m.Committed) == ([] if unsettled else [settled])
+    assert messages(feed(state, *commits((0, 1, 3), 1, 0))[1], m.Committed) == ([] if not unsettled else [settled])
+
+
 def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> None:
     _, commands = feed(running(), *commits((0, 1, 2), 0, 0), *commits((3,), 0, 1))
     (failed,) = commands

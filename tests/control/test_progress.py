@@ -13,6 +13,7 @@ from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.control.protocol.suspicion import Ruling, Waited
 from lightning_recycle.control.watch import Watch
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.ops import OpKind
 
 TIMEOUT = 5.0
 USUAL = {"F": 0.1, "B": 1.0}  # seconds
@@ -95,6 +96,13 @@ def test_if_everybody_waits_and_nobody_is_at_work_nobody_is_to_blame(
     observations: dict[int, Observation], usual: Mapping[str, float], deadlocked: bool
 ) -> None:
     assert everybody_waits(observations, lambda rank, kind: usual.get(kind), TIMEOUT) is deadlocked
+
+
+@pytest.mark.parametrize("kind", [str(kind) for kind in OpKind])
+def test_everybody_may_wait_for_the_longest_operation_of_any_kind(kind: str) -> None:
+    waits = {rank: Observation("receive", "", True, 60.0) for rank in range(2)}
+    usual = {kind: 10.0}.get
+    assert not everybody_waits(waits, lambda rank, kind: usual(kind), TIMEOUT)
 
 
 # ---------------------------------------------------------------------- the clocks

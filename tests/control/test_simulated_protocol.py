@@ -1,6 +1,7 @@
 """The protocol of coordinator and workers in a simulated world, over random histories; and that breaking it is noticed.
 
-A history is a number: ``python tests/control/simulated_run.py NUMBER`` replays it and prints what happens.
+A history is a number: ``python tests/control/simulated_run.py NUMBER`` replays it and prints what happens; with
+``kills`` one in which the coordinator is killed, at any moment, and started again.
 All 100,000 of them: ``pytest -m exhaustive tests/control/test_simulated_protocol.py``.
 """
 
@@ -16,12 +17,14 @@ from simulated_promises import Violation
 from simulated_run import Run, check_histories
 from simulated_workers import SimulatedWorker
 
-from lightning_recycle.control.protocol import agreements, blame, links, membership, recovery, state, stopping
+from lightning_recycle.control.protocol import agreements, blame, links, membership, recovery, revival, state, stopping
 from lightning_recycle.control.protocol.member import Member
+from lightning_recycle.control.protocol.returning import Memory
 
 SAMPLE = 1500  # histories in the ordinary run
 HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
+    "a worker forgets what a recovery told of a commit": 1_500,
     "answers to an earlier pause count": 5_300,
     "the dead arrive where nobody else does": 10_500,
     "nobody waits for a worker without micro-batches": 33_100,
@@ -73,6 +76,47 @@ def test_workers_that_want_to_stop_all_stop_at_the_same_place(ends: bool) -> Non
     met = check_histories(range(SAMPLE), ends=ends, stops=True)
     assert met["stopped at once"] > SAMPLE / 20
     assert met["stop_requested"] > SAMPLE / 20
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(kills: bool) -> None:
+    met = check_histories(range(SAMPLE // 2), kills=kills, plans_late=True)
+    assert met["held"] > SAMPLE / 4
+
+
+MEETS_WHEN_KILLED = {
+    "Answer told again",
+    "CANDIDATE returns",
+    "LEFT returns",
+    "LOST returns",
+    "STARTER returns",
+    "StepLoss told again",
+    "StopVerdict told again",
+    "coordinator killed again",
+    "coordinator killed during a pause",
+    "did not return",
+    "revived",
+    "the end told again",
+}
+
+
+def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment() -> None:
+    met = check_histories(range(SAMPLE), kills=True)
+    met += check_histories(range(SAMPLE), kills=True, stops=True)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == 2 * SAMPLE
+    assert met["Finished"] > SAMPLE
+    assert not {kind for kind in MEETS_WHEN_KILLED if not met[kind]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("tens_of_thousands", range(10))
+def test_every_promise_holds_in_100_000_histories_with_a_killed_coordinator(
+    tens_of_thousands: int, stops: bool
+) -> None:
+    first = 10_000 * tens_of_thousands
+    check_histories(range(first, first + 10_000), stops=stops, kills=True)
 
 
 @pytest.mark.exhaustive
@@ -224,6 +268,46 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
      "member.next_collective, self.version, self.stop_agreed)", "member.next_collective, self.version, False)"),
 ]
 """As above, in histories in which workers want to stop early."""
+
+REVIVAL: list[tuple[str, Any, str, str, str]] = [
+    ("a generation is used again", revival, "rebuilt", "generation=generation,", "generation=generation - 1,"),
+    ("the first that returns is enough", membership, "_go_on_if_all_returned",
+     "not state.live <= state.returned.keys()", "False"),
+    ("nobody is told again what was answered", revival, "_repeated", "if newest is not None:", "if False:"),
+    ("nobody is told again what the loss was", revival, "_repeated", "yield Resend(lack, loss)", "pass"),
+    ("the losses that were told do not count", revival, "rebuilt", "*(step + 1 for step in told), ", ""),
+    ("the answers that were given do not count", revival, "rebuilt",
+     "max(one.next_collective for one", "min(one.next_collective for one"),
+    ("a commit that was answered is forgotten", revival, "rebuilt", "if known is None else", "if True else"),
+    ("who joins has applied nothing", revival, "rebuilt", "min(newest, default=-1)", "-1"),
+    ("exceptions are forgotten", revival, "revived", "raised=written.raised", "raised=()"),
+    ("exceptions without a verdict count as judged", revival, "rebuilt", "not in unanswered", "is not None"),
+    ("nobody speaks for the run", revival, "revived", "leader=written.leader", "leader=state.leader"),
+    ("a worker's part of a collective is forgotten", revival, "events", "if member.arrival is not None:", "if False:"),
+    ("exceptions wait for a verdict forever", membership, "_go_on_if_all_returned",
+     "member.raised is not None", "False"),
+    ("a worker forgets its part of a collective", Memory, "said", "self._arrival = message", "pass"),
+    ("a worker forgets the answer", Memory, "heard", "self._answer, self._answered_at = message, begun", "pass"),
+    ("a worker forgets the answer too soon", Memory, "began", "step >= self._answered_at +", "True or"),
+    ("a worker forgets the loss", Memory, "heard", "self._told[message.step] = message", "pass"),
+    ("a worker forgets a commit", Memory, "heard",
+     "self._known = messages.Known(message.generation, message.step, message.payloads)", "pass"),
+    ("a worker forgets what a recovery told of a commit", Memory, "heard", "if message.commits:", "if False:"),
+    ("a worker does not say what it applied", Memory, "said", "self._applied = message.step", "pass"),
+    ("a worker does not say where it got its state", Memory, "said", "self._applied = self._joined_at", "pass"),
+    ("a worker forgets its exception", Memory, "said", "self._raised = message", "pass"),
+]
+"""As above, in histories in which the coordinator is killed. Who may return to it: see test_readmission.py."""
+
+STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
+    ("a worker forgets its wish to stop", Memory, "said", "self._request = message", "pass"),
+    ("nobody is told again that all stop", revival, "_repeated",
+     "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
+    ("all are told again that they stop", revival, "revived", "agreed=written.stop_agreed", "agreed=True"),
+    ("a stop after the next step is forgotten", revival, "revived",
+     "after_step=written.after_step,\n        returned={},", "returned={},"),
+]
+"""As above, in histories in which workers want to stop early, too."""
 # fmt: on
 
 
@@ -243,15 +327,16 @@ def broken(owner: Any, name: str, old: str, new: str) -> Any:
 
 def assert_noticed(mutation: str) -> None:
     first = HUNT_FROM.get(mutation, 0)
-    stops = mutation in [name for name, *_ in STOPPING]
+    stops = mutation in [name for name, *_ in (*STOPPING, *STOPPING_REVIVAL)]
+    kills = mutation in [name for name, *_ in (*REVIVAL, *STOPPING_REVIVAL)]
     with pytest.raises(Violation, match="history"):
-        check_histories(range(first, first + HUNT), stops=stops)
+        check_histories(range(first, first + HUNT), stops=stops, kills=kills)
 
 
 @pytest.mark.parametrize(
     ("mutation", "owner", "name", "old", "new"),
-    [*MUTATIONS, *WORKERS, *STOPPING],
-    ids=[mutation[0] for mutation in (*MUTATIONS, *WORKERS, *STOPPING)],
+    [*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL],
+    ids=[mutation[0] for mutation in (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL)],
 )
 def test_it_is_noticed_when(
     monkeypatch: pytest.MonkeyPatch, mutation: str, owner: Any, name: str, old: str, new: str

@@ -41,6 +41,7 @@ __all__ = ["DriftMonitor", "DriftOptions", "Estimate", "Proposal", "Question", "
 
 _SIGNIFICANCE = 4.0  # standard errors of a median; there are many workers and many windows
 _SWAP_SECONDS = 0.1  # for switching to another plan, generously: a message to all and back
+# Those that a plan has costs for. R is not among them: it gets the time of F, which whoever runs R measures too.
 _KINDS = ("F", "B", "W", "BW")
 
 _Frame: TypeAlias = dict[Worker, dict[str, float]]

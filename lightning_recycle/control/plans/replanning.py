@@ -6,7 +6,9 @@ distribution over the stages that the next failure may lead to, and for two more
 the heuristic, which takes a second, then by the chosen planner if that is another one, however long it takes. Its
 plan for the workers that train now is offered to those who run the heuristic's (:meth:`RunPlanner.take_better`).
 
-A failure gets the plan that is ready, one from the plan library, or at once the heuristic's. Costs come from a
+A failure gets the plan that is ready, one from the plan library, or the heuristic's, made at once. In a large grid the
+heuristic plans in a process of its own (:mod:`~lightning_recycle.control.plans.planning_process`), and the coordinator
+asks :meth:`RunPlanner.is_ready` before it asks for a plan: it goes on serving until it is. Costs come from a
 profile or, without one, from what the run has measured so far; once a plan for other times is adopted
 (:mod:`~lightning_recycle.control.plans.drift`), they are that plan's.
 
@@ -23,9 +25,12 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.ahead import PlanningAhead
+from lightning_recycle.control.plans.needed import PlanInNeed
+from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError
 from lightning_recycle.control.plans.ready import ReadyPlan, ReadyPlans
 from lightning_recycle.control.plans.searching import search
 from lightning_recycle.errors import PlanningError
@@ -62,6 +67,7 @@ OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 
 _SECONDS_FOR_TWO = 20.0  # that planning for two more failures may take; for one there is no bound but memory
 _SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
+_APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody
 _QUICK_OPERATIONS = 5_000  # of a schedule that is timed again while the coordinator waits
 _MOST_TIMED = 64  # such schedules
 _MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
@@ -100,10 +106,11 @@ class RunPlanner:
         memory: what may be used of a worker's device, see :class:`~lightning_recycle.ReCycleStrategy`; with
             ``in_flight_limit`` only that counts.
         recompute: whether forwards may be computed again where memory makes a plan slow.
+        apart_from: number of operations of a schedule from which on the heuristic plans in a process of its own.
 
     Attributes:
         source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.ready.ReadyPlan`.
-        on_better: called from another thread when :meth:`take_better` has something.
+        on_better: called from another thread when :meth:`take_better` has something, or a plan :meth:`is_ready`.
     """
 
     def __init__(
@@ -116,6 +123,7 @@ class RunPlanner:
         library: PlanLibrary | None = None,
         memory: MemoryLimit = "auto",
         recompute: bool = True,
+        apart_from: int = _APART_FROM,
     ) -> None:
         self.source = ""
         self.on_better: Callable[[], None] = lambda: None
@@ -134,6 +142,9 @@ class RunPlanner:
         self._refused: set[str] = set()  # why there is no plan within memory, as far as it has been said
         self._ahead = PlanningAhead()
         self._better: queue.SimpleQueue[PlanResult] = queue.SimpleQueue()
+        large = 3 * grid.global_microbatches * grid.stages >= apart_from
+        self._process = PlanningProcess() if large else None
+        self._needed: PlanInNeed | None = None
 
     def prepare(self) -> None:
         """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
@@ -141,17 +152,47 @@ class RunPlanner:
         stored = self._stored(problem)
         self._ready.keep(stored or ReadyPlan(self._made(problem, self._chosen).schedule, "ahead", final=True))
 
+    def is_ready(self, failed: frozenset[Worker], seconds: OperationSeconds) -> bool:
+        """Whether :meth:`plan` has its answer at once; if not, the plan is being made, and ``on_better`` is called when
+        it is there. Plans for others that were being made are given up.
+        """
+        problem = self._problem(failed, seconds)
+        needed = self._needed
+        if needed is not None and needed.serves(problem):
+            return needed.is_done
+        if needed is not None:
+            needed.give_up()
+            self._needed = None
+        if self._process is None or self._at_hand(problem) is not None:
+            return True
+        self._ahead.begin(iter(()))  # this one comes first
+        self._needed = PlanInNeed(problem, lambda wanted: self._in_need(wanted).schedule, lambda: self.on_better())
+        return False
+
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
         problem = self._problem(failed, seconds)
-        found = self._ready.find(problem)
-        if found is None or not _keeps_to(found.schedule, problem):
-            found = self._stored(problem, needed=True)
+        needed, self._needed = self._needed, None
+        if needed is not None and needed.schedule is not None and needed.serves(problem):
+            found: ReadyPlan | None = self._made_in_need(needed.schedule)
+        else:
+            found = self._at_hand(problem)
         if found is None:
-            found = ReadyPlan(self._made(problem, self._quick).schedule, "made", final=self._quick is self._chosen)
-            self._ready.keep(found)
+            found = self._made_in_need(self._made(problem, self._quick).schedule)
         self.source = found.source
         return found.schedule
+
+    def _at_hand(self, problem: Problem) -> ReadyPlan | None:
+        """The plan that was made ahead, or is stored."""
+        found = self._ready.find(problem)
+        if found is None or not _keeps_to(found.schedule, problem):
+            return self._stored(problem, needed=True)
+        return found
+
+    def _made_in_need(self, schedule: Schedule) -> ReadyPlan:
+        found = ReadyPlan(schedule, "made", final=self._quick is self._chosen)
+        self._ready.keep(found)
+        return found
 
     def adopt(self, schedule: Schedule) -> None:
         """Plans for the times that ``schedule`` assumes from now on, and keeps it as the plan for its workers."""
@@ -228,12 +269,28 @@ class RunPlanner:
         self._ready.keep(found)
         return found
 
-    def _made(self, problem: Problem, planner: Any, elsewhere: bool = False) -> PlanResult:
-        """The plan of ``planner``; ``elsewhere``: made in a process of the lowest priority.
+    def _apart(self, problem: Problem, planner: Any, urgent: bool = False) -> PlanResult:
+        """The plan of ``planner``, from the planning process if there is one; otherwise, and where that is no use, made
+        in this thread.
+        """
+        if self._process is None:
+            return solve(problem, planner)
+        try:
+            return self._process.solve(problem, planner, urgent=urgent)
+        except ProcessLostError as error:
+            log.warning("The planning process is no use (%s): planning in a thread of the coordinator.", error)
+            return solve(problem, planner)
+
+    def _in_need(self, problem: Problem) -> PlanResult:
+        """The plan that workers wait for."""
+        return self._made(problem, self._quick, partial(self._apart, urgent=True))
+
+    def _made(self, problem: Problem, planner: Any, make: Callable[[Problem, Any], PlanResult] = solve) -> PlanResult:
+        """The plan of ``planner``; ``make`` says where it is made.
 
         Plans of the planner that the user chose are stored in the library.
         """
-        result = search(problem, planner) if elsewhere else solve(problem, planner)
+        result = make(problem, planner)
         if result.warning is not None:
             log.warning("%s", result.warning)
         library = self._library
@@ -327,7 +384,11 @@ class RunPlanner:
 
     def close(self) -> None:
         """Stops planning ahead: gives up the plan that is being made, and waits until the thread has ended."""
+        if self._needed is not None:
+            self._needed.give_up()
         self._ahead.close()
+        if self._process is not None:
+            self._process.close()
 
     def _plan_ahead(
         self, failed: frozenset[Worker], seconds: OperationSeconds, running: Schedule | None
@@ -374,7 +435,7 @@ class RunPlanner:
             return
         try:
             if self._stored(problem) is None:
-                made = self._made(problem, self._quick)
+                made = self._made(problem, self._quick, self._apart)
                 self._ready.keep(ReadyPlan(made.schedule, "ahead", final=not self.improves))
         except Exception as error:  # a failure without a plan gets one at once: this thread must go on
             log.warning("No plan could be made ahead for the failure of %s: %s", _names(problem.failed), error)
@@ -384,7 +445,7 @@ class RunPlanner:
         try:
             if self._stored(problem) is not None:
                 return  # it is the one that runs, or as good
-            found = self._made(problem, self._quick)
+            found = self._made(problem, self._quick, self._apart)
         except Exception as error:  # the plan that runs goes on
             log.warning("No plan was found for the memory that was measured: %s", error)
             return
@@ -398,7 +459,7 @@ class RunPlanner:
         if ready is not None and ready.final and _will_do(ready.schedule, problem):
             return
         try:
-            found = self._made(problem, self._chosen, elsewhere=True)
+            found = self._made(problem, self._chosen, search)
         except Exception as error:  # as above; the heuristic's plan stays
             log.warning("%r found no plan for the failure of %s: %s", self._chosen, _names(problem.failed), error)
             if ready is not None:

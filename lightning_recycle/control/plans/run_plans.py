@@ -3,7 +3,7 @@
 Concept: the coordinator says what happened (a generation begins, a step was applied, a question was answered) and gets
 schedules. Every schedule is made here, so no two workers can disagree about one.
 
-Contract: every method is called from the coordinator's thread. What takes long runs elsewhere: plans ahead in a thread
+Contract: every method is called from the coordinator's thread. What takes long runs elsewhere: plans ahead and in need
 (:mod:`~lightning_recycle.control.plans.replanning`), better ones in processes of the lowest priority, whether for the
 times that operations take now (:mod:`~lightning_recycle.control.plans.background`) or from the planner that the user
 chose (:mod:`~lightning_recycle.control.plans.searching`).
@@ -14,17 +14,20 @@ Must not know: connections; of a generation's roster, more than who failed.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
 from lightning_recycle.control.plans.ready import newest
 from lightning_recycle.control.plans.replanning import RunPlanner
-from lightning_recycle.control.protocol.messages import Applied, Measured, Profiled
+from lightning_recycle.control.protocol.messages import Applied, Measured, Profiled, Returned
 from lightning_recycle.control.protocol.state import PlanReady
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
 from lightning_recycle.planning.result import PlanResult
@@ -48,11 +51,12 @@ class RunPlans:
         planner: makes the schedules.
         drift: when to change the plan because operations do not take the times it assumes; None for never.
         on_profile: called with the profile of the model once all stages have measured.
-        wake: called from another thread when :meth:`better` has something to say.
+        wake: called from another thread when :meth:`better` has something to say, or :meth:`is_ready` changes its mind.
 
     Attributes:
         schedules: the newest schedules that were run, with the times measured in them.
         operation_seconds: mean seconds of each kind of operation, by stage and name.
+        number: how many plans were begun.
         may_change: whether the plan may change within a generation.
     """
 
@@ -76,9 +80,17 @@ class RunPlans:
         self._profiled: dict[int, Profiled] = {}
         self._footprints: dict[Worker, Footprint] = {}
         self._steps = 0  # since the newest schedule began
+        self.number = 0
+        self._recomputed: tuple[int, Mapping[int, int]] = 0, {}  # R in a step, by stage; of the plan of that number
         self._links: Mapping[Worker, frozenset[Worker]] = {}  # who is connected with whom in the newest generation
 
     # ------------------------------------------------------------------ what all run
+
+    def is_ready(self, failed: frozenset[Worker], joining: Iterable[Worker]) -> bool:
+        """Whether :meth:`begin_generation` has its schedule at once; if not, it is being made."""
+        if self._drift is not None:
+            self._planner.forget(joining)
+        return self._planner.is_ready(failed, self.operation_seconds)
 
     def begin_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
         """The schedule of a generation that begins at ``step`` without ``failed``.
@@ -109,6 +121,7 @@ class RunPlans:
         self._begin(schedule, step)
 
     def _begin(self, schedule: Schedule, step: int) -> None:
+        self.number += 1
         self.schedules.append(schedule)
         del self.schedules[: -newest(self.schedules)]
         self._steps = 0
@@ -120,6 +133,30 @@ class RunPlans:
         if self.schedules and self._steps:
             self.schedules[-1] = self._planner.retime(self.schedules[-1], self.operation_seconds)
 
+    @property
+    def timed(self) -> Callable[[], Schedule] | None:
+        """What gives the plan that runs with the times that were measured, in any thread; None before."""
+        if not self.schedules or not self.operation_seconds:
+            return None
+        return partial(self._planner.retime, self.schedules[-1], dict(self.operation_seconds))
+
+    @property
+    def computing_seconds(self) -> tuple[float, float] | None:
+        """Worker-seconds of F, B and W in a step, and of forwards that run twice; None before all are measured."""
+        times = self.operation_seconds
+        if not self.schedules or len(times) < self._grid.stages:
+            return None
+        once = sum(
+            t.get("F", 0.0) + (t["B"] + t["W"] if {"B", "W"} <= t.keys() else t.get("BW", 0.0)) for t in times.values()
+        )
+        again = 0.0
+        if any("R" in t for t in times.values()):
+            if self._recomputed[0] != self.number:
+                ops = (s.op for operations in self.schedules[-1].workers.values() for s in operations)
+                self._recomputed = self.number, Counter(op.stage for op in ops if op.kind is OpKind.RECOMPUTE)
+            again = sum(count * times[stage].get("R", 0.0) for stage, count in self._recomputed[1].items())
+        return once * self._grid.pipelines * self._grid.microbatches, again
+
     # ------------------------------------------------------------------ what is measured
 
     def applied(self, worker: Worker, message: Applied, leads: bool) -> None:
@@ -128,6 +165,15 @@ class RunPlans:
             self.operation_seconds[worker.stage] = dict(message.operation_seconds)
         if self._drift is not None:
             self._drift.observe(worker, message.step, message.step_seconds)
+
+    def returned(self, worker: Worker, message: Returned) -> None:
+        """``worker`` says again what it had measured."""
+        if message.facts:
+            self.operation_seconds[worker.stage] = dict(message.facts[-1].operation_seconds)
+        if message.profiled is not None:
+            self.profiled(message.profiled)
+        if message.measured is not None:
+            self.measured(message.measured)
 
     def profiled(self, message: Profiled) -> None:
         """A stage was profiled."""
@@ -159,7 +205,7 @@ class RunPlans:
         self._steps += 1
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
-        if self._drift is not None and self._background is not None:
+        if self._drift is not None and self._background is not None and self.schedules:
             self._drift.stepped(seconds)
             if (question := self._drift.question()) is not None:
                 self._background.ask(question)
@@ -168,6 +214,8 @@ class RunPlans:
 
     def plan_ahead(self) -> None:
         """Begins to plan for every failure that may come next."""
+        if not self.schedules:
+            return  # the coordinator was started again; its first generation begins in a moment
         newest = self.schedules[-1]
         # A better one for these workers can begin only at a step boundary, so there must be steps.
         self._planner.plan_ahead(newest.failed, self.operation_seconds, newest if self._steps else None)

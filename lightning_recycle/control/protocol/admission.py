@@ -23,8 +23,9 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.control.protocol.stopping import last_point
+from lightning_recycle.planning.grid import Grid
 
-__all__ = ["objection"]
+__all__ = ["objection", "objection_to_return"]
 
 _AHEAD = 2  # steps beyond the newest applied one: it runs the next, and a hook within it is already in the one after
 _OF_MEMBERS = (
@@ -66,6 +67,29 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     if generation is not None and not -1 <= generation <= state.generation:
         return f"generation {generation} has not begun"
     return _no_amount(message) or _out_of_range(state, rank, message)
+
+
+def objection_to_return(grid: Grid, returned: messages.Returned) -> str | None:
+    """Why no worker of ``grid`` can have returned with that; None if one can."""
+    rank = returned.rank
+    if not 0 <= rank < grid.num_workers:
+        return f"there is no rank {rank}"
+    one = (returned.arrival, returned.request, returned.raised, returned.confirm, returned.profiled, returned.measured)
+    said = [*returned.facts, *returned.losses, *(message for message in one if message is not None)]
+    if any(message.rank != rank for message in said):
+        return "it speaks for another rank"
+    if (why := next(filter(None, map(_no_amount, said)), None)) is not None:
+        return why
+    newest = returned.applied
+    if [fact.step for fact in returned.facts] != list(range(newest + 1 - len(returned.facts), newest + 1)):
+        return "it tells of other steps than those it has applied"
+    if returned.losses and grid.worker(rank).stage != grid.stages - 1:
+        return "it has no losses: it is not of the last stage"
+    indices = {index for losses in returned.losses for index in (*losses.losses, *losses.outputs)}
+    if not all(0 <= index < grid.global_microbatches for index in indices):
+        return f"there are no micro-batches {sorted(indices)}"
+    numbers = (newest + 1, returned.generation + 1, returned.restored, returned.next_collective)
+    return _unless(min(numbers) >= 0, f"it counts to less than nothing: {numbers}")
 
 
 def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.returning import Memory
 from lightning_recycle.control.protocol.stopping import last_point
 from lightning_recycle.planning.program import Program
 
@@ -66,6 +67,7 @@ class Member:
     Args:
         rank: its position; -1 until it has one.
         joining: whether the training may have begun without it. It is alone until it enters.
+        returns: whether it may lose its coordinator and return to another one; it keeps what that one must know.
 
     Attributes:
         generation: the generation that it has entered; -1 before the first.
@@ -76,10 +78,11 @@ class Member:
         begun: the newest step that it has begun.
         next_collective: the number of its next control collective.
         assignment: the position that it was given, if it was started by hand.
+        unfit: why it gets none.
         confirmed: the number of the newest answered :class:`~lightning_recycle.control.protocol.messages.Confirm`.
     """
 
-    def __init__(self, rank: int, joining: bool = False) -> None:
+    def __init__(self, rank: int, joining: bool = False, returns: bool = True) -> None:
         self.rank = rank
         self.joining = joining
         self.generation = -1
@@ -90,8 +93,10 @@ class Member:
         self.begun = -1
         self.next_collective = 0
         self.assignment: messages.Assign | None = None
+        self.unfit: messages.Unfit | None = None
         self.confirmed = -1
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
+        self._memory = Memory() if returns else None
         self._announced: messages.Regroup | None = None
         self._resume: messages.Resume | None = None
         self._judged: messages.Judged | None = None
@@ -111,6 +116,8 @@ class Member:
 
     def receive(self, message: Message) -> tuple[Message, ...]:
         """Takes in ``message``; returns the answers to send at once."""
+        if self._memory is not None:
+            self._memory.heard(message, self.rank, self.begun)
         match message:
             case messages.Regroup():
                 self._announced = message
@@ -141,6 +148,8 @@ class Member:
                 return self._say_that_it_goes_on()
             case messages.StopVerdict():
                 self._verdicts[message.point] = message
+            case messages.Unfit():
+                self.unfit = message
             case messages.Assign():
                 self.assignment = message
                 self.rank, self.joining = message.rank, message.joining
@@ -152,6 +161,19 @@ class Member:
             case messages.Answer():
                 self._answers[message.number] = message
         return ()
+
+    # ------------------------------------------------------------------ a coordinator that was started again
+
+    def said(self, message: Message) -> None:
+        """``message`` is about to be sent; if the coordinator is gone, what matters of it is said again."""
+        if self._memory is not None:
+            self._memory.said(message)
+
+    def returned(self, **who: Any) -> messages.Returned:
+        """What to say first to a coordinator that was started again; ``who``: who says it, by field."""
+        assert self._memory is not None, "it ends with its coordinator"
+        generation = -1 if self._announced is None else self._announced.generation
+        return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
     # ------------------------------------------------------------------ generations
 
@@ -221,6 +243,8 @@ class Member:
         boundary = self._boundary if paused else None
         if not paused or (boundary is not None and step < boundary):
             self.begun = max(self.begun, step)
+            if self._memory is not None:
+                self._memory.began(step)
             due = [plan for plan in self.plans if plan.step <= step]
             self.plans = self.plans[len(due) :]
             return Go(due[-1].program if due else None, replies)

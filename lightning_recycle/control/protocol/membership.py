@@ -27,21 +27,25 @@ Another plan for the same workers (PlanReady) also begins at a step boundary, bu
 carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
 holds, which is the shell's business (Resume). A plan that needs other connections is such a generation's: all stop at
 the boundary and connect anew.
+
+A coordinator that was killed and started again begins with what it had written down, and waits for the workers
+(Returned); then the same workers connect again, without those that do not return
+(:mod:`~lightning_recycle.control.protocol.revival`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.protocol import agreements, blame, links, messages, stopping
+from lightning_recycle.control.protocol import agreements, blame, links, messages, revival, stopping
 from lightning_recycle.control.protocol import state as _state
 from lightning_recycle.control.protocol.agreements import end
 from lightning_recycle.control.protocol.blame import Verdict
 from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.control.protocol.recovery import decide
+from lightning_recycle.control.protocol.recovery import WorkerStatus, decide
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
     Command,
@@ -79,6 +83,8 @@ def transition(state: MembershipState, event: MembershipEvent) -> _Next:
         return state, ()
     state, commands = _handle(state, event)
     if state.outcome is None:
+        if state.ending >= state.live:  # nobody is left who would go on
+            state = replace(state, after_step=AfterStep.END, leaving=frozenset(), ending=frozenset())
         state, pause = _pause_if_wanted(state)
         commands += pause
     return state, commands
@@ -107,6 +113,8 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return _begin_if_complete(state.updated(joined=state.joined | {event.rank}))
         case Lost():
             return _lose(state, event)
+        case messages.Returned():
+            return _returned(state, event)
         case messages.Raised():
             return _raised(state, event)
         case messages.Crash(fault=True):
@@ -118,7 +126,10 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         case messages.Report():
             return _report(state, event)
         case messages.Leave():
-            return replace(state, leaving=state.leaving | {event.rank}), ()
+            ending = state.ending | ({event.rank} if event.with_run else set())
+            return replace(state, leaving=state.leaving | {event.rank}, ending=ending), ()
+        case messages.EndRun():  # also before the first step: whoever ends a job may run it again from what is saved
+            return replace(state, after_step=AfterStep.END), ()
         case messages.Paused():
             return _paused(state, event)
         case messages.AtBoundary():
@@ -192,6 +203,7 @@ def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
         joined=state.joined.difference(ranks),
         joining=state.joining.difference(ranks),
         leaving=state.leaving.difference(ranks),
+        ending=state.ending.difference(ranks),
         moves={rank: mover for rank, mover in state.moves.items() if mover not in ranks},
     )
 
@@ -202,11 +214,43 @@ def _lose(state: MembershipState, event: Lost) -> _Next:
     stage = state.stage_of(event.rank)
     if all(state.stage_of(rank) != stage for rank in state.live):
         return _with(commands, _lose_stage(state, stage))
+    if state.returned is not None:
+        return _with(commands, _go_on_if_all_returned(state))
     state, settled = agreements.settle(_with_leader(agreements.forget_retracted(state)))
     commands += settled
     if state.outcome is not None:  # the loss has just completed the results
         return state, commands
     return _with(commands, _begin_generation(state) if state.generation >= 0 else _begin_if_complete(state))
+
+
+def _returned(state: MembershipState, event: messages.Returned) -> _Next:
+    """A worker has come back to a coordinator that was started again."""
+    if state.returned is None:
+        return state, ()
+    return _go_on_if_all_returned(replace(state, returned={**state.returned, event.rank: event}))
+
+
+def _go_on_if_all_returned(state: MembershipState) -> _Next:
+    """Begins a generation of all who have returned once nobody is awaited any more."""
+    assert state.returned is not None
+    if not state.live <= state.returned.keys():
+        return state, ()
+    members = [state.returned[rank] for rank in state.roster]
+    state, commands = revival.rebuilt(state)
+    state = _with_leader(state)
+    # Everybody's word on one subject before anybody's on the next: it may complete what the next is judged by.
+    for event in sorted((event for member in members for event in revival.events(member)), key=revival.order):
+        if state.outcome is None:
+            state, caused = _handle(state, event)
+            commands += caused
+    if state.outcome is not None:
+        return state, commands
+    state, regroup = _begin_generation(state)
+    for member in members:
+        if member.raised is not None and state.outcome is None:
+            state, judged = _raised(state, member.raised)
+            regroup += judged
+    return state, commands + regroup
 
 
 def _lose_stage(state: MembershipState, stage: int) -> _Next:
@@ -254,10 +298,21 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         "ahead": tuple(sorted(decision.ahead)),
         "redone": any(report.begun >= decision.version for report in state.reports.values()),
     }
-    return state, (
-        Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors)),
-        Record("resumed", decision.version, None, details),
-    )
+    resume = Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors))
+    state, known = _tell_what_is_settled(state, statuses, decision.version)
+    return state, (resume, *known, Record("resumed", decision.version, None, details))
+
+
+def _tell_what_is_settled(state: MembershipState, statuses: Mapping[int, WorkerStatus], step: int) -> _Next:
+    """If a stage has applied ``step``, which others do again, and knows what all had told of it, that holds for all:
+    nobody guesses again. Who is ahead would build on such a guess, and would not tell of the step any more.
+    """
+    ahead = [status for status in statuses.values() if status.version > step]
+    known, payloads = state.answered
+    if known != step or len(payloads) < state.grid.stages or not ahead or any(status.unsettled for status in ahead):
+        return state, ()
+    told = messages.Committed(state.generation, step, payloads, False)
+    return replace(state, committed=step), (Send(state.roster, told),)
 
 
 def _undo(state: MembershipState, event: messages.Undo) -> _Next:

@@ -30,6 +30,43 @@ Payload: TypeAlias = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Wants:
+    """What the script of a worker that somebody else started wants its run to be.
+
+    Args:
+        entry: the Trainer's entry point: "fit", "validate", ...
+        grid: the grid.
+        microbatches_given: whether the script itself says how many micro-batches; otherwise it takes another number.
+        decoupled, staggered: the technique.
+        planner: the name of the planner.
+        in_flight_limit, memory: as in :class:`~lightning_recycle.ReCycleStrategy`.
+        recompute: whether forwards may be computed again.
+        timeout, last_holder_timeout, start_timeout: seconds, as in
+            :class:`~lightning_recycle.control.options.CoordinatorOptions`.
+        machine_error_retries: likewise.
+        monitor: threshold, window and horizon of a monitored plan, as in
+            :class:`~lightning_recycle.control.plans.drift.DriftOptions`; None for none.
+        needs_launcher: options that only a launching process can carry out, as the user wrote them.
+    """
+
+    entry: str
+    grid: Grid
+    microbatches_given: bool
+    decoupled: bool = True
+    staggered: bool = True
+    planner: str = "heuristic"
+    in_flight_limit: int | None = None
+    memory: int | float | str = "auto"
+    recompute: bool = True
+    timeout: float = 5.0
+    last_holder_timeout: float = 300.0
+    start_timeout: float = 300.0
+    machine_error_retries: int = 1
+    monitor: tuple[float, int, int] | None = None
+    needs_launcher: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """The first message on a connection.
 
@@ -38,12 +75,18 @@ class Hello:
         pid: its process id.
         joining: whether the training may have begun without it: it enters at a step boundary.
         node: its machine's name; workers of one machine are put into the same pipelines.
+        wants: what its script wants, if it was started by hand.
+        token: a random name of the process, which tells it from any other that holds its position.
+        space: a name for what its process id means, the same for processes that see each other; "" if unknown.
     """
 
     rank: int | None
     pid: int
     joining: bool = False
     node: str = ""
+    wants: Wants | None = None
+    token: str = ""
+    space: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +142,19 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The worker was told to end (SIGTERM) and leaves at the next step boundary."""
+    """The worker was told to end (SIGTERM) and leaves at the next step boundary.
+
+    ``with_run``: whether the run is to end at a step boundary once all workers say so. Otherwise the last holders of
+    the stages go on until somebody replaces them.
+    """
+
+    rank: int
+    with_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """The worker was told that its job is about to end: all are to end after the step that they are at."""
 
     rank: int
 
@@ -382,6 +437,77 @@ class LookUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """What the stages contributed to the commit of ``step``, by stage, as the worker heard it in ``generation``."""
+
+    generation: int
+    step: int
+    payloads: Mapping[int, Payload | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The first message on a connection of a worker that has lost its coordinator: all that only it knows, for one that
+    was started again (:mod:`~lightning_recycle.control.protocol.revival`).
+
+    Args:
+        rank: its position.
+        pid, node, token, space: as in :class:`Hello`.
+        run: the run that it is in, see :class:`Enrolled`.
+        epoch: the highest of a coordinator that it has met.
+        incarnation: that of its :class:`Assign`.
+        joining: whether the training had begun without it then.
+        wants: what its script wants, with the grid that it was told.
+        generation: the newest that was announced to it; -1 before the first.
+        applied: the newest step that it has applied, or got with its state; -1 for none.
+        restored: the steps of the checkpoint that it goes on from; 0 without one.
+        next_collective: the first control collective that it has no answer to.
+        facts: what it said of the newest steps that it applied, one after the other, the newest last.
+        losses: what it said of steps whose loss it was not told.
+        told: the newest losses that it was told.
+        arrival: its part of a control collective that it waits for, whatever generations come.
+        answer: the newest answer to a control collective that others may lack.
+        known: what was told of a commit, the newest.
+        request: its wish to stop, if nobody has answered yet.
+        raised: its exception, likewise.
+        confirm: its question whether it is a member, likewise.
+        is_ready: whether it has said that it is set up and waits to be let in.
+        leave: its wish to leave, if it has said so.
+        ends_run: whether it has said that all are to end.
+        profiled, measured: what it measured, if it has said so.
+    """
+
+    rank: int
+    pid: int
+    node: str
+    token: str
+    space: str
+    run: str
+    epoch: int
+    incarnation: int = 0
+    joining: bool = False
+    wants: Wants | None = None
+    generation: int = -1
+    applied: int = -1
+    restored: int = 0
+    next_collective: int = 0
+    facts: tuple[Applied, ...] = ()
+    losses: tuple[Losses, ...] = ()
+    told: tuple[StepLoss, ...] = ()
+    arrival: Arrive | None = None
+    answer: Answer | None = None
+    known: Known | None = None
+    request: RequestStop | None = None
+    raised: Raised | None = None
+    confirm: Confirm | None = None
+    is_ready: bool = False
+    leave: Leave | None = None
+    ends_run: bool = False
+    profiled: Profiled | None = None
+    measured: Measured | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FaultInjected:
     """An injected fault is about to happen in this worker; ``time`` is in seconds since the epoch."""
 
@@ -395,6 +521,19 @@ class FaultInjected:
 
 
 @dataclass(frozen=True, slots=True)
+class Enrolled:
+    """The first message of a coordinator that may be started again: whoever loses it waits for it, and returns.
+
+    Args:
+        run: a random name of the run.
+        epoch: how many coordinators the run has had before; one with a lower number than another one is outdated.
+    """
+
+    run: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Assign:
     """Tells a worker started by hand which position it takes.
 
@@ -405,6 +544,8 @@ class Assign:
         grid: the grid of the run.
         timeout: seconds without an answer of the coordinator's machine after which the worker is cut off.
         setup: what the launching process passes to it; None from a coordinator without one.
+        staggered: whether a stage may step before the others hold their gradients.
+        takes_results: whether somebody wants what workers deliver in the end.
     """
 
     rank: int
@@ -413,6 +554,19 @@ class Assign:
     grid: Grid
     timeout: float
     setup: Payload | None = None
+    staggered: bool = True
+    takes_results: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """The answer to a :class:`Hello` of a worker that cannot take part in this run: ``why``, and what to do.
+
+    ``late``: the run that it came for is over, and the others are at another entry point.
+    """
+
+    why: str
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,7 +665,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Everybody is REDUCED in ``step``: apply it.
+    """Everybody is REDUCED in ``step``: apply it. Or everybody was before a loss: who does the step again applies it
+    as soon as it is REDUCED.
 
     ``payloads``: one of each stage, by stage. ``guessed``: whether some have applied it already, on a guess.
     """
@@ -570,10 +725,13 @@ class Alive:
 
 
 class StopReason(Enum):
-    """Why a worker is told to leave: how the run ended, or that it left at a step boundary, as it asked."""
+    """Why a worker is told to leave: how the run ended, that it left at a step boundary, as it asked, or that it was
+    lost: declared dead, or of another run.
+    """
 
     FINISHED = "Finished"
     LEFT = "Left"
+    LOST = "Lost"
     ENDED = "Ended"
     STAGE_LOST = "StageLost"
     CRASHED = "Crashed"
@@ -598,6 +756,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Heartbeat,
     Ready,
     Leave,
+    EndRun,
     Paused,
     AtBoundary,
     Entered,
@@ -627,8 +786,13 @@ FROM_WORKERS: tuple[type[Any], ...] = (
 FROM_SPARES: tuple[type[Any], ...] = (Heartbeat, Leave, Crash)
 """What a worker may say that waits for a position."""
 
+FIRST: tuple[type[Any], ...] = (Hello, Returned)
+"""What a worker may say first."""
+
 TO_WORKERS: tuple[type[Any], ...] = (
+    Enrolled,
     Assign,
+    Unfit,
     Pause,
     Boundary,
     Confirmed,

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_recycle.control.protocol.suspicion import Place, Sign
+from lightning_recycle.planning.ops import OpKind
 
 __all__ = ["PATIENCE", "Observation", "everybody_waits", "sign_of_work"]
 
@@ -84,7 +85,7 @@ def everybody_waits(
     """
     if not observations:
         return False
-    times = [usual(rank, kind) or 0.0 for rank in observations for kind in ("F", "B", "W", "BW", "REDUCE", "STEP")]
+    times = [usual(rank, kind) or 0.0 for rank in observations for kind in map(str, OpKind)]
     limit = max(2 * timeout, _FACTOR * max(times))
     waiting = all(seen.waiting and seen.seconds > limit for seen in observations.values())
     return waiting and not all(seen.coordinated for seen in observations.values())

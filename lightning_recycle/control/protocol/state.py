@@ -110,10 +110,12 @@ MembershipEvent: TypeAlias = (
     | messages.Crash
     | messages.Ready
     | messages.Leave
+    | messages.EndRun
     | messages.Paused
     | messages.AtBoundary
     | messages.Entered
     | messages.Restored
+    | messages.Returned
 )
 
 
@@ -127,6 +129,14 @@ class Send:
     ranks: tuple[int, ...]
     message: Any
     schedule: Schedule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resend:
+    """Send ``message``, which others were sent by an earlier coordinator, to ``ranks``: as it is."""
+
+    ranks: tuple[int, ...]
+    message: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +200,7 @@ class Failed:
 
 
 Outcome: TypeAlias = Finished | Ended | StageLost | Crashed | Failed
-Command: TypeAlias = Send | StartGrace | Evict | Record | Outcome
+Command: TypeAlias = Send | Resend | StartGrace | Evict | Record | Outcome
 
 
 # ---------------------------------------------------------------------- state
@@ -225,11 +235,13 @@ class StopRound:
         point: the stop point.
         wanted: the ranks that did.
         is_over: whether those that asked were answered.
+        agreed: whether they were told that all stop there.
     """
 
     point: int
     wanted: frozenset[int] = frozenset()
     is_over: bool = False
+    agreed: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,6 +259,7 @@ class MembershipState:
         joining: live ranks that do not have the state of their stage yet.
         ready: ranks of workers that wait to be let in.
         leaving: live ranks that want to leave.
+        ending: those of them after which the run may end: once all live ranks are among them, it does.
         moves: for each rank that is to join, the live rank that leaves for it.
         pause: the pause for a change at a step boundary, if one is under way.
         pauses: how many earlier ones the generation had.
@@ -273,6 +286,8 @@ class MembershipState:
         broken_pairs: live workers of which one reported, in the current generation, that it cannot reach the other.
         stop_round: the newest stop point at which some asked to stop.
         after_step: what all are to do after the next step whose losses become complete.
+        returned: after the coordinator was started again, until all live workers have returned or are lost: what each
+            of them holds, by rank; None otherwise.
         outcome: how the run ended, once it has.
     """
 
@@ -286,6 +301,7 @@ class MembershipState:
     joining: frozenset[int] = frozenset()
     ready: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
+    ending: frozenset[int] = frozenset()
     moves: Mapping[int, int] = field(default_factory=dict)
     pause: PauseState | None = None
     pauses: int = 0
@@ -310,6 +326,7 @@ class MembershipState:
     broken_pairs: frozenset[Pair] = frozenset()
     stop_round: StopRound | None = None
     after_step: AfterStep = AfterStep.GO_ON
+    returned: Mapping[int, messages.Returned] | None = None
     outcome: Outcome | None = None
 
     def updated(self, **changes: Any) -> MembershipState:

@@ -79,7 +79,7 @@ def settle_stop(state: MembershipState) -> _Next:
         return replace(state, stop_round=None), ()
     if not state.live <= stop.wanted:
         return state, ()
-    state = replace(state, stop_round=replace(stop, is_over=True))
+    state = replace(state, stop_round=replace(stop, is_over=True, agreed=True))
     return state, (Send(state.roster, messages.StopVerdict(stop.point, True)),)
 
 

@@ -1,0 +1,333 @@
+"""``recycle-status``: a run in the terminal.
+
+    recycle-status                    # the run of this user on this machine, or a list if there are several
+    recycle-status 4242               # of the process with this id
+    recycle-status 10.0.0.1:8265      # of the coordinator that was told --http 10.0.0.1:8265
+    recycle-status --watch            # again every second, until the run is over
+    recycle-status --json | jq .step
+
+Exit status: 0, or 1 if there is no such run, or 2 for bad options. Needs neither torch nor Lightning, and starts in the
+time of two blinks: it only asks and shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_recycle.control.monitoring.own_runs import connect_to, sockets
+
+__all__ = ["main"]
+
+_SECONDS = 5.0  # for an answer
+_MOST_BYTES = 64 << 20
+_MOST_ROWS = 64  # of positions; beyond, those that train are one row
+_COLORS = {"live": "green", "starting": "blue", "joining": "cyan", "suspected": "yellow", "lost": "red"}
+_PHASES = {"training": "green", "starting": "blue", "recovering": "red", "joining": "cyan", "over": "dim"}
+
+
+class NoRun(Exception):
+    """There is nothing to show; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where to ask: the socket of a run of this machine, or an address."""
+
+    path: Path | None = None
+    address: tuple[str, int] = ("", 0)
+
+    def __str__(self) -> str:
+        return str(self.path) if self.path is not None else f"http://{self.address[0]}:{self.address[1]}/"
+
+    def ask(self) -> dict[str, Any]:
+        """The status.
+
+        Raises:
+            NoRun: if nobody answers.
+        """
+        connection = http.client.HTTPConnection(*self.address, timeout=_SECONDS)
+        try:
+            if self.path is not None:
+                connection = http.client.HTTPConnection("localhost", timeout=_SECONDS)
+                connection.sock = connect_to(self.path)
+            connection.request("GET", "/status")
+            response = connection.getresponse()
+            content = response.read(_MOST_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise NoRun(f"{self} does not answer: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise NoRun(f"{self}: {_printable(content.decode(errors='replace').strip())}")
+        try:
+            found = json.loads(content)
+            assert found["schema"] >= 1
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise NoRun(f"{self} is no coordinator: it answers something else.") from error
+        if found["schema"] > 1:
+            raise NoRun(f"{self} runs a newer version ({found.get('version')}): use the recycle-status of that one.")
+        return dict(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        targets = _targets(options.address)
+        if not targets:
+            raise NoRun(
+                "no run of this user on this machine. For a coordinator elsewhere that was told --http HOST:PORT, give"
+                " its address: recycle-status HOST:PORT."
+            )
+        if len(targets) > 1:
+            return _list(targets, options.json)
+        if options.watch is None:
+            _show(targets[0].ask(), options.json)
+            return 0
+        return _watch(targets[0], options.watch, options.json)
+    except NoRun as nothing:
+        print(f"recycle-status: {nothing}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("recycle-status", description="How a run is.")
+    parser.add_argument(
+        "address",
+        nargs="?",
+        metavar="ADDRESS",
+        help="host:port of a coordinator's --http, or the id of a launching process or coordinator of this machine",
+    )
+    parser.add_argument("--json", action="store_true", help="the whole status as one line of JSON")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=1.0,
+        metavar="SECONDS",
+        help="again and again, until the run is over; every second by default",
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+        if not 0.0 < seconds < float("inf"):
+            raise ValueError
+    except ValueError:
+        message = f"--watch {text}: give seconds, and an address before it: recycle-status ADDRESS --watch"
+        raise argparse.ArgumentTypeError(message) from None
+    return seconds
+
+
+def _targets(address: str | None) -> list[_Target]:
+    if address is None:
+        return [_Target(path) for path in sockets()]
+    if address.isdigit():
+        found = [_Target(path) for path in sockets() if path.name.partition("-")[0] == address]
+        if not found:
+            raise NoRun(f"no run in process {address} on this machine. For a port, give localhost:{address}.")
+        return found
+    if address.startswith("/"):
+        return [_Target(Path(address))]
+    host, colon, port = address.removeprefix("http://").rstrip("/").rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise NoRun(f"{address!r} is no address: give host:port, or the id of a process of this machine.")
+    return [_Target(address=(host.strip("[]") or "localhost", int(port)))]
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def _list(targets: Sequence[_Target], as_json: bool) -> int:
+    """Several runs: one line each; returns the exit status."""
+    from rich.console import Console
+    from rich.table import Table
+
+    found = []
+    for target in targets:
+        try:
+            found.append((target, target.ask()))
+        except NoRun as gone:  # it ended meanwhile, or is between two runs
+            print(f"recycle-status: {gone}", file=sys.stderr)
+    if as_json:
+        for _, status in found:
+            print(json.dumps(status))
+        return 0 if found else 1
+    table = Table("process", "run", "grid", "phase", "step", "workers", "since", box=None, title_justify="left")
+    for _, status in found:
+        table.add_row(
+            str(status["coordinator"]["pid"]),
+            _text(status["name"]),
+            _grid(status),
+            _text(status["phase"], _PHASES.get(status["phase"], "")),
+            f"{status['step']:,}",
+            _workers(status),
+            _duration(status["time"] - status["began"]),
+        )
+    Console().print(table)
+    print("Show one of them with: recycle-status PROCESS")
+    return 0 if found else 1
+
+
+def _show(status: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status), flush=True)
+        return
+    from rich.console import Console
+
+    Console().print(_rendered(status))
+
+
+def _watch(target: _Target, seconds: float, as_json: bool) -> int:
+    status = target.ask()
+    if as_json:
+        while True:
+            _show(status, True)
+            time.sleep(seconds)
+            try:
+                status = target.ask()
+            except NoRun:
+                return 0
+    from rich.live import Live
+
+    with Live(_rendered(status), auto_refresh=False) as live:
+        while True:
+            time.sleep(seconds)
+            try:
+                status = target.ask()
+            except NoRun:
+                break
+            live.update(_rendered(status), refresh=True)
+    print("The run is over.")
+    return 0
+
+
+def _rendered(status: Mapping[str, Any]) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    speed, plan, now = status["throughput"], status["plan"], status["time"]
+    head = Text()
+    head.append(_printable(status["name"]) or "run", "bold")
+    head.append(f"  {_grid(status)}  ")
+    head.append(status["outcome"] or status["phase"], _PHASES.get(status["phase"], ""))
+    head.append(f"  generation {status['generation']}  step {status['step']:,}")
+    if status["loss"] is not None:
+        head.append(f"  loss {status['loss']:.4g}")
+    head.append(f"  {_workers(status)} workers  since {_duration(now - status['began'])}")
+    lines: list[Any] = [head]
+    if speed["steps_per_second"]:
+        text = f"{speed['steps_per_second']:.4g} steps/s"
+        if speed["samples_per_second"] is not None:
+            text += f", {speed['samples_per_second']:,.4g} samples/s"
+        if speed["predicted_step_seconds"]:
+            text += f"; the plan predicts {1 / speed['predicted_step_seconds']:.4g} steps/s"
+        lines.append(Text(f"speed   {text}"))
+    if plan is not None:
+        lines.append(Text(f"plan    {_printable(plan['found_by'])}, {', '.join(plan['techniques']) or 'plain'}"))
+    if shares := list(_shares(status["worker_seconds"])):
+        lines.append(Text("time    " + ", ".join(shares)))
+    lines += [Text(), _positions(status)]
+    if status["spares"]:
+        lines.append(Text(f"{len(status['spares'])} spare: {', '.join(map(_process, status['spares']))}"))
+    counts = status["counts"]
+    if counts["failures"]:
+        names = {"failures": "failure", "redone_steps": "redone step", "rejoined_workers": "replacement"}
+        told = [f"{counts[key]:,} {name}{'' if counts[key] == 1 else 's'}" for key, name in names.items()]
+        lines += [Text(), Text(f"{', '.join(told)}; {status['recovery_seconds']:.1f} s to recover")]
+    for failure in reversed(status["failures"][-3:]):
+        who = f"worker {tuple(failure['worker'])}" if failure["worker"] else "a worker"
+        text = f"{_duration(now - failure['time'])} ago: {who} ({_process(failure)}): {failure['cause']}"
+        lines.append(Text("  " + _printable(text), "red"))
+    return Group(*lines)
+
+
+def _positions(status: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table("worker", "state", "host", "pid", "process", "step", "doing", box=None, pad_edge=False)
+    rows = status["positions"]
+    hidden = 0
+    if len(rows) > _MOST_ROWS:
+        shown = [row for row in rows if row["state"] != "live"]
+        hidden, rows = len(rows) - len(shown), shown
+    for row in rows:
+        name = f"({row['pipeline']}, {row['stage']})"
+        leads = status["leader"] == [row["pipeline"], row["stage"]]
+        state = row["state"]
+        if row["since"] is not None:
+            state += f" for {_duration(status['time'] - row['since'])}"
+        doing = row["cause"] or row["activity"]
+        if row["waiting_for"] and not row["cause"]:
+            doing += f" (waits for {row['waiting_for']})"
+        table.add_row(
+            name + (" leads" if leads else ""),
+            _text(state, _COLORS.get(row["state"], "dim")),
+            _text(row["host"] or "-"),
+            str(row["pid"] or "-"),
+            f"#{row['incarnation']}",
+            f"{row['step']:,}" if row["step"] >= 0 else "-",
+            _text(doing),
+        )
+    if hidden:
+        table.add_row(f"{hidden:,} others", _text("live", "green"))
+    return table
+
+
+def _shares(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    sums = {cause: sum(by_phase.values()) for cause, by_phase in seconds.items()}
+    if total := sum(sums.values()):
+        for cause, spent in sums.items():
+            if spent / total >= 0.0005:
+                yield f"{cause} {100 * spent / total:.1f} %"
+
+
+def _grid(status: Mapping[str, Any]) -> str:
+    grid = status["grid"]
+    return f"{grid['pipelines']} x {grid['stages']} x {grid['microbatches']}"
+
+
+def _workers(status: Mapping[str, Any]) -> str:
+    live = sum(position["state"] in ("live", "suspected") for position in status["positions"])
+    return f"{live} of {len(status['positions'])}"
+
+
+def _process(place: Mapping[str, Any]) -> str:
+    return f"process {place['pid']} on {_printable(place['host'] or socket.gethostname())}"
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
+
+
+def _printable(text: str) -> str:
+    """``text`` of a worker without what a terminal obeys."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _text(text: str, style: str = "") -> Any:
+    from rich.text import Text
+
+    return Text(_printable(text), style)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

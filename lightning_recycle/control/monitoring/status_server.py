@@ -1,0 +1,327 @@
+"""A small web server for who looks at a run: the page, ``/status``, ``/metrics``, and probes. It only reads.
+
+==================  =================================================================================================
+``/``               the page
+``/status``         :class:`~lightning_recycle.control.status.Status` as JSON
+``/schedule.svg``   the plan that runs
+``/metrics``        for Prometheus; needs the extra ``metrics``
+``/healthz``        200 while the coordinator answers, or waits for its next run: otherwise it should be restarted
+``/readyz``         200 while workers can join the run. Not only once they have: a Kubernetes service that waited for
+                    that would not let them reach the coordinator
+``/training``       200 once a step is committed and while the run goes on
+==================  =================================================================================================
+
+Concept: one thread accepts, one more serves each connection. Whoever connects can cost this process a bounded number of
+threads for a bounded time, and the run nothing: answers are made from an immutable view.
+
+Must not know: who starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from email.message import Message
+from functools import cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from importlib import resources
+from typing import Any
+
+from lightning_recycle.control.addresses import listen_at, shown
+from lightning_recycle.control.monitoring import exposition
+from lightning_recycle.control.monitoring.monitor import Monitor, NothingToShow
+from lightning_recycle.control.monitoring.own_runs import listen_here
+from lightning_recycle.control.status import Status, as_json
+from lightning_recycle.errors import ConfigurationError, ControlPlaneError
+
+__all__ = ["StatusServer", "served"]
+
+log = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS = 16  # at the same time, for each address
+_CONNECTION_SECONDS = 10.0  # for the whole of it, however slowly the other side speaks
+_READ_SECONDS = 5.0
+_PAUSE_AFTER_ERROR = 0.1
+
+# Nothing from elsewhere, nothing but this page, and no other page may show it.
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
+        " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+Answer = tuple[HTTPStatus, str, bytes]
+
+
+class StatusServer:
+    """Answers at ``listeners`` from ``monitor``; use as a context manager.
+
+    Args:
+        monitor: what it shows.
+        listeners: sockets that listen; they are closed with it.
+    """
+
+    def __init__(self, monitor: Monitor, listeners: list[socket.socket]) -> None:
+        self.monitor = monitor
+        self._listeners = listeners
+        self._waker, self._woken = socket.socketpair()
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, tuple[socket.socket, float]] = {}  # connection: its listener, its deadline
+        self._thread = threading.Thread(target=self._serve, name="recycle-status", daemon=True)
+
+    def __enter__(self) -> StatusServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waker.close()
+        self._thread.join(timeout=5.0)
+        with self._lock:
+            for connection in self._open:
+                _cut(connection)
+        for listener in self._listeners:
+            listener.close()
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector, self._woken:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for listener in self._listeners:
+                listener.setblocking(False)
+                selector.register(listener, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(1.0 if self._open else None):
+                    if key.fileobj is self._woken:
+                        return
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._accept(key.fileobj)
+                now = time.monotonic()
+                with self._lock:
+                    for connection, (_, deadline) in self._open.items():
+                        if now > deadline:
+                            _cut(connection)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:  # it has gone again
+            return
+        except OSError as error:
+            log.warning("The status server could not accept a connection: %s", error)
+            time.sleep(_PAUSE_AFTER_ERROR)
+            return
+        with self._lock:
+            full = sum(at is listener for at, _ in self._open.values()) >= _MOST_CONNECTIONS
+            if not full:
+                self._open[connection] = listener, time.monotonic() + _CONNECTION_SECONDS
+        if full:
+            connection.close()
+            return
+        threading.Thread(target=self._answer, args=(connection,), name="recycle-status-answer", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_READ_SECONDS)
+            _Handler(connection, ("", 0), self)  # type: ignore[arg-type]
+        except OSError as error:  # the other side has left, or was too slow
+            log.debug("A connection to the status server broke: %s", error)
+        finally:
+            with self._lock:
+                del self._open[connection]
+            connection.close()
+
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has just ended
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: StatusServer  # type: ignore[assignment]
+    server_version = "lightning-recycle"
+    sys_version = ""
+    timeout = _READ_SECONDS
+
+    def do_GET(self) -> None:
+        self._reply(body=True)
+
+    def do_HEAD(self) -> None:
+        self._reply(body=False)
+
+    def _reply(self, body: bool) -> None:
+        status, kind, content = self._answer()
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def _answer(self) -> Answer:
+        if not self._is_addressed():
+            return _text(HTTPStatus.FORBIDDEN, "This server answers to the name of this machine's loopback only.")
+        route = _ROUTES.get(self.path.partition("?")[0])
+        if route is None:
+            return _text(HTTPStatus.NOT_FOUND, f"There are {', '.join(_ROUTES)}.")
+        try:
+            return route(self.server.monitor, self.headers)
+        except NothingToShow as error:
+            return _text(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        except ControlPlaneError as error:
+            return _text(HTTPStatus.GATEWAY_TIMEOUT, str(error))
+        except Exception:
+            log.exception("The status server could not answer %r", self.path)
+            return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "This is a defect; the log of the run has its traceback.")
+
+    def _is_addressed(self) -> bool:
+        """Whether the request means this server. A page from elsewhere whose name was made to lead to the loopback
+        address (DNS rebinding) names itself.
+        """
+        local = self.connection.getsockname()
+        if self.connection.family == socket.AF_UNIX or not _is_loopback(str(local[0])):
+            return True
+        host = self.headers.get("Host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        return name in ("", "localhost") or _is_loopback(name.strip("[]"))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0].removeprefix("::ffff:")).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+# ---------------------------------------------------------------------- what is answered
+
+
+def _text(status: HTTPStatus, text: str) -> Answer:
+    return status, "text/plain; charset=utf-8", f"{text}\n".encode()
+
+
+@cache
+def _page_content() -> bytes:
+    return (resources.files("lightning_recycle.control.monitoring") / "page.html").read_bytes()
+
+
+def _page(monitor: Monitor, headers: Message) -> Answer:
+    return HTTPStatus.OK, "text/html; charset=utf-8", _page_content()
+
+
+def _status(monitor: Monitor, headers: Message) -> Answer:
+    return HTTPStatus.OK, "application/json", json.dumps(as_json(monitor.status()), allow_nan=False).encode()
+
+
+def _schedule(monitor: Monitor, headers: Message) -> Answer:
+    return HTTPStatus.OK, "image/svg+xml; charset=utf-8", monitor.schedule_svg().encode()
+
+
+def _metrics(monitor: Monitor, headers: Message) -> Answer:
+    try:
+        status: Status | None = monitor.status()
+    except NothingToShow:  # between two runs: no run is no failure of the scrape
+        status = None
+    try:
+        content, kind = exposition.metrics(status, headers.get("Accept", ""))
+    except ModuleNotFoundError as error:
+        return _text(HTTPStatus.NOT_IMPLEMENTED, str(error))
+    return HTTPStatus.OK, kind, content
+
+
+def _health(monitor: Monitor, headers: Message) -> Answer:
+    try:
+        monitor.status()
+    except NothingToShow as nothing:
+        return _text(HTTPStatus.OK, str(nothing))
+    return _text(HTTPStatus.OK, "The coordinator answers.")
+
+
+def _ready(monitor: Monitor, headers: Message) -> Answer:
+    try:
+        status = monitor.status()
+    except NothingToShow as nothing:
+        if not monitor.awaits_runs:
+            raise
+        return _text(HTTPStatus.OK, str(nothing))
+    if status.outcome is not None:
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"The run is over: {status.outcome}.")
+    return _text(HTTPStatus.OK, "Workers can join.")
+
+
+def _training(monitor: Monitor, headers: Message) -> Answer:
+    status = monitor.status()
+    if status.outcome is not None:
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"The run is over: {status.outcome}.")
+    if status.step < 0:
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"No step is committed yet; {status.live} workers are in.")
+    return _text(HTTPStatus.OK, f"Step {status.step} is committed.")
+
+
+_ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
+    "/": _page,
+    "/status": _status,
+    "/schedule.svg": _schedule,
+    "/metrics": _metrics,
+    "/healthz": _health,
+    "/readyz": _ready,
+    "/training": _training,
+}
+
+
+# ---------------------------------------------------------------------- where it listens
+
+
+@contextlib.contextmanager
+def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = True) -> Iterator[StatusServer | None]:
+    """Within the block, ``monitor`` is shown: to this user on this machine, and at the address ``http`` to everybody
+    who can connect there.
+
+    Args:
+        monitor: what is shown.
+        http: an address, or None for none.
+        local: whether ``recycle-status`` finds it on this machine.
+
+    Raises:
+        ConfigurationError: if nobody can listen at ``http``.
+    """
+    with contextlib.ExitStack() as stack:
+        listeners = []
+        if local:
+            try:
+                listeners.append(stack.enter_context(listen_here()))
+            except OSError as error:  # to be seen is no condition for a run
+                log.info("recycle-status will not find this run: %s", error)
+        if http is not None:
+            try:
+                listeners.append(stack.enter_context(listen_at(http, backlog=_MOST_CONNECTIONS)))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"The status of the run cannot be shown: {error}") from error
+            bound = listeners[-1].getsockname()[:2]
+            if not _is_loopback(bound[0]):
+                log.warning(
+                    "The status of this run is at http://%s/, without authentication: whoever reaches that address"
+                    " sees hosts, process ids and steps. Nobody can change the run there.",
+                    shown(bound),
+                )
+            else:
+                log.info("The status of this run is at http://%s/.", shown(bound))
+        if not listeners:
+            yield None
+            return
+        yield stack.enter_context(StatusServer(monitor, listeners))

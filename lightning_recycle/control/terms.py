@@ -1,0 +1,213 @@
+"""What a run is to be: what the coordinator's command line says, and for the rest what the workers' script wants. Pure.
+
+Concept: the first worker that comes settles the :class:`Terms` (:func:`settle`). Every other one must want the same,
+as far as the command line leaves it open (:func:`difference`): it runs another script, or the same one with other
+options. What a script must do itself, the grid, cannot be overruled; the rest can, and that is said.
+
+Must not know: sockets, planners' results.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from lightning_recycle.control.options import CoordinatorOptions
+from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.protocol.messages import Unfit, Wants
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.footprint import MemoryLimit, check_memory_limit
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.planner import get_planner
+from lightning_recycle.planning.problem import Technique
+
+__all__ = ["Given", "Terms", "difference", "settle"]
+
+_MOST_WORKERS = 100_000
+
+_WORDS = {
+    "decoupled": "ReCycleStrategy(decoupled=...)",
+    "staggered": "ReCycleStrategy(staggered=...), or what lets stages wait for each other",
+    "planner": "ReCycleStrategy(planner=...)",
+    "in_flight_limit": "ReCycleStrategy(in_flight_limit=...)",
+    "memory": "ReCycleStrategy(memory=...)",
+    "recompute": "ReCycleStrategy(activation_checkpointing=...)",
+    "timeout": "HeartbeatCallback(timeout=...)",
+    "last_holder_timeout": "HeartbeatCallback(last_holder_timeout=...)",
+    "start_timeout": "ReCycleStrategy(start_timeout=...)",
+    "machine_error_retries": "ReCycleStrategy(machine_error_retries=...)",
+    "monitor": "PlanMonitor(threshold, window, horizon_steps)",
+}
+"""Where a script says each of the wants."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says, by the names of :class:`Wants`; None where it says nothing.
+
+    ``pipelines``, ``stages`` and ``microbatches``: the grid.
+    """
+
+    pipelines: int | None = None
+    stages: int | None = None
+    microbatches: int | None = None
+    decoupled: bool | None = None
+    staggered: bool | None = None
+    planner: str | None = None
+    timeout: float | None = None
+    last_holder_timeout: float | None = None
+    start_timeout: float | None = None
+    machine_error_retries: int | None = None
+    monitor: tuple[float, int, int] | None = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid, if the command line says all of it."""
+        if self.pipelines is None or self.stages is None or self.microbatches is None:
+            return None
+        return Grid(self.pipelines, self.stages, self.microbatches)
+
+    def check(self) -> None:
+        """Raises ConfigurationError for what no script could agree with."""
+        sizes = [self.pipelines or 1, self.stages or 1, self.microbatches or 1]
+        _check(_overruled(self, Wants("", Grid(*sizes), False)))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What was settled for a run.
+
+    Args:
+        wants: everything that all workers must want, as far as the command line leaves it open.
+        overruled: what the command line says otherwise than the script, in words.
+    """
+
+    wants: Wants
+    overruled: tuple[str, ...] = ()
+
+    @property
+    def grid(self) -> Grid:
+        return self.wants.grid
+
+    def planner(self) -> RunPlanner:
+        """The planner of the run."""
+        wants = self.wants
+        technique = Technique(decoupled=wants.decoupled, staggered=wants.staggered)
+        memory = cast(MemoryLimit, wants.memory)
+        return RunPlanner(
+            wants.grid, wants.planner, technique, wants.in_flight_limit, memory=memory, recompute=wants.recompute
+        )
+
+    def options(self) -> CoordinatorOptions:
+        """The options of its coordinator."""
+        wants = self.wants
+        return CoordinatorOptions(
+            heartbeat_timeout=wants.timeout,
+            last_holder_timeout=max(wants.timeout, wants.last_holder_timeout),
+            start_timeout=wants.start_timeout,
+            machine_error_retries=wants.machine_error_retries,
+            drift=None if wants.monitor is None else DriftOptions(*wants.monitor),
+        )
+
+
+def settle(given: Given, wants: Wants | None) -> Terms:
+    """The terms of a run whose first worker wants ``wants``; None: it does not say.
+
+    Raises:
+        ConfigurationError: if they contradict the command line's grid, or cannot work.
+    """
+    if wants is None:
+        if given.grid is None:
+            raise ConfigurationError(
+                "This worker does not say what it wants, and the coordinator was not told the grid: start"
+                " recycle-coordinator with --pipelines, --stages and --microbatches."
+            )
+        return Terms(_overruled(given, Wants("", given.grid, False)))
+    if wants.needs_launcher:
+        raise ConfigurationError(
+            f"ReCycleStrategy({', '.join(wants.needs_launcher)}) needs a launching process, which starts all workers"
+            " itself; with recycle-coordinator and recycle-run, leave it out."
+        )
+    grid, asked = wants.grid, (given.pipelines, given.stages, given.microbatches)
+    own = (grid.pipelines, grid.stages, grid.microbatches if wants.microbatches_given else None)
+    if any(None not in pair and pair[0] != pair[1] for pair in zip(asked, own, strict=True)):
+        run = " x ".join("any" if size is None else str(size) for size in asked)
+        raise ConfigurationError(
+            f"This script wants a grid of {grid}, the coordinator has {run} (pipelines x stages x micro-batches): use"
+            " the same devices * num_nodes, pipeline_parallel_size and num_microbatches in both, or start"
+            " recycle-coordinator without --pipelines, --stages and --microbatches."
+        )
+    settled = _overruled(given, wants)
+    _check(settled)
+    differing = [
+        f"{_WORDS[name]} is {getattr(wants, name)!r} in the script, and {getattr(settled, name)!r} by the command line"
+        for name in _WORDS
+        if getattr(wants, name) != getattr(settled, name)
+    ]
+    return Terms(settled, tuple(differing))
+
+
+def difference(given: Given, terms: Terms, wants: Wants | None) -> Unfit | None:
+    """Why a worker that wants ``wants`` cannot take part in a run of ``terms``; None if it can."""
+    if wants is None:
+        return None  # it takes what there is
+    if terms.wants.entry not in ("", wants.entry):  # empty: the first worker did not say
+        where = f"it is at Trainer.{wants.entry}(), the others are at Trainer.{terms.wants.entry}()."
+        return Unfit(where, late=True)
+    why = _difference(given, terms, wants)
+    return None if why is None else Unfit(why)
+
+
+def _difference(given: Given, terms: Terms, wants: Wants) -> str | None:
+    """Why a worker that is at the same entry point cannot take part."""
+    try:
+        settled = settle(given, wants).wants
+    except ConfigurationError as error:
+        return str(error)
+    if not wants.microbatches_given:
+        settled = replace(settled, grid=replace(settled.grid, microbatches=terms.grid.microbatches))
+    if settled.grid != terms.grid:
+        return (
+            f"This script wants a grid of {settled.grid}, the run has {terms.grid} (pipelines x stages x"
+            " micro-batches), as its first worker wanted: start all workers with the same script and the same options."
+        )
+    for name, words in _WORDS.items():
+        mine, theirs = getattr(settled, name), getattr(terms.wants, name)
+        if mine != theirs:
+            return (
+                f"{words} is {mine!r} in this script, and {theirs!r} in the run, as its first worker wanted: start all"
+                " workers with the same script and the same options."
+            )
+    return None
+
+
+def _overruled(given: Given, wants: Wants) -> Wants:
+    """``wants`` with what the command line says instead."""
+    grid = wants.grid
+    sizes = (given.pipelines, given.stages, given.microbatches)
+    own = (grid.pipelines, grid.stages, grid.microbatches)
+    merged = Grid(*(mine if size is None else size for size, mine in zip(sizes, own, strict=True)))
+    names = {field.name for field in fields(Given)} & {field.name for field in fields(Wants)}
+    said = {name: value for name in sorted(names) if (value := getattr(given, name)) is not None}
+    return replace(wants, grid=merged, **said)
+
+
+def _check(wants: Wants) -> None:
+    """Raises ConfigurationError for what cannot work."""
+    get_planner(wants.planner)
+    check_memory_limit(cast(MemoryLimit, wants.memory))
+    if wants.grid.num_workers > _MOST_WORKERS:
+        raise ConfigurationError(f"A grid of {wants.grid} has more than {_MOST_WORKERS} workers: give a smaller one.")
+    amounts: dict[str, tuple[Any, bool]] = {
+        "--timeout": (wants.timeout, 0 < wants.timeout < math.inf),
+        "--last-holder-timeout": (wants.last_holder_timeout, 0 < wants.last_holder_timeout < math.inf),
+        "--start-timeout": (wants.start_timeout, 0 < wants.start_timeout < math.inf),
+        "--machine-error-retries": (wants.machine_error_retries, wants.machine_error_retries >= 0),
+        "in_flight_limit": (wants.in_flight_limit, wants.in_flight_limit is None or wants.in_flight_limit >= 1),
+    }
+    for name, (value, is_right) in amounts.items():
+        if not is_right:
+            least = {"--machine-error-retries": "an integer of at least 0", "in_flight_limit": "at least 1"}
+            raise ConfigurationError(f"{name} {value}: give {least.get(name, 'a number of seconds, more than 0')}.")

@@ -1,0 +1,457 @@
+"""A run seen from outside: what the coordinator shows, who serves it, and what strangers can do to that."""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_plane import ControlPlane, die, together
+
+from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring import own_runs, status_command, status_server
+from lightning_recycle.control.monitoring.monitor import Monitor
+from lightning_recycle.control.monitoring.status_server import served
+from lightning_recycle.control.protocol.state import RESULT
+from lightning_recycle.control.status import PositionState, Status, as_json
+from lightning_recycle.control.views import Views
+from lightning_recycle.errors import ConfigurationError, ControlPlaneError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def seen(plane: ControlPlane) -> Status:
+    """How it is now, not a quarter of a second ago."""
+    time.sleep(0.26)
+    return plane.coordinator.view().status
+
+
+def states(status: Status) -> list[str]:
+    return [position.state.value for position in status.positions]
+
+
+# ---------------------------------------------------------------------- what the coordinator shows
+
+
+def test_a_run_is_seen_from_its_start_to_its_end(plane: ControlPlane) -> None:
+    status = seen(plane)
+    assert (status.phase, status.generation, status.leader, status.step) == ("starting", -1, None, -1)
+    assert states(status) == ["starting"] * 4
+    members = plane.members()
+    together(*(partial(member.client.commit, 0, b"") for member in members))
+    plane.until(lambda: seen(plane).phase == "training")
+    status = seen(plane)
+    assert (status.generation, status.leader, states(status)) == (0, (0, 1), ["live"] * 4)
+    assert {(position.host, position.pid) for position in status.positions} == {(socket.gethostname(), os.getpid())}
+    assert status.plan is not None
+    assert (status.plan.found_by, status.plan.failed, status.plan.number) == ("made", (), 1)
+    together(*(partial(member.client.arrive, RESULT, b"") for member in members))
+    plane.until(lambda: seen(plane).phase == "over")
+    assert seen(plane).outcome == "Finished"
+    plane.close()
+    assert plane.coordinator.view().status.outcome == "Finished", "the last view stays"
+
+
+def test_a_lost_worker_its_cause_and_the_plan_without_it_are_seen(plane: ControlPlane) -> None:
+    members = plane.members()
+    die(plane, members[2])
+    together(*(member.join for member in (members[0], members[1], members[3])))
+    plane.until(lambda: seen(plane).phase == "training")
+    status = seen(plane)
+    assert states(status) == ["live", "live", "lost", "live"]
+    assert status.positions[2].cause == "it was killed by SIGKILL"
+    assert status.plan is not None
+    assert status.plan.failed == ((1, 0),)
+    assert "adaptive pipelining" in status.plan.techniques
+    (failure,) = status.failures
+    assert (failure.worker, failure.cause, failure.pid) == ((1, 0), "it was killed by SIGKILL", os.getpid())
+    assert (status.counts["failures"], status.live) == (1, 3)
+    assert [event.kind for event in status.events].count("failure") == 1
+    assert sum(status.worker_seconds["failed"].values()) > 0
+
+
+def test_a_silent_worker_that_nobody_can_stand_in_for_is_seen_as_suspected() -> None:
+    with ControlPlane(heartbeat_timeout=0.5) as plane:
+        members = plane.members()
+        for rank in (0, 2):  # both of stage 0, so neither is given up
+            members[rank].client.heartbeat_interval = 1000.0
+        plane.until(lambda: states(seen(plane))[::2] == ["suspected"] * 2)
+        status = seen(plane)
+        assert status.live == 4
+        for position in (status.positions[0], status.positions[2]):
+            assert position.since is not None
+            assert position.since < status.time
+            assert position.cause
+
+
+def test_spares_and_replacements_are_seen() -> None:
+    with ControlPlane() as plane:
+        members = plane.members()
+        spare = plane.client(None)
+        plane.until(lambda: len(seen(plane).spares) == 1)
+        assert seen(plane).spares[0].pid == os.getpid()
+        die(plane, members[2])
+        plane.until(lambda: seen(plane).positions[2].state is PositionState.JOINING)
+        status = seen(plane)
+        assert (status.spares, status.positions[2].incarnation) == ((), 1)
+        assert spare.await_assignment().rank == 2
+
+
+def test_a_replacement_that_is_being_started_has_no_process_yet() -> None:
+    with ControlPlane(restart_workers=True) as plane:
+        members = plane.members()
+        die(plane, members[2])
+        plane.until(lambda: plane.started)
+        position = seen(plane).positions[2]
+        assert (position.state, position.incarnation, position.pid) == (PositionState.JOINING, 1, None)
+
+
+def test_nothing_is_made_unless_somebody_asks_and_not_more_than_four_times_a_second() -> None:
+    made: list[int] = []
+    views: Views[int] = Views(lambda: made.append(1) or len(made), lambda: None)  # type: ignore[func-returns-value]
+    views.answer()
+    assert made == []
+    views._wake = views.answer
+    assert [views.ask() for _ in range(100)] == [1] * 100
+    views.close()
+    assert [views.ask() for _ in range(2)] == [2, 2]
+
+
+def test_a_coordinator_that_does_not_answer_is_an_error_within_its_time() -> None:
+    with pytest.raises(ControlPlaneError, match=r"does not answer: it was asked 0\.1 s ago"):
+        Views(lambda: 1, lambda: None).ask(0.1)
+
+
+def test_a_defect_of_who_looks_does_not_end_the_run(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane.members()
+    monkeypatch.setattr(plane.coordinator._views, "_make", lambda: 1 // 0)
+    with pytest.raises(ControlPlaneError, match="could not say how it is"):
+        plane.coordinator.view()
+    monkeypatch.undo()
+    assert seen(plane).phase == "training"
+
+
+def test_a_status_is_json_whatever_the_loss_is(plane: ControlPlane) -> None:
+    status = replace(seen(plane), loss=float("nan"))
+    again = json.loads(json.dumps(as_json(status), allow_nan=False))
+    assert again["loss"] is None
+    assert again["schema"] == 1
+    assert again["positions"][3] == {**again["positions"][0], "pipeline": 1, "stage": 1, "rank": 3}
+
+
+# ---------------------------------------------------------------------- who serves it
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of this test's own, the only place that is looked at. Sockets have no long paths."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(own_runs, "_folders", lambda: iter([Path(folder) / "runs"]))
+        yield Path(folder) / "runs"
+
+
+def test_a_place_with_too_long_a_path_is_passed_over(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime.mkdir(mode=0o700)
+    places = [runtime / ("a" * 120), runtime / "b"]
+    monkeypatch.setattr(own_runs, "_folders", lambda: iter(places))
+    with own_runs.listen_here():
+        assert [path.parent for path in own_runs.sockets()] == [runtime / "b"]
+
+
+@contextlib.contextmanager
+def shown(plane: ControlPlane | None, name: str = "train.py", http: bool = True) -> Iterator[int]:
+    """Serves a run; gives the port."""
+    monitor = Monitor(name, samples_per_step=12)
+    monitor.show(None if plane is None else plane.coordinator)
+    with served(monitor, ("127.0.0.1", 0) if http else None) as server:
+        assert server is not None
+        yield server._listeners[-1].getsockname()[1] if http else 0
+
+
+def get(port: int, path: str, **headers: str) -> tuple[int, str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path, headers=headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode(), response.headers
+
+
+def test_page_status_and_probes_are_served(plane: ControlPlane, runtime: Path) -> None:
+    plane.members()
+    plane.until(lambda: seen(plane).phase == "training")
+    with shown(plane) as port:
+        code, content, headers = get(port, "/status")
+        assert (code, headers["Content-Type"]) == (200, "application/json")
+        status = json.loads(content)
+        assert (status["name"], status["coordinator"]["pid"]) == ("train.py", os.getpid())
+        code, content, headers = get(port, "/")
+        assert (code, "<!doctype html>" in content.lower()) == (200, True)
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert get(port, "/healthz")[0] == get(port, "/readyz")[0] == 200
+        assert get(port, "/training")[:2] == (503, "No step is committed yet; 4 workers are in.\n")
+        assert get(port, "/schedule.svg")[0] == 503  # nothing was measured
+        assert get(port, "/nothing")[0] == 404
+        code, content, _ = get(port, "/status", Host="localhost:1")
+        assert code == 200
+
+
+def test_no_run_is_healthy_and_not_ready(runtime: Path) -> None:
+    with shown(None) as port:
+        assert get(port, "/healthz")[0] == 200
+        assert get(port, "/readyz")[0] == get(port, "/status")[0] == 503
+
+
+def test_only_reading_is_possible(plane: ControlPlane, runtime: Path) -> None:
+    with shown(plane) as port:
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request(method, "/status")
+            assert connection.getresponse().status == 501
+
+
+def test_a_page_from_elsewhere_cannot_read_it_through_the_browser(plane: ControlPlane, runtime: Path) -> None:
+    """DNS rebinding: its name leads to 127.0.0.1, and the browser sends that name."""
+    with shown(plane) as port:
+        assert get(port, "/status", Host="attacker.example")[0] == 403
+        assert get(port, "/status", Host=f"127.0.0.1:{port}")[0] == 200
+        assert get(port, "/status", Host=f"[::1]:{port}")[0] == 200
+        assert "Access-Control-Allow-Origin" not in get(port, "/status")[2]
+
+
+def answers(port: int, path: str = "/status") -> bool:
+    try:
+        return get(port, path)[0] == 200
+    except (ConnectionError, http.client.HTTPException):
+        return False
+
+
+def test_connections_are_bounded_in_number_and_time(
+    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_server, "_CONNECTION_SECONDS", 1.0)
+    with shown(plane) as port:
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(status_server._MOST_CONNECTIONS)]
+        for connection in held:
+            connection.sendall(b"GET /sta")
+        plane.until(lambda: not answers(port))
+        assert status_command.main([]) == 0, "whoever holds the port does not hold this user's socket"
+        for connection in held:
+            connection.settimeout(10)
+            while connection.recv(4096):  # an answer that its request is too slow, or none
+                pass
+            connection.close()
+        plane.until(lambda: answers(port))
+
+
+def test_an_address_that_is_taken_is_an_error_that_says_so(runtime: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()
+        reason = r"status of the run cannot be shown.*another process listens"
+        with pytest.raises(ConfigurationError, match=reason), served(Monitor("x"), address):
+            pass
+
+
+def test_another_interface_is_served_with_a_warning(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with served(Monitor("x"), ("0.0.0.0", 0)):
+        assert "without authentication" in caplog.text
+
+
+# ---------------------------------------------------------------------- for this user on this machine
+
+
+def test_a_run_is_found_without_an_address_and_leaves_nothing(
+    plane: ControlPlane, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_command.main([]) == 1
+    assert "no run of this user" in capsys.readouterr().err
+    plane.members()
+    with shown(plane, http=False):
+        assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
+        assert status_command.main([]) == 0
+        assert "train.py  2 x 2 x 1" in capsys.readouterr().out
+        assert status_command.main(["--json", str(os.getpid())]) == 0
+        assert json.loads(capsys.readouterr().out)["generation"] == 0
+        with shown(plane, "other.py", http=False):
+            assert status_command.main([]) == 0
+            listed = capsys.readouterr().out
+            assert "train.py" in listed
+            assert "other.py" in listed
+    assert not runtime.exists()
+
+
+def test_what_a_killed_process_left_is_removed(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen()"
+    runtime.mkdir(mode=0o700)
+    dead = runtime / "1-00.sock"
+    subprocess.run([sys.executable, "-c", code, str(dead)], check=True)
+    assert dead.exists()
+    assert status_command.main([]) == 1
+    assert not dead.exists()
+
+
+@pytest.mark.parametrize("how", ["open", "link"])
+def test_a_folder_that_others_can_enter_is_neither_used_nor_read(
+    how: str, runtime: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if how == "open":
+        runtime.mkdir()
+        runtime.chmod(0o755)
+    else:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        runtime.symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level("INFO", "lightning_recycle"), served(Monitor("x")) as server:
+        assert server is None
+        assert "recycle-status will not find this run" in caplog.text
+        assert own_runs.sockets() == []
+
+
+def test_the_command_starts_quickly_and_without_torch() -> None:
+    code = (
+        "import sys, lightning_recycle.control.monitoring.status_command, rich.live, rich.table\n"
+        "print({m.split('.')[0] for m in sys.modules} & {'torch', 'lightning', 'numpy', 'msgspec', 'hydra'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("nowhere", "no address"), ("127.0.0.1:1", "does not answer"), ("99999999", "no run in process")],
+)
+def test_an_address_where_nothing_is_ends_with_1_and_says_so(
+    address: str, reason: str, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_command.main([address]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_a_server_of_something_else_is_no_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n[1, 2]")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert status_command.main([f"127.0.0.1:{other.getsockname()[1]}"]) == 1
+    assert "no coordinator" in capsys.readouterr().err
+
+
+HOSTILE = "\x1b]0;owned\x07<img src=x onerror=alert(1)>[red]\x1b[2J"
+
+
+def test_what_workers_say_is_shown_and_not_obeyed(
+    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plane.members()
+    monkeypatch.setattr(plane.coordinator._history, "processes", {0: (HOSTILE, 1)})
+    plane.coordinator._history.digest.failures.append(Event("failure", 0.0, 0, 0, (0, 0), 0.0, {"cause": HOSTILE}))
+    with shown(plane, HOSTILE, http=False):
+        assert status_command.main([]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b]" not in out
+    assert "\x1b[2J" not in out
+    assert "[red]" in out
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def test_without_the_package_the_metrics_say_what_to_install(
+    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with shown(plane) as port:
+        code, content, _ = get(port, "/metrics")
+    assert code == 501
+    assert "pip install 'lightning-recycle[metrics]'" in content
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
+def test_the_metrics_are_what_the_package_s_own_parser_reads(plane: ControlPlane, runtime: Path, accept: str) -> None:
+    pytest.importorskip("prometheus_client", reason="the extra 'metrics' is not installed")
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+    from prometheus_client.parser import text_string_to_metric_families as read_text
+
+    members = plane.members()
+    together(*(partial(member.client.commit, 0, b"") for member in members))
+    with shown(plane, 'a "name" \\ with\nquotes') as port:
+        time.sleep(0.3)
+        status = json.loads(get(port, "/status")[1])
+        code, content, headers = get(port, "/metrics", Accept=accept)
+    assert code == 200
+    assert headers["Content-Type"].startswith(accept.partition(";")[0])
+    families = list((read_openmetrics if "openmetrics" in accept else read_text)(content))
+    samples = {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+    assert samples["recycle_workers", "live"] == 4
+    assert samples["recycle_worker_live", "1", "1"] == 1
+    assert samples["recycle_generation",] == 0
+    assert samples["recycle_phase", "training"] == 1
+    assert samples["recycle_failures_total",] == 0
+    assert len([name for name, *_ in samples if name == "recycle_worker_seconds_total"]) == 9
+    assert status["phase"] == "training"
+
+
+def test_the_metrics_of_no_run_say_that_there_is_none(runtime: Path) -> None:
+    pytest.importorskip("prometheus_client", reason="the extra 'metrics' is not installed")
+    with shown(None) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == ["recycle_up 0.0"]
+
+
+# ---------------------------------------------------------------------- recycle-coordinator
+
+
+def coordinator(*options: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", "127.0.0.1:0"]
+    command += ["--pipelines", "2", "--stages", "2", "--microbatches", "2", *options]
+    env = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", **environment}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_a_standalone_coordinator_is_seen_before_its_first_worker(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told: Any = {"RECYCLE_HTTP": str(port)} if how == "environment" else {}
+    with coordinator(*([] if told else ["--http", str(port)]), **told) as process:
+        try:
+            assert process.stdout is not None
+            assert "listening on" in process.stdout.readline()
+            deadline = time.monotonic() + 20
+            while not answers(port, "/healthz"):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert get(port, "/readyz")[0] == get(port, "/healthz")[0] == 200
+            assert get(port, "/training")[0] == 503
+            for address in (str(process.pid), f"127.0.0.1:{port}", f"http://localhost:{port}/"):
+                assert status_command.main([address, "--json"]) == 1
+                assert "No run is going on: it waits for workers." in capsys.readouterr().err
+        finally:
+            process.terminate()
+    assert status_command.main([str(process.pid)]) == 1
+
+
+@pytest.mark.parametrize("wrong", ["nowhere", "taken"])
+def test_a_standalone_coordinator_refuses_an_address_for_its_status_that_cannot_be(wrong: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = "nowhere" if wrong == "nowhere" else str(other.getsockname()[1])
+        process = coordinator("--http", address)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "recycle-coordinator: " in said
+    assert ("--http='nowhere': give host:port" if wrong == "nowhere" else "another process listens there") in said
