@@ -17,6 +17,7 @@ from lightning_recycle import _moved
 from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
+    from lightning_recycle.launch.ray_recycle import RayReCycle, ray_worker
     from lightning_recycle.model.module import LayerSpec, PipelineModule
     from lightning_recycle.runtime.deferred import defer_weight_grad
     from lightning_recycle.strategy import ReCycleStrategy
@@ -27,18 +28,22 @@ __all__ = [
     "ConfigurationError",
     "LayerSpec",
     "PipelineModule",
+    "RayReCycle",
     "ReCycleError",
     "ReCycleStrategy",
     "StageLostError",
     "UnsupportedFeatureError",
     "defer_weight_grad",
+    "ray_worker",
 ]
 
 _LAZY = {
     "LayerSpec": "lightning_recycle.model.module",
     "PipelineModule": "lightning_recycle.model.module",
+    "RayReCycle": "lightning_recycle.launch.ray_recycle",
     "ReCycleStrategy": "lightning_recycle.strategy",
     "defer_weight_grad": "lightning_recycle.runtime.deferred",
+    "ray_worker": "lightning_recycle.launch.ray_recycle",
 }
 
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.control.history import Event
+from lightning_recycle.control.json_logs import install_if_wanted
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
@@ -38,6 +39,7 @@ from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.machine_errors import MachineErrors
+from lightning_recycle.runtime.transport_choice import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.session import Session
@@ -117,11 +119,26 @@ class ReCycleStrategy(ParallelStrategy):
         bucket_cap_mb: as in ``DistributedDataParallel``: the gradients of a stage are summed over its workers in
             buckets of at most so many MiB (a larger gradient is one of its own), each as soon as the last backward of a
             step has completed it, while the rest is computed. None for 25.
+        transport: what carries activations and gradients between stages: "gloo", by way of the processors' memory;
+            "nccl", from device to device, where every worker has a CUDA device of its own; or "auto", Gloo. The sums
+            within a stage go over Gloo. NCCL has been tried with an imitation only, not with devices.
+        gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
+            but if they exceed 1 GB where workers are started by hand, they stay in the workers, and are in their
+            checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by
+            hand.
+        status: whether ``recycle-status`` of this user finds the run on this machine. ``"host:port"``, or a port of
+            this machine, serves its page, ``/status`` and ``/metrics`` there besides, to whoever can connect; so does
+            the environment variable ``RECYCLE_HTTP`` with True. False for neither.
+        engine: what starts the workers: "local", processes of this machine, or "ray", actors of a Ray cluster (see the
+            page on Ray).
+        resources_per_worker: what ``engine="ray"`` reserves for a worker, by the name of the resource; by default one
+            CPU, and one GPU unless the Trainer's accelerator is the CPU.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
         schedules: after ``fit``, the schedule of each generation.
         missing_optimizers: after ``fit``, why the launching process has no optimizers, if it has none.
+        missing_weights: after ``fit``, why the model in this process is not the trained one, if it is not.
 
     Raises:
         ConfigurationError: for values that cannot work.
@@ -162,21 +179,28 @@ class ReCycleStrategy(ParallelStrategy):
         memory: MemoryLimit = "auto",
         activation_checkpointing: Literal["auto", "never"] = "auto",
         bucket_cap_mb: float | None = None,
+        transport: Literal["auto", "gloo", "nccl"] = "auto",
+        gather_result: Literal["auto"] | bool = "auto",
+        status: bool | str = True,
+        engine: Literal["local", "ray"] = "local",
+        resources_per_worker: Mapping[str, float] | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        install_if_wanted()  # before Lightning's first line
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.options = Options(
             pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
             machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
-            activation_checkpointing, bucket_cap_mb,
+            activation_checkpointing, bucket_cap_mb, transport, gather_result, status, engine, resources_per_worker,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
         self.missing_optimizers: str | None = None
+        self.missing_weights: str | None = None
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid:
         """Returns the grid for ``num_workers`` devices; ``batch_size`` (per pipeline), if known, helps to choose M.
@@ -190,6 +214,8 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if self.parallel_devices:
+            check_transport(self.options.transport, self.root_device)
         self._launcher = SupervisorLauncher(self)
 
     @property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -15,10 +18,11 @@ from torch import Tensor
 from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.attributes import AttributeCarrier, CallbackParts, Pickles
+from lightning_recycle.session.gathering import Gathering, Way, bytes_of
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
 from lightning_recycle.session.session import Session
 
-__all__ = ["LOOPS", "Extras", "StagePart", "extras_of", "part_of"]
+__all__ = ["LOOPS", "Extras", "FiledPart", "StagePart", "extras_of", "part_of", "way_home"]
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +48,29 @@ class StagePart:
 
     Args:
         stage: which.
-        state: its weights.
+        state: its weights; None if they stay in the workers.
         optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
             stage does not train, or writes checkpoints of its own because the whole is too large for one place.
         attributes: what its layers keep outside of state dicts.
     """
 
     stage: int
-    state: dict[str, Tensor]
+    state: dict[str, Tensor] | None
     optimizers: StageOptimizers | None
     attributes: dict[str, Pickles]
+
+
+@dataclass(frozen=True)
+class FiledPart:
+    """A :class:`StagePart` in a file of this machine."""
+
+    path: Path
+
+    def read(self) -> StagePart:
+        """The part. Its weights are mapped from the file, to be copied into a module; that may be deleted."""
+        part = torch.load(self.path, map_location="cpu", weights_only=False, mmap=True)
+        assert isinstance(part, StagePart)
+        return replace(part, optimizers=to_cpu(part.optimizers))  # these are loaded without a copy
 
 
 @dataclass(frozen=True)
@@ -89,14 +106,50 @@ class Extras:
     data: dict[str, Any]
 
 
-def part_of(session: Session, carrier: AttributeCarrier) -> StagePart:
-    """The part of this worker's stage."""
-    trainer, checkpoints = session.trainer, session.checkpoints
-    optimizers = None
-    if trainer.state.fn == TrainerFn.FITTING and not checkpoints.sharded:
-        optimizers = [(to_cpu(o.state_dict()), group_names(session.module, o)) for o in trainer.optimizers]
+def way_home(session: Session, gathering: Gathering) -> Way:
+    """How the result of the run comes home: all workers ask, and are answered alike."""
+    if not gathering.depends_on_size:
+        return gathering.way(0)
+    return gathering.way(sum(session.checkpoints.collectives.gather_stages("bytes", lambda: _size(session))))
+
+
+def _size(session: Session) -> int:
+    """The bytes of the weights of this worker's stage, and of its optimizers, if they would come home."""
+    size = bytes_of(weights_of(session.module).values())
+    if _brings_optimizers(session):
+        for optimizer in session.trainer.optimizers:
+            size += sum(bytes_of(state.values()) for state in optimizer.state.values())
+    return size
+
+
+def _brings_optimizers(session: Session) -> bool:
+    return session.trainer.state.fn == TrainerFn.FITTING and not session.checkpoints.sharded
+
+
+def part_of(session: Session, carrier: AttributeCarrier, way: Way, folder: str | None = None) -> StagePart | FiledPart:
+    """The part of this worker's stage, as it comes home: in a message, or in a new file of ``folder``."""
+    if way is Way.STAYS:
+        return StagePart(session.worker.stage, None, None, carrier.pack_modules(session.parts.is_of_layer))
+    if way is Way.FILES and folder is not None:
+        path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            torch.save(_part(session, carrier, copies=False), path)
+            return FiledPart(path)
+        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
+            log.warning("The result comes home in a message instead of a file: %s", error)
+            with contextlib.suppress(OSError):  # there may be nothing to delete
+                path.unlink()
+    return _part(session, carrier, copies=True)
+
+
+def _part(session: Session, carrier: AttributeCarrier, copies: bool) -> StagePart:
+    """The part of this worker's stage; ``copies``: with tensors of its own."""
+    module, optimizers = session.module, None
+    if _brings_optimizers(session):
+        optimizers = [(to_cpu(o.state_dict(), copies), group_names(module, o)) for o in session.trainer.optimizers]
     layers = carrier.pack_modules(session.parts.is_of_layer)
-    return StagePart(session.worker.stage, to_cpu(weights_of(session.module)), optimizers, layers)
+    return StagePart(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers)
 
 
 def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Extras:

@@ -8,7 +8,6 @@ and then forgets what the hooks left: the workers call them again, each for itse
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +26,8 @@ log = logging.getLogger(__name__)
 _OF_THE_MODEL = ("_tied", "_trainer")  # what describing the layers and attaching the Trainer leave in the module
 
 
-def describe(parts: ModelParts, function_call: Call) -> None:
-    """Finds out what parts the model has.
+def describe(parts: ModelParts, function_call: Call, is_outside: bool) -> None:
+    """Finds out what parts the model has; ``is_outside``: in a worker that somebody else started.
 
     Raises:
         ConfigurationError: if they cannot be parts; in a worker that is started by hand, if they need ``setup()``.
@@ -40,7 +39,7 @@ def describe(parts: ModelParts, function_call: Call) -> None:
     except ConfigurationError:
         raise  # what was described is wrong
     except Exception as error:  # raised again below, unless setup() makes what it lacks
-        if "RECYCLE_COORDINATOR" in os.environ:
+        if is_outside:
             raise ConfigurationError(
                 f"{type(parts.module).__name__}.configure_pipeline() raised {type(error).__name__}: {error}. In workers"
                 " that are started by hand it cannot wait for setup(), as all would prepare the data at once: give the"

@@ -21,7 +21,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.main_module import MainModule, MainPickler, enter_main
 
-__all__ = ["Inherited", "Payload"]
+__all__ = ["Inherited", "Payload", "dump", "load", "not_sent"]
 
 
 class Payload:
@@ -41,8 +41,7 @@ class Payload:
     def __init__(self, value: Any, main: MainModule) -> None:
         self._file = _nameless_file()
         try:
-            pickler = _Pickler(self._file, main)
-            pickler.dump((value, pickler.definitions))  # these are complete once the value is pickled
+            dump(value, main, self._file)
             self._file.flush()
         except Exception as error:
             size = self._file.tell()
@@ -53,11 +52,7 @@ class Payload:
                     " bytes): set TMPDIR to a folder with more room, or let the dataset open its files in the workers"
                     " instead of holding the data."
                 ) from error
-            raise ConfigurationError(
-                f"The Trainer, model or data cannot be sent to the worker processes: {type(error).__name__}: {error}."
-                " Open files and connections in setup() instead of __init__, and keep what cannot be pickled out of the"
-                " global variables that the functions of your script read."
-            ) from error
+            raise not_sent(error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -76,14 +71,34 @@ class Inherited:
     def load(self) -> Any:
         """The value; may be called once. The position in the file is common to all processes, so it is mapped."""
         descriptor = self._descriptor.detach()
-        enter_main()
         try:
             with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-                value, definitions = pickle.loads(data)
+                return load(data)
         finally:
             os.close(descriptor)
-        vars(sys.modules["__main__"]).update(definitions)
-        return value
+
+
+def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
+    """Pickles ``value``, and what of the user's script comes with it, for :func:`load`."""
+    pickler = _Pickler(file, main)
+    pickler.dump((value, pickler.definitions))  # these are complete once the value is pickled
+
+
+def load(data: Any) -> Any:
+    """The value that was pickled as ``data``, with the user's ``__main__`` around it; once in a process."""
+    enter_main()
+    value, definitions = pickle.loads(data)
+    vars(sys.modules["__main__"]).update(definitions)
+    return value
+
+
+def not_sent(error: Exception) -> ConfigurationError:
+    """The error that says that ``error`` was raised when the Trainer, model and data were pickled."""
+    return ConfigurationError(
+        f"The Trainer, model or data cannot be sent to the worker processes: {type(error).__name__}: {error}."
+        " Open files and connections in setup() instead of __init__, and keep what cannot be pickled out of the"
+        " global variables that the functions of your script read."
+    )
 
 
 def _nameless_file() -> IO[bytes]:

@@ -11,12 +11,17 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,26 +36,35 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
-from lightning_recycle.control.addresses import address_from
+from lightning_recycle.control.addresses import address_from, http_address
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.history import Event
+from lightning_recycle.control.json_logs import install_if_wanted
+from lightning_recycle.control.keys import key_from_environment
+from lightning_recycle.control.monitoring.monitor import Monitor
+from lightning_recycle.control.monitoring.status_server import served
+from lightning_recycle.control.options import WorkerProcess
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.protocol.messages import Assign
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
-from lightning_recycle.control.standalone import key_from_environment
 from lightning_recycle.data.batching import batch_size_of
+from lightning_recycle.engines.copies import check_copies
+from lightning_recycle.engines.discovery import Discovered, discover
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.launch.crews import crew_of
 from lightning_recycle.launch.delivery import Extras
 from lightning_recycle.launch.describing import describe
 from lightning_recycle.launch.main_module import end_import
-from lightning_recycle.launch.processes import Crew, LocalWorker
+from lightning_recycle.launch.missing_weights import Untrained
 from lightning_recycle.launch.results import error_of, take_results, told_by_leader
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
 from lightning_recycle.launch.shared_settings import Settings
 from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.summary import summary
 from lightning_recycle.launch.tuning import finders_of, set_aside, tune
+from lightning_recycle.launch.wanted import wants_of
 from lightning_recycle.launch.worker_process import Call, WorkerStart, run_outside, worker_main
 from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
 from lightning_recycle.planning.grid import Grid
@@ -61,6 +75,7 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.checks import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
 from lightning_recycle.session.commitment import steps_alone
 from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.gathering import LARGE_BYTES, Gathering
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.lightning_callbacks import show_cursor
 from lightning_recycle.session.pruning import check_pruning
@@ -86,6 +101,7 @@ class Configured(Protocol):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
     missing_optimizers: str | None
+    missing_weights: str | None
 
     @property
     def options(self) -> Options: ...
@@ -114,6 +130,8 @@ class SupervisorLauncher(_Launcher):
         self._interrupted = False
         self._said_how_it_ended = False
         self._has_run = False
+        self._outside: Discovered | None = None  # what this process is in the run of another one
+        self._untrained: Untrained | None = None
 
     @property
     @override
@@ -131,8 +149,12 @@ class SupervisorLauncher(_Launcher):
             Exception: the user's own exception from a worker, with that worker's traceback.
         """
         assert trainer is not None
+        install_if_wanted()
         end_import()
-        finders = finders_of(trainer)
+        self._outside = discover()
+        if self._outside is None:
+            check_copies()
+        finders = finders_of(trainer, self._outside is not None)
         for finder in finders:
             if tune(finder, (trainer, function, args, kwargs), self._try):
                 return None
@@ -156,17 +178,20 @@ class SupervisorLauncher(_Launcher):
         """Runs ``call`` and brings home what it leaves; or takes part in the run of another launching process."""
         trainer, function, args, kwargs = call
         self._interrupted, self._said_how_it_ended = True, False
-        weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        if self._untrained is not None:
+            self._untrained.check(trainer.lightning_module, given.get("ckpt_path"))
+        weights_only = given.get("weights_only")
         setup, heartbeat = self._prepare((trainer, function, args, kwargs), weights_only)
-        if "RECYCLE_COORDINATOR" in os.environ:
+        if self._outside is not None:
             returned = run_outside(
-                address_from(os.environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR"),
-                key_from_environment(),
-                os.environ.get("RECYCLE_HOST"),
-                partial(self._own_setup, setup),
+                self._outside,
+                partial(_outside_setup, setup),
+                wants_of(trainer, self._strategy.options, setup, heartbeat),
                 (trainer, function, args, kwargs),
             )
             self._interrupted = False
+            self._note_missing_weights(trainer, one_stage=True)
             return returned
         args, kwargs = settle_checkpoint(trainer, function, (args, kwargs))
         self.history, self.schedules = [], []
@@ -176,7 +201,8 @@ class SupervisorLauncher(_Launcher):
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [], []  # of an earlier fit
         saves = savers or (fitting and bool(self._strategy.options.save_on_signal))
         try:
-            with EndSignals(gracefully=saves) as signals:
+            with EndSignals(gracefully=saves) as signals, _folder_for_results() as folder:
+                setup = replace(setup, gathering=replace(setup.gathering, folder=folder))
                 return self._launch((trainer, function, args, kwargs), setup, heartbeat, signals)
         except BaseException:
             show_cursor(trainer)
@@ -198,6 +224,8 @@ class SupervisorLauncher(_Launcher):
             if isinstance(outcome, Finished):
                 self._interrupted = False
                 returned = take_results((trainer, function, args, kwargs), outcome.results)
+                if fitting:
+                    self._note_missing_weights(trainer, one_stage=False)
                 if fitting and self._strategy.options.run_summary:
                     for line in summary(self.history, setup.grid):
                         rank_zero_info(line)
@@ -220,6 +248,13 @@ class SupervisorLauncher(_Launcher):
             log.warning("%s Going on from %s with %d pipelines.", error, checkpoint, smaller.pipelines)
             args, kwargs = start_from(function, (args, kwargs), checkpoint)
             setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # this run wrote the file itself
+
+    def _note_missing_weights(self, trainer: pl.Trainer, one_stage: bool) -> None:
+        """Remembers, and says, whether the trained weights have stayed in the workers."""
+        self._untrained = None
+        if self._strategy.missing_weights is not None:
+            self._untrained = Untrained(trainer.lightning_module, one_stage)
+            log.warning("The model in this process is not the trained one: %s.", self._strategy.missing_weights)
 
     def _how_it_ended(self, outcome: Outcome | None) -> str:
         """Where a run that a signal ended can be resumed, in words."""
@@ -275,14 +310,22 @@ class SupervisorLauncher(_Launcher):
             drift=_drift_options(trainer) if fitting else None,
         )
         listen = setup.outsiders
-        host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN") if listen else (_HOST, 0)
-        with Crew(worker_main, (call, Settings.capture())) as crew:
+        monitor, (shows, http) = (
+            Monitor(Path(sys.argv[0]).name, _samples_per_step(call, setup)),
+            _shown_at(options.status),
+        )
+        payload, resources = (call, Settings.capture()), _resources(options, trainer)
+        with (
+            served(monitor, http, shows),
+            crew_of(options.engine, worker_main, payload, grid, resources, options.start_timeout) as crew,
+        ):
+            host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN") if listen else (crew.host, 0)
 
-            def start(rank: int, incarnation: int, device: int, joining: bool = True) -> LocalWorker:
+            def start(rank: int, incarnation: int, device: int, joining: bool = True) -> WorkerProcess:
                 incarnation += attempt * INCARNATIONS_PER_START  # what happened to a position once has happened
                 address = coordinator.address
                 if listen and address[0] in _ALL_INTERFACES:
-                    address = (_ALL_INTERFACES[address[0]], address[1])
+                    address = (_ALL_INTERFACES[address[0]] if crew.host == _HOST else crew.host, address[1])
                 argument = WorkerStart(
                     Place(rank, incarnation, device), joining, setup, address, coordinator.authkey, crew.payload
                 )
@@ -303,9 +346,12 @@ class SupervisorLauncher(_Launcher):
             try:
                 workers = {rank: start(rank, 0, rank, joining=False) for rank in range(grid.num_workers)}
                 coordinator.start(workers)
+                crew.attend(coordinator)
+                monitor.show(coordinator)
                 outcome = self._await_end(coordinator, signals)
             finally:
                 with signals.shielded():
+                    monitor.show(None)
                     if not isinstance(outcome, Finished):
                         coordinator.stop()  # before the workers are killed: these are no failures to be told
                     crew.end(patience=_EXIT_SECONDS if isinstance(outcome, Finished) else 0.0)
@@ -316,29 +362,18 @@ class SupervisorLauncher(_Launcher):
             raise signals.error()  # it came while this run was being cleaned up
         return outcome, len(coordinator.roster)
 
-    def _own_setup(self, setup: RunSetup, wanted: Grid) -> RunSetup:
-        """The setup of an outside worker when the coordinator knows only the grid."""
-        grid = setup.grid
-        if (grid.pipelines, grid.stages) != (wanted.pipelines, wanted.stages) or (
-            self._strategy.options.num_microbatches not in (None, wanted.microbatches)
-        ):
-            raise ConfigurationError(
-                f"This script wants a grid of {grid}, the coordinator has {wanted} (pipelines x stages x"
-                " micro-batches): use the same devices * num_nodes, pipeline_parallel_size and num_microbatches"
-                " in both."
-            )
-        return replace(setup, grid=wanted, outsiders=True)
-
     def may_save(self, checkpoint: Mapping[str, Any], path: Any) -> bool:
         """Whether this process can write ``checkpoint``: it has the weights of a run that ended well.
 
         Raises:
-            UnsupportedFeatureError: if it should have the optimizers' states, and they did not come home.
+            UnsupportedFeatureError: if what it should have did not come home: the weights, the optimizers' states.
         """
         if self._interrupted:
             if not any(event.kind == "saved" and event.details["path"] == os.fspath(path) for event in self.history):
                 log.warning("%s is not written: the run failed, and its newest weights were in the workers.", path)
             return False
+        if self._strategy.missing_weights is not None:
+            Untrained.refuse_to_save(path)
         if "optimizer_states" in checkpoint and self._strategy.missing_optimizers is not None:
             raise UnsupportedFeatureError(
                 f"trainer.save_checkpoint({os.fspath(path)!r}) was called in the launching process, which has the"
@@ -366,7 +401,7 @@ class SupervisorLauncher(_Launcher):
         module = trainer.lightning_module
         assert trainer.state.fn is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_trainer(trainer)
+        check_trainer(trainer, self._outside)
         loaders = args[1] if len(args) > 1 else None
         sizes = [size for loader in loaders_in(loaders) if (size := batch_size_of(loader)) is not None]
         batch_size = math.gcd(*sizes) if sizes else None
@@ -374,7 +409,7 @@ class SupervisorLauncher(_Launcher):
         grid = options.choose_grid(self._strategy.num_devices, batch_size, can_be_cut=is_cut)
         parts = parts_of(module, grid.stages, options.pipeline)
         parts.check()
-        describe(parts, call)
+        describe(parts, call, self._outside is not None)
         check_weight_averaging(trainer, parts)
         check_pruning(trainer, grid.stages)
         check_loaders(loaders, grid.microbatches if fitting else None)
@@ -408,6 +443,7 @@ class SupervisorLauncher(_Launcher):
             outsiders=listens,
             has_run=self._has_run,
             staggered=options.staggered and (not fitting or steps_alone(trainer, parts, stages)),
+            gathering=Gathering(options.gather_result, LARGE_BYTES, local=not listens and options.engine == "local"),
         )
         return setup, heartbeat
 
@@ -430,6 +466,38 @@ class SupervisorLauncher(_Launcher):
         return path, profile
 
 
+def _outside_setup(setup: RunSetup, assignment: Assign) -> RunSetup:
+    """The setup of a worker that somebody else started, of a coordinator that brings none."""
+    staggered = setup.staggered and assignment.staggered
+    return replace(
+        setup,
+        grid=assignment.grid,
+        staggered=staggered,
+        outsiders=True,
+        gathering=replace(setup.gathering, local=False),
+    )
+
+
+@contextlib.contextmanager
+def _folder_for_results() -> Iterator[str | None]:
+    """The path of a folder that workers make for what is large; None if there is no place for it."""
+    try:
+        folder = os.path.join(tempfile.gettempdir(), f"recycle-result-{uuid.uuid4().hex}")
+    except OSError:  # nothing can be written anywhere: the result comes in messages
+        folder = None
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # usually it was not needed
+
+
+def _resources(options: Options, trainer: pl.Trainer) -> dict[str, float]:
+    """What an engine that shares out resources reserves for a worker."""
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    return {"CPU": 1.0, **({} if on_cpu else {"GPU": 1.0}), **(options.resources_per_worker or {})}
+
+
 def _smaller_grid(grid: Grid, workers: int) -> Grid | None:
     """The grid with as many pipelines as ``workers`` allow that computes the same global micro-batches, if any."""
     fitting = (
@@ -439,6 +507,22 @@ def _smaller_grid(grid: Grid, workers: int) -> Grid | None:
     if pipelines is None:
         return None
     return Grid(pipelines, grid.stages, grid.global_microbatches // pipelines)
+
+
+def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:
+    """Whether this user finds the run on this machine, and the address at which it is served to others."""
+    if status is True and (wanted := os.environ.get("RECYCLE_HTTP")):
+        return True, http_address(wanted, "RECYCLE_HTTP")
+    return status is not False, http_address(status, "ReCycleStrategy(status)") if isinstance(status, str) else None
+
+
+def _samples_per_step(call: Call, setup: RunSetup) -> int | None:
+    """How many samples a step has; None if that does not show before the data is loaded."""
+    trainer, _, args, _ = call
+    if trainer.state.fn != TrainerFn.FITTING or trainer.accumulate_grad_batches != 1:
+        return None
+    sizes = [batch_size_of(loader) for loader in loaders_in(args[1] if len(args) > 1 else None)]
+    return sizes[0] * setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
 
 
 def _drift_options(trainer: pl.Trainer) -> DriftOptions | None:

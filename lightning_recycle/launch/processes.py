@@ -25,15 +25,16 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from lightning_recycle.control.client import EXIT_STOPPED
+from lightning_recycle.control.coordinator import Coordinator
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.environment import NameWithEnvironment, modules_found
 from lightning_recycle.launch.inherited import Payload
 from lightning_recycle.launch.main_module import import_of_main, main_module
+from lightning_recycle.launch.members import Members
 from lightning_recycle.parent import die_when_closed, end_with
 
 __all__ = ["Crew", "LocalWorker", "process_context"]
 
-_EXIT_SECONDS = 10.0  # for a killed process to be gone
 _STATUS_SECONDS = 1.0  # for the fork server to tell how a process ended
 _START_ATTEMPTS = 3  # of one worker, if the fork server dies in each
 
@@ -212,17 +213,18 @@ class Crew:
 
     Attributes:
         payload: to be passed as, or within, the argument of each worker.
+        host: the address of this machine as the workers reach it.
 
     Raises:
         ConfigurationError: if the payload cannot be pickled, or there is no room for it.
     """
 
+    host = "127.0.0.1"
+
     def __init__(self, target: Callable[[Any], None], payload: Any) -> None:
         self._target = target
         self._context = process_context()
-        self._workers: list[LocalWorker] = []
-        self._lock = threading.Lock()
-        self._closed = False
+        self._members = Members[LocalWorker]()
         self._environment = dict(os.environ)
         self._main = main_module()
         self.payload = Payload(payload, self._main)
@@ -235,35 +237,21 @@ class Crew:
         """
         named = NameWithEnvironment(name, self._environment)
         worker = LocalWorker(self._context, self._target, argument, named, self._main.imported)
-        with self._lock:
-            if not self._closed:
-                for over in [other for other in self._workers if other.is_over]:
-                    self._workers.remove(over)
-                    over.close()
-            self._workers.append(worker)
-            if not self._closed:
-                return worker
-        worker.kill()
-        raise WorkerStartError("The run is over.")
+        if not self._members.add(worker):
+            worker.kill()
+            raise WorkerStartError("The run is over.")
+        return worker
+
+    def attend(self, coordinator: Coordinator) -> None:
+        """The coordinator serves from now on. There is nothing that it must be told of this machine."""
 
     def end(self, patience: float) -> None:
         """Waits ``patience`` seconds for all workers to end, then kills the rest."""
-        with self._lock:
-            self._closed = True
-            workers = list(self._workers)
-        deadline = time.monotonic() + patience
-        for worker in workers:
-            worker.describe_exit(max(0.0, deadline - time.monotonic()))
-        for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.describe_exit(_EXIT_SECONDS)
+        self._members.end(patience)
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end(0.0)
-        for worker in self._workers:
-            worker.close()
+        self._members.close()
         self.payload.close()

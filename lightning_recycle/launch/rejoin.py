@@ -6,6 +6,10 @@ process replaces itself by a new run of its own program (``exec``), which is the
 once: the model, the device with its context, threads and connections. Its process id stays, so whoever started it sees
 one process. The new program comes to its entry point as any worker does and waits there as a spare.
 
+Before that it looks for its coordinator for ``RECYCLE_RECONNECT_SECONDS``, 60 by default, and keeps all that it holds:
+a coordinator that was killed and started again goes on with it
+(:mod:`~lightning_recycle.control.protocol.revival`).
+
 ``RECYCLE_REJOIN_SECONDS`` says for how long; 0, the default, means that the process ends instead. For how long a worker
 tries to connect that has not been in a run yet, ``RECYCLE_CONNECT_SECONDS`` says: all parts of a job start at the same
 time, and the coordinator's name, the route to it and itself may come last.
@@ -26,7 +30,7 @@ from typing import NoReturn, TypeVar
 from lightning_recycle.control.handshake import VersionMismatch
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["connect_seconds", "patiently", "rejoin_seconds", "start_afresh", "take_deadline"]
+__all__ = ["connect_seconds", "patiently", "reconnect_seconds", "rejoin_seconds", "start_afresh", "take_deadline"]
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,15 @@ def connect_seconds() -> float:
         ConfigurationError: if ``RECYCLE_CONNECT_SECONDS`` is no such number.
     """
     return _seconds("RECYCLE_CONNECT_SECONDS", "60")
+
+
+def reconnect_seconds() -> float:
+    """For how long a worker looks for a coordinator that is gone and may be started again; 0 for not at all.
+
+    Raises:
+        ConfigurationError: if ``RECYCLE_RECONNECT_SECONDS`` is no such number.
+    """
+    return _seconds("RECYCLE_RECONNECT_SECONDS", "60")
 
 
 def _seconds(variable: str, default: str) -> float:

@@ -23,7 +23,8 @@ from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, WorkerStartError
-from lightning_recycle.launch.delivery import Extras, StagePart
+from lightning_recycle.launch.delivery import Extras, FiledPart, StagePart
+from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
 from lightning_recycle.launch.shown_loaders import show_loaders
 from lightning_recycle.launch.worker_process import Call
@@ -45,6 +46,7 @@ class _Strategy(Protocol):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
     missing_optimizers: str | None
+    missing_weights: str | None
 
 
 def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
@@ -58,12 +60,34 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     extras: Extras | None = None
     for rank in sorted(results):
         part, found = unpack(results.pop(rank))
-        parts.append(part)
+        parts.append(part.read() if isinstance(part, FiledPart) else part)
         extras = found or extras
     assert extras is not None
     parts.sort(key=lambda part: part.stage)
-    for part in parts:
-        state.update(part.state)
+    here = all(part.state is not None for part in parts)
+    if here:
+        for part in parts:
+            state.update(part.state or {})
+        _take_weights(module, state)
+    attach_data(call_)
+    _restore_trainer(trainer, extras)
+    _restore_states(trainer, extras)
+    carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
+    for packed in (*(part.attributes for part in parts if here), extras.modules):
+        carrier.restore_modules(packed)
+    carrier.restore_callbacks(extras.callback_parts)
+    carrier.restore(trainer.profiler, extras.profiler)  # type: ignore[attr-defined]
+    if trainer.state.fn == TrainerFn.FITTING:
+        cast(_Strategy, trainer.strategy).missing_weights = None if here else WEIGHTS_STAY
+        _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
+    if trainer.state.fn == TrainerFn.PREDICTING and extras.returned is not None:
+        several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
+        trainer.predict_loop._predictions = extras.returned if several else [extras.returned]
+    return extras.returned
+
+
+def _take_weights(module: pl.LightningModule, state: Mapping[str, torch.Tensor]) -> None:
+    """Makes ``module`` the trained one."""
     parts_of(module).build()
     take_pruned_form(module, state)
     if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
@@ -73,20 +97,6 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
         if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
             tensor.data = tensor.data.to(state[name].dtype)
     set_weights(module, state)
-    attach_data(call_)
-    _restore_trainer(trainer, extras)
-    _restore_states(trainer, extras)
-    carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
-    for packed in (*(part.attributes for part in parts), extras.modules):
-        carrier.restore_modules(packed)
-    carrier.restore_callbacks(extras.callback_parts)
-    carrier.restore(trainer.profiler, extras.profiler)  # type: ignore[attr-defined]
-    if trainer.state.fn == TrainerFn.FITTING:
-        _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
-    if trainer.state.fn == TrainerFn.PREDICTING and extras.returned is not None:
-        several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
-        trainer.predict_loop._predictions = extras.returned if several else [extras.returned]
-    return extras.returned
 
 
 def told_by_leader(results: Mapping[int, Any]) -> Extras:

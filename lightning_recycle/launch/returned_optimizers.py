@@ -24,7 +24,8 @@ StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]
 """Of each optimizer of a stage the state dict, and the names of the parameters by group."""
 
 STAY_IN_THE_WORKERS = (
-    "with save_distributed_checkpoint=True, and where workers are started by hand, their states stay in the workers"
+    "with save_distributed_checkpoint=True, where workers are started by hand, and where the weights stay in the"
+    " workers, their states do, too"
 )
 """Why the launching process may have no optimizers."""
 

@@ -61,8 +61,8 @@ _LIMITS = {
 }
 
 
-def finders_of(trainer: pl.Trainer) -> list[Finder]:
-    """The callbacks of ``trainer`` that want trials.
+def finders_of(trainer: pl.Trainer, is_outside: bool) -> list[Finder]:
+    """The callbacks of ``trainer`` that want trials; ``is_outside``: in a worker that somebody else started.
 
     Raises:
         UnsupportedFeatureError: for those that would make them in the middle of a run, and where workers are started
@@ -79,8 +79,11 @@ def finders_of(trainer: pl.Trainer) -> list[Finder]:
                     f"strategy='recycle' does not support {type(finder).__name__}.{name}(): trials run in workers of"
                     f" their own, before the run begins. Use {base.__name__}, or Tuner between two runs."
                 )
-        for variable in ("RECYCLE_COORDINATOR", "RECYCLE_LISTEN"):
-            if variable in os.environ:
+        for variable, is_set in (
+            ("RECYCLE_COORDINATOR", is_outside),
+            ("RECYCLE_LISTEN", "RECYCLE_LISTEN" in os.environ),
+        ):
+            if is_set:
                 raise UnsupportedFeatureError(
                     f"strategy='recycle' does not support {type(finder).__name__} with {variable}: each trial needs"
                     " workers of its own. Find the value with workers of one machine, and give it to this run."

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
@@ -22,24 +21,33 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from lightning_recycle.control.addresses import shown
-from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient, in_words
+from lightning_recycle.control.addresses import machine_name, shown
+from lightning_recycle.control.client import (
+    EXIT_INTERRUPTED,
+    EXIT_LOST_COORDINATOR,
+    EXIT_RAISED,
+    ControlClient,
+    in_words,
+)
 from lightning_recycle.control.handshake import Refused, VersionMismatch
+from lightning_recycle.control.json_logs import describe_process, install_if_wanted
 from lightning_recycle.control.payload import unpack
-from lightning_recycle.control.protocol.messages import Crash
+from lightning_recycle.control.protocol.messages import Assign, Crash, Wants
+from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
-from lightning_recycle.launch.delivery import extras_of, part_of
+from lightning_recycle.launch.delivery import extras_of, part_of, way_home
 from lightning_recycle.launch.environment import set_num_threads
 from lightning_recycle.launch.main_module import dumps
+from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS
 from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
 from lightning_recycle.launch.tracebacks import from_users_code
 from lightning_recycle.model.weights import weights_of
-from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.attributes import AttributeCarrier
 from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.gathering import Way
 from lightning_recycle.session.session import Session
 
 __all__ = ["Call", "WorkerStart", "run_outside", "worker_main"]
@@ -64,6 +72,7 @@ class _Strategy(Protocol):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
     missing_optimizers: str | None
+    missing_weights: str | None
 
 
 @dataclass(frozen=True)
@@ -93,21 +102,27 @@ def worker_main(start: WorkerStart) -> None:
     if hasattr(signal, "SIGUSR1"):  # may reach the whole job; with SIG_IGN Lightning installs no handler that saves
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     client = ControlClient(
-        start.place.rank, start.address, start.authkey, start.setup.heartbeat_interval, joining=start.joining
+        start.place.rank,
+        start.address,
+        start.authkey,
+        start.setup.heartbeat_interval,
+        joining=start.joining,
+        node=machine_name(),
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     with _crashes_reported(client):
         set_num_threads()
         function_call, settings = start.payload.load()
         settings.restore()
+        describe_process(partial(_described, client))
+        install_if_wanted()
         _run(client, start.setup, start.place, function_call)
 
 
 def run_outside(
-    address: tuple[str, int],
-    authkey: bytes,
-    host: str | None,
-    own_setup: Callable[[Grid], RunSetup],
+    outside: Discovered,
+    own_setup: Callable[[Assign], RunSetup],
+    wants: Wants,
     function_call: Call,
 ) -> Any:
     """Runs as a worker in this process, which was started by hand or by a cluster manager.
@@ -115,17 +130,19 @@ def run_outside(
     Waits as a spare until there is a position for it. Afterwards the module in this process is whole again.
 
     Args:
-        address: the coordinator's address.
-        authkey: the key of the run.
-        host: the address at which this worker exchanges data; by default the one that the coordinator reaches.
-        own_setup: grid -> this process's setup; used if the coordinator knows only the grid.
+        outside: what this process found about itself.
+        own_setup: assignment -> this process's setup; used if the coordinator brings none.
+        wants: what this script wants the run to be.
         function_call: the function to run.
 
     Raises:
-        ConfigurationError: if nobody listens at ``address``, the key is not the run's, or another version runs there.
-        SystemExit: if this worker was cut off and could not get back in.
+        ConfigurationError: if nobody listens at ``address``, the key is not the run's, another version runs there, or
+            the run is not what ``wants`` says.
+        SystemExit: if this worker was cut off and could not get back in, or ended by an exception.
     """
     global _run_ended
+    address = outside.coordinator
+    looks_for = rejoin.reconnect_seconds()
     patience, rejoin_until, trying = rejoin.rejoin_seconds(), rejoin.take_deadline(), rejoin.connect_seconds()
     if (since := time.monotonic() - _run_ended) < _BETWEEN_RUNS_SECONDS:
         time.sleep(_BETWEEN_RUNS_SECONDS - since)
@@ -135,7 +152,16 @@ def run_outside(
     deadline = time.monotonic() + trying if rejoin_until is None else rejoin_until
     try:
         client = rejoin.patiently(
-            lambda: ControlClient(None, address, authkey, heartbeat_interval=0.5, survives=True),
+            lambda: ControlClient(
+                None,
+                address,
+                outside.key,
+                heartbeat_interval=0.5,
+                survives=True,
+                node=outside.node,
+                wants=wants,
+                patience=looks_for,
+            ),
             passing,
             deadline,
             shown(address),
@@ -156,18 +182,35 @@ def run_outside(
         client.on_lost = partial(rejoin.start_afresh, patience)
     assignment = client.await_assignment()
     client.limit_silence(assignment.timeout)
+    describe_process(partial(_described, client))
     returned = None
-    with _crashes_reported(client):
-        setup = own_setup(assignment.grid) if assignment.setup is None else unpack(assignment.setup)
+    with _crashes_reported(client, shows=True):
+        setup = own_setup(assignment) if assignment.setup is None else unpack(assignment.setup)
         client.heartbeat_interval = setup.heartbeat_interval
-        device = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-        place = Place(client.rank, assignment.incarnation, device, host or client.local_host)
-        returned = _run(client, setup, place, function_call, keep_model=True)
+        place = Place(client.rank, assignment.incarnation, outside.device, outside.host or client.local_host)
+        returned = _run(client, setup, place, function_call, goes_on=True, reports=assignment.takes_results)
     _run_ended = time.monotonic()
     return returned
 
 
-def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Call, keep_model: bool = False) -> Any:
+def _run(
+    client: ControlClient,
+    setup: RunSetup,
+    place: Place,
+    function_call: Call,
+    goes_on: bool = False,
+    reports: bool = True,
+) -> Any:
+    """Runs the function in this worker; returns what it returned.
+
+    Args:
+        client: the connection to the coordinator.
+        setup: what all workers share.
+        place: what they do not.
+        function_call: the function.
+        goes_on: whether this process goes on as a launching process.
+        reports: whether there is a launching process that wants the result.
+    """
     trainer, function, args, kwargs = function_call
     _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
     ignore_untrue_warnings()
@@ -180,24 +223,45 @@ def _run(client: ControlClient, setup: RunSetup, place: Place, function_call: Ca
         session.averages.release()
         session.finetuning.release()
         session.pruning.release()
-        whole = session.checkpoints.joined("weights", weights_of(session.module)) if setup.outsiders else None
+        way = Way.MESSAGES if setup.is_trial else way_home(session, setup.gathering)
+        whole = None
+        if setup.outsiders and way is Way.MESSAGES:
+            whole = session.checkpoints.joined("weights", weights_of(session.module))
         carrier = AttributeCarrier(trainer, callbacks)
-        part = (lambda: None) if setup.is_trial else partial(part_of, session, carrier)
-        session.checkpoints.deliver_result(part, partial(extras_of, session, carrier, returned))
+        part: Callable[[], Any] = partial(part_of, session, carrier, way, setup.gathering.folder)
+        extras: Callable[[], Any] = partial(extras_of, session, carrier, returned)
+        if setup.is_trial or not reports:
+            part = _nothing
+        session.checkpoints.deliver_result(part, extras if reports else _nothing)
     client.leave()
-    if whole is not None and keep_model:
+    if goes_on:
         session.leave()
         strategy.enter(None)
         if trainer.state.fn == TrainerFn.FITTING:
             strategy.optimizers, strategy.lr_scheduler_configs = [], []  # of one stage, whose parameters are gone
             strategy.missing_optimizers = STAY_IN_THE_WORKERS
-        session.parts.rebuild(whole)
+        strategy.missing_weights = WEIGHTS_STAY if whole is None else None
+        if whole is not None:
+            session.parts.rebuild(whole)
     return returned
 
 
+def _nothing() -> None:
+    """Nobody wants it."""
+
+
+def _described(client: ControlClient) -> dict[str, int]:
+    """What each line of a worker's log in JSON says of it."""
+    return {"rank": client.rank, "generation": client.generation}
+
+
 @contextlib.contextmanager
-def _crashes_reported(client: ControlClient) -> Any:
-    """Tells the coordinator why this worker ends; the supervisor decides whether it shows the traceback."""
+def _crashes_reported(client: ControlClient, shows: bool = False) -> Any:
+    """Tells the coordinator why this worker ends, and ends it with a status that says so.
+
+    ``shows``: whether the traceback is shown here; otherwise the supervisor decides.
+    """
+    status = EXIT_RAISED
     try:
         yield
     except BaseException as error:
@@ -211,6 +275,9 @@ def _crashes_reported(client: ControlClient) -> Any:
                 data: bytes | None = dumped
             except Exception:  # its class cannot be pickled or loaded: the summary and the traceback must do
                 data = None
+            status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RAISED
+            if shows:  # first, as the end of the run may end this process at any moment from now on
+                print(text, file=sys.stderr, end="", flush=True)
+            client.leave(status)
             client.send(Crash(client.rank, fault, summary, data, text))
-            client.leave()
-        sys.exit(1)
+        sys.exit(status)

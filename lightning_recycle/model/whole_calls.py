@@ -63,7 +63,9 @@ def ask_instead(module: nn.Module, layers: Sequence[str], ask: Callable[[Asked],
 def ask_no_more(module: nn.Module) -> None:
     """Ends :func:`ask_instead`."""
     for part in module.modules():
-        if _asking.pop(part, None) is not None:
+        if _asking.pop(part, None) is not None and isinstance(
+            part, _Asking
+        ):  # its class may be the user's again already
             part.__class__ = type(part).__bases__[1]  # which was disguised
 
 

@@ -6,7 +6,6 @@ anything starts. What is supported, with the reasons for the rest, is listed in 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.data.batching import check_combination, check_dataloader
+from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.session.interruption import saves_on_exception
 
@@ -30,25 +30,35 @@ __all__ = [
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
-    """Raises UnsupportedFeatureError for settings of the Trainer that the strategy cannot honour."""
+def check_trainer(trainer: pl.Trainer, outside: Discovered | None) -> None:
+    """Raises UnsupportedFeatureError for settings of the Trainer that the strategy cannot honour.
+
+    Args:
+        trainer: the Trainer.
+        outside: what this process is as a worker that somebody else started; None for a launching process.
+
+    Raises:
+        ConfigurationError: if the Trainer has no device for this worker.
+    """
     precision = trainer.precision
     if precision not in _PRECISIONS:
         raise UnsupportedFeatureError(
             f"strategy='recycle' does not support precision={precision!r}: it is untested. Use one of"
             f" {', '.join(map(repr, _PRECISIONS))}."
         )
-    if trainer.num_nodes != 1 and "RECYCLE_COORDINATOR" not in os.environ:
+    if trainer.num_nodes != 1 and outside is None:
         raise UnsupportedFeatureError(
-            f"strategy='recycle' cannot start workers on num_nodes={trainer.num_nodes} machines: start a"
-            " recycle-coordinator and this script once for each worker, with RECYCLE_COORDINATOR=host:port."
+            f"strategy='recycle' cannot start workers on num_nodes={trainer.num_nodes} machines by itself: start this"
+            " script with recycle-run, or a recycle-coordinator and this script once for each worker, with"
+            " RECYCLE_COORDINATOR=host:port."
         )
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise UnsupportedFeatureError(
             "strategy='recycle' does not support sync_batchnorm=True: there is no process group to synchronise over,"
             " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
         )
-    if "RECYCLE_COORDINATOR" in os.environ:
+    if outside is not None:
+        outside.check_device(trainer.num_devices)
         for callback in filter(saves_on_exception, trainer.checkpoint_callbacks):
             raise UnsupportedFeatureError(
                 f"strategy='recycle' does not support {type(callback).__name__} on exceptions in a worker that was"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_recycle.arguments import is_integer, is_number
+from lightning_recycle.control.addresses import http_address
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.partition import Partition
@@ -16,6 +17,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.runtime.machine_errors import MachineErrors, suspicion_of
+from lightning_recycle.session.gathering import Gathering, GatherResult
 
 __all__ = ["Options", "Place", "RunSetup"]
 
@@ -59,6 +61,11 @@ class Options:
     memory: MemoryLimit = "auto"
     activation_checkpointing: str = "auto"
     bucket_cap_mb: float | None = None
+    transport: str = "auto"
+    gather_result: GatherResult = "auto"
+    status: bool | str = True
+    engine: str = "local"
+    resources_per_worker: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -73,14 +80,22 @@ class Options:
             if not is_integer(getattr(self, name), 0):
                 self._refuse(name, "give an integer of at least 0")
         suspicion_of(self.machine_errors)
+        if not isinstance(self.status, bool):
+            http_address(str(self.status), "ReCycleStrategy(status)")
         for name, choices in (
             ("shadow", ("device", "host")),
             ("on_stage_lost", ("raise", "restart")),
             ("on_checkpoint_error", ("warn", "raise")),
             ("activation_checkpointing", ("auto", "never")),
+            ("transport", ("auto", "gloo", "nccl")),
+            ("engine", ("local", "ray")),
         ):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
+        if self.gather_result not in ("auto", True, False):
+            self._refuse("gather_result", "use 'auto', True or False")
+        if not all(is_number(amount, 0.0) for amount in (self.resources_per_worker or {}).values()):
+            self._refuse("resources_per_worker", "give a number of at least 0 for each resource")
         check_memory_limit(self.memory)
         get_planner(self.planner)
         names = [self.pipeline] if isinstance(self.pipeline, str) else self.pipeline
@@ -138,6 +153,7 @@ class RunSetup:
         is_trial: whether the run only tries something: its weights are not wanted.
         staggered: whether a stage steps before the others hold their gradients: the user's option, unless the stages
             must know something of each other first.
+        gathering: where the weights go in the end.
     """
 
     grid: Grid
@@ -150,6 +166,7 @@ class RunSetup:
     has_run: bool = False
     is_trial: bool = False
     staggered: bool = True
+    gathering: Gathering = field(default_factory=Gathering)
 
 
 @dataclass(frozen=True)

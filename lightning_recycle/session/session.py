@@ -8,8 +8,6 @@ object, its host, for what only Lightning and the user's module know.
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -34,6 +32,7 @@ from lightning_recycle.data.given import GivenBatchLoader
 from lightning_recycle.data.iterables import BatchIterableLoader
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
+from lightning_recycle.engines.requeue import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.module import global_seed
@@ -50,6 +49,7 @@ from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.runtime.transport_choice import transport_for
 from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_optimizers, check_trained
@@ -74,6 +74,7 @@ from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.moments import Moment
 from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.preemption import Preemption
 from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
@@ -139,6 +140,7 @@ class Session:
         self.averages = WeightAverages(trainer)
         self.finetuning = Finetuning(trainer)
         self.pruning = Pruning(trainer)
+        self._preemption = Preemption(trainer, client, fitting=self._fitting)
         self._digested = -1  # the newest generation with a digest of the parameters
         self._moments: dict[int, Moment] = {}  # of the current step and the one before
         self._handle: StepHandle  # of the current step
@@ -151,6 +153,7 @@ class Session:
         complete_norms(None)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
+        self._preemption.release()
         as_it_was(self.module)
 
     def reach(self, point: str, step: int) -> None:
@@ -239,8 +242,14 @@ class Session:
     def _save_when_ending(self) -> None:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
-        self._ending = SaveAndEnd(self.options.save_on_signal, self.collectives, self._ends_after_batch)
+        self._ending = SaveAndEnd(
+            self.options.save_on_signal, self.collectives, self._ends_after_batch, self._preemption, self._requeue
+        )
         callbacks.append(self._ending)
+
+    def _requeue(self) -> None:
+        with self.client.busy("requeue"):
+            requeue(self.options.signal_timeout)
 
     def _build_model(self) -> None:
         """Builds the layers of this stage, on the device, and their optimizer."""
@@ -295,7 +304,14 @@ class Session:
             self.worker,
             self.grid,
             self.client,
-            Communicator(self.place.rank, self.place.host, device, self.client, self.client.key_for("connections")),
+            Communicator(
+                self.place.rank,
+                self.place.host,
+                device,
+                self.client,
+                self.client.key_for("connections"),
+                transport=transport_for(self.options.transport, self.place.rank, device),
+            ),
             stage,
             parameters,
             GradientBuffers(parameters, device, self.options.bucket_bytes),
@@ -432,9 +448,7 @@ class Session:
         assert isinstance(begun, _ProcessedTracker)
         self._first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
-        if threading.current_thread() is threading.main_thread():
-            # Instead of Lightning's handler: a worker that is told to end leaves at the next step boundary.
-            signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
+        self._preemption.take_sigterm()
         if client.joining:
             self.executor.join()
         elif restored:

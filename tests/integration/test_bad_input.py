@@ -185,6 +185,7 @@ def test_fault_injection_without_the_strategy_is_refused() -> None:
         single.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
 
 
+@pytest.mark.long
 def test_a_script_that_trains_outside_of_its_main_guard_is_told_so_once(tmp_path: Path) -> None:
     """With a guard it is imported by the workers; they must not train, and have nothing to say."""
     script = tmp_path / "half_guarded.py"

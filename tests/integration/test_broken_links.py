@@ -77,6 +77,7 @@ def seconds_until_they_go_on(process: subprocess.Popen[str]) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.long
 def test_peers_that_lose_each_other_in_the_middle_of_the_network(cluster: Cluster) -> None:
     """Nothing passes between the workers of stage 0, and nobody is told: their packets are lost."""
     cluster.drop(0, 2)

@@ -28,6 +28,7 @@ class CompiledLayers(Regression):
         return [compiled(layer) for layer in super().configure_pipeline()]
 
 
+@pytest.mark.long
 def test_compiled_layers_train_the_same_when_a_worker_dies() -> None:
     one, expected = CompiledLayers().double(), Regression().double()
     for model in (one, expected):

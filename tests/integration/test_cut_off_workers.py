@@ -65,7 +65,11 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     with with_a_cable(near, far):
         served = coordinator(near, 1, "--timeout", str(TIMEOUT), "--start-timeout", "90")
         output = tmp_path / "trained.pt"
-        environment = {"RECYCLE_COORDINATOR": f"{near.address}:{PORT}", "RECYCLE_REJOIN_SECONDS": request.param}
+        environment = {
+            "RECYCLE_COORDINATOR": f"{near.address}:{PORT}",
+            "RECYCLE_RECONNECT_SECONDS": "2",  # they are given up long before a cable is mended
+            "RECYCLE_REJOIN_SECONDS": request.param,
+        }
         script = [sys.executable, str(HERE / "outside_worker.py"), str(STEPS), "0.15", str(output)]
         script += ["await"] if request.param == "100" else []
         workers = [machine.start(*script, **environment) for machine in (near, near, far, far)]
@@ -82,6 +86,7 @@ def test_workers_that_are_cut_off_for_good_end(cluster: Cluster) -> None:
     cluster.end(*cluster.near_workers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", ["100"], indirect=True)
 def test_workers_that_are_cut_off_for_a_while_come_back_as_spares(cluster: Cluster) -> None:
     cluster.cut()

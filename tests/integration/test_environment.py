@@ -26,6 +26,7 @@ def runs() -> list[dict[str, Any]]:
     return sweep(1, 2, 1)
 
 
+@pytest.mark.long
 def test_each_run_of_a_seed_sweep_has_its_own_seed(runs: list[dict[str, Any]]) -> None:
     first, second, first_again = (run["weights"] for run in runs)
     assert first != second

@@ -195,6 +195,7 @@ def ddp() -> dict[str, Any]:
     return seen(under_ddp(model), model)
 
 
+@pytest.mark.long
 def test_a_gan_trains_as_under_ddp(ddp: dict[str, Any]) -> None:
     model, returned = GAN().double(), Returned()
     trainer = on_grid(model, callbacks=[returned])

@@ -84,6 +84,7 @@ def kinds_of_lines(shown: str) -> set[str]:
     return {line for line in words if line}
 
 
+@pytest.mark.long
 def test_a_run_shows_what_plain_lightning_shows_and_one_line_more(tmp_path: Path) -> None:
     shown = {}
     for strategy, devices in (("auto", 1), ("recycle", 2)):
@@ -97,6 +98,7 @@ def test_a_run_shows_what_plain_lightning_shows_and_one_line_more(tmp_path: Path
     assert said["recycle"] - said["auto"] == {"Run: at step"}
 
 
+@pytest.mark.long
 def test_ctrl_c_shows_two_lines_and_the_cursor(tmp_path: Path) -> None:
     sent: list[int] = []
 

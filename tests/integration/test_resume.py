@@ -124,6 +124,7 @@ def sharded(
     return model.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["scheduled", "tied"])
 def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_device(name: str, tmp_path: Path) -> None:
     sharded(tmp_path, MODELS[name]().double())

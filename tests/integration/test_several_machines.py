@@ -1,8 +1,12 @@
 """Workers that are started by somebody else, on two machines: two network namespaces with a cable between them."""
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +26,13 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
         yield a, b
 
 
+def seen(pid: int) -> dict[str, Any]:
+    """What ``recycle-status`` says of the coordinator with this process id: its user's socket is no network."""
+    command = [sys.executable, "-m", "lightning_recycle.control.monitoring.status_command", str(pid), "--json"]
+    return dict(json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout))
+
+
+@pytest.mark.long
 def test_the_loss_of_a_whole_machine_changes_nothing(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     a, b = machines
     served = coordinator(a, 2, "--start-timeout", "25")  # the second run waits that long for those that are lost
@@ -30,10 +41,19 @@ def test_the_loss_of_a_whole_machine_changes_nothing(machines: tuple[Machine, Ma
     for _ in range(2):
         worker(b, a.address, STEPS, 0.2, output, "validate")
     await_line(mine[0], "step", 8)
+    before = seen(served.pid)
+    assert [position["host"] for position in before["positions"]] == [a.name] * 2 + [b.name] * 2
+    assert (before["phase"], before["step"] >= 6) == ("training", True)
     b.kill()
     began = time.monotonic()
     await_line(mine[0], "step", 12)
     assert time.monotonic() - began < 20
+    after = seen(served.pid)
+    lost = [position for position in after["positions"] if position["state"] == "lost"]
+    assert {(position["host"], position["pid"]) for position in lost} == {
+        (position["host"], position["pid"]) for position in before["positions"][2:]
+    }
+    assert after["step"] >= 10
     said = [process.communicate(timeout=90)[0] for process in mine]
     assert [process.returncode for process in mine] == [0, 0], "".join(said)
     model = Slow().double()

@@ -160,6 +160,7 @@ def check(said: str) -> None:
     assert "caught by mistake" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", sampled(STARTS, 1))
 def test_workers_and_replacements_have_what_the_script_defines(start: str, tmp_path: Path) -> None:
     folder = tmp_path / "application"
@@ -177,6 +178,7 @@ def test_workers_and_replacements_have_what_the_script_defines(start: str, tmp_p
     check(done.stdout)
 
 
+@pytest.mark.long
 def test_a_notebook_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

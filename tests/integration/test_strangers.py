@@ -27,6 +27,7 @@ def evictions(run: L.Trainer) -> list[Any]:
     return [event for event in run.strategy.history if event.kind in ("suspected", "evicted", "disturbance")]
 
 
+@pytest.mark.long
 def test_a_run_with_a_kill_goes_on_among_strangers() -> None:
     model, data = Regression().double(), dataset(GLOBAL_BATCH * STEPS)
     expected = plain_loop(model, data, STEPS)

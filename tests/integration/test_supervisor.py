@@ -62,6 +62,7 @@ def check_end(workers: list[int], directory: Path, seconds: float = 5.0) -> None
         assert saved["state_dict"].keys() == Regression().state_dict().keys()
 
 
+@pytest.mark.long
 def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     with supervised(directory) as process:
@@ -70,6 +71,7 @@ def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) ->
         check_end(workers, directory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "signum",
     [
@@ -89,6 +91,7 @@ def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_p
     assert not list(tmp_path.glob("lightning_recycle_*"))  # what the workers were started with
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", sampled(["start", "training"], 1, seed=1))
 def test_ctrl_c_in_a_terminal_tells_no_failures(at: str, tmp_path: Path) -> None:
     """It reaches every process of the job: the fork server and what it forks, too."""
@@ -111,6 +114,7 @@ def any_fork_server(pid: int) -> bool:
     return any("forkserver" in " ".join(child.cmdline()) for child in psutil.Process(pid).children())
 
 
+@pytest.mark.long
 def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
     """As any program of Unix that was started with SIGINT ignored."""
     directory = tmp_path / "checkpoints"
@@ -125,6 +129,7 @@ def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
     assert process.returncode == 143
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_before_it_connects_does_not_hold_up_the_others(tmp_path: Path) -> None:
     output = output_of(HERE / "hanging.py", tmp_path / "hangs")
     assert "1 it did not connect within" in output

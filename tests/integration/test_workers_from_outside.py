@@ -48,15 +48,17 @@ def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     return port
 
 
+SCRIPT = """
+from test_workers_from_outside import train
+if __name__ == '__main__':
+    model, _ = train()
+    print('weights', sum(float(value.sum()) for value in model.state_dict().values()))
+"""
+
+
 @contextlib.contextmanager
-def spare(port: int, key: str = "the key of this test") -> Iterator[subprocess.Popen[str]]:
+def spare(port: int, key: str = "the key of this test", script: str = SCRIPT) -> Iterator[subprocess.Popen[str]]:
     """A process that runs :func:`train` as a worker of the run at ``port``, for which it waits."""
-    script = (
-        "from test_workers_from_outside import train\n"
-        "if __name__ == '__main__':\n"
-        "    model, _ = train()\n"
-        "    print('weights', sum(float(value.sum()) for value in model.state_dict().values()))\n"
-    )
     environment = {k: v for k, v in os.environ.items() if k != "RECYCLE_LISTEN"}
     environment |= {"RECYCLE_COORDINATOR": f"127.0.0.1:{port}", "RECYCLE_KEY": key}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -68,6 +70,7 @@ def spare(port: int, key: str = "the key of this test") -> Iterator[subprocess.P
         process.communicate()
 
 
+@pytest.mark.long
 def test_a_worker_from_outside_takes_the_place_of_a_lost_one(port: int) -> None:
     with spare(port) as process:
         model, run = train(Fault("kill", 1, 0, step=2))
@@ -98,6 +101,7 @@ class AwaitSpare(L.Callback):
         wait_for(lambda: trainer.global_step != 8 or connections(self._port) >= 5, 60)
 
 
+@pytest.mark.long
 def test_a_spare_that_nobody_needed_ends_with_the_run(port: int) -> None:
     with spare(port) as process:
         _, run = train(callbacks=[AwaitSpare(port)])
@@ -106,6 +110,7 @@ def test_a_spare_that_nobody_needed_ends_with_the_run(port: int) -> None:
     assert process.returncode == 0, errors
 
 
+@pytest.mark.long
 def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_path: Path) -> None:
     """Nobody can kill it where it is; but the connection that would let it back in is gone."""
     callbacks = [AwaitReplacement([6], pace=0.1), HeartbeatCallback(interval=0.2, timeout=1.5)]
@@ -120,6 +125,7 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_p
     assert "connection to the coordinator" in errors
 
 
+@pytest.mark.long
 def test_a_training_goes_on_whatever_strangers_say_to_its_port(port: int, tmp_path: Path) -> None:
     ended = threading.Event()
     said = 0

@@ -72,6 +72,7 @@ def test_an_exit_status_of_255_is_one() -> None:
         assert crew.start(255, "ends").describe_exit(SECONDS) == "it exited with code 255"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("server_dies", sampled([False, True], 1))
 def test_workers_end_with_a_killed_launching_process_even_stopped_ones(server_dies: bool) -> None:
     script = Path(__file__).with_name("crew_script.py")

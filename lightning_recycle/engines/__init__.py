@@ -1,0 +1,1 @@
+"""Where workers come from: engines start them, and they find their run in the environment."""

@@ -1,0 +1,295 @@
+"""Keeps the processes of a run alive: starts them, starts them again, passes signals on, and ends with the truth.
+
+Concept: an agent has tasks, each with a restart loop (:mod:`~lightning_recycle.engines.restarts`), and may host the
+coordinator. What a task is, is not its business: a worker, as on one machine, or under SLURM, where each task of a job
+is an agent with one worker; or another agent behind ssh, with the workers of its machine.
+
+Contract: :meth:`Agent.run` returns the exit status for all; then no process is left. Replacements need not be told
+their position: the coordinator gives it to them. The run is at its end when a process finished, when one failed with an
+error of its program, when the coordinator stopped it, or when a signal asks for it; from then on nobody is started.
+Every wait then has a bound, but for processes that go on after the training.
+
+Must not know: addresses, keys, where processes run.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_recycle.control.client import EXIT_STOPPED
+from lightning_recycle.engines.children import Child, Task
+from lightning_recycle.engines.hosting import END, OVER
+from lightning_recycle.engines.printing import Printer
+from lightning_recycle.engines.restarts import Again, End, Final, Policy, Slot, ended, in_words, is_error, verdict
+
+__all__ = ["Agent"]
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_OTHERS_SECONDS = 15.0  # for the others to end by themselves after one failed, as the coordinator tells them to
+_COORDINATOR_SECONDS = 10.0  # for the coordinator to end
+_GRACE_SECONDS = 60.0  # for processes to end after a failure, if nobody says how long
+_PRINT_SECONDS = 1.0  # for what the processes printed last
+_BAD_OPTIONS = 2  # of the coordinator: no use in starting it again
+
+
+@dataclass
+class _Running:
+    """A task, and the process that runs it now."""
+
+    task: Task
+    slot: Slot = field(default_factory=Slot)
+    child: Child | None = None
+    start_at: float = 0.0
+    status: int = 0  # of the process before
+    final: Final | None = None
+
+
+class Agent:
+    """Runs ``tasks`` to their end.
+
+    Args:
+        tasks: what to run.
+        policy: how often each may be started again.
+        printer: where lines for people go.
+        grace: seconds for processes to end after a signal that asks them to; None if whoever sends signals, to all
+            processes himself, waits as long as he wants: then nobody is killed, and no signal passed on.
+        coordinator: the task of the coordinator, if this agent hosts it.
+        talks: whether signals are passed on in words, on the standard input of the processes.
+        pipes: whether what the processes print goes through ``printer``.
+
+    Attributes:
+        on_finish: called when a process has finished, the first time.
+        heard: the signals that came.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        policy: Policy,
+        printer: Printer,
+        grace: float | None,
+        coordinator: Task | None = None,
+        talks: bool = False,
+        pipes: bool = True,
+    ) -> None:
+        self._running = {task.name: _Running(task) for task in tasks}
+        self._policy = policy
+        self._printer = printer
+        self._output = printer if pipes else None
+        self._grace = grace
+        self._hosted = None if coordinator is None else _Running(coordinator)
+        self._failure: int | None = None  # of the coordinator, for good
+        self._talks = talks
+        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._asked: int | None = None
+        self._is_ending = False
+        self._finished = False
+        self._ask_at = math.inf  # when the others are asked to end, after a failure
+        self._kill_at = math.inf
+        self.on_finish: Callable[[], None] = lambda: None
+        self.heard: set[int] = set()
+
+    # ------------------------------------------------------------------ from other threads, and signal handlers
+
+    def child_ended(self, child: Child, status: int) -> None:
+        """A process ended."""
+        self._events.put(("ended", (child, status)))
+
+    def ask_to_end(self, number: int) -> None:
+        """A signal asks for the end of the run; the second one at once."""
+        self._events.put(("asked", number))
+
+    def finished_elsewhere(self) -> None:
+        """A process of another agent has finished, so the run has."""
+        self._events.put(("finished", None))
+
+    def end_now(self) -> None:
+        """Nobody wants the run any more: all processes are killed."""
+        for _ in range(2):
+            self._events.put(("asked", signal.SIGTERM))
+
+    # ------------------------------------------------------------------ the main thread
+
+    def run(self) -> int:
+        """Runs all tasks to their end; returns the exit status. In the main thread it listens to signals."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            # SIGUSR2 is submitit's warning; Ctrl-C is not for the background job of a script, which ignores it.
+            wanted = _FORWARDED if self._grace is not None else (*_FORWARDED, signal.SIGUSR2)
+            heard = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
+            before = {n: signal.signal(n, lambda number, _: self.ask_to_end(number)) for n in heard}
+        try:
+            while any(running.final is None for running in self._running.values()):
+                self._start_due()
+                self._take_event()
+                self._press()
+        finally:
+            for running in self._running.values():
+                if running.child is not None:
+                    running.child.kill()
+            self._end_coordinator()
+            self._printer.finish(_PRINT_SECONDS)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        ends = [End(running.final, running.slot.restarts == 0) for running in self._running.values() if running.final]
+        status = verdict(ends, self._asked, self._finished)
+        return status if self._failure is None or status == 0 else self._failure
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for running in [*([self._hosted] if self._hosted else []), *self._running.values()]:
+            if running.child is not None or running.final is not None or running.start_at > now:
+                continue
+            try:
+                running.child = Child(running.task, self._output, self.child_ended)
+            except OSError as error:
+                program = running.task.command[0]
+                self._printer.say(f"{program!r} cannot be started: {error.strerror or error}.")
+                self._settle(running, Final(127 if isinstance(error, FileNotFoundError) else 126))
+
+    def _take_event(self) -> None:
+        everybody = [*([self._hosted] if self._hosted else []), *self._running.values()]
+        waits = [running.start_at for running in everybody if not running.child and not running.final]
+        until = min([*waits, self._ask_at, self._kill_at])
+        try:
+            kind, what = self._events.get(timeout=None if until == math.inf else max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return
+        if kind == "asked":
+            self._be_asked(what)
+            return
+        if kind == "finished":
+            self._finish()
+            return
+        child, status = what
+        if self._hosted is not None and child is self._hosted.child:
+            self._coordinator_ended(self._hosted, status)
+            return
+        for running in self._running.values():
+            if running.child is child:
+                self._ended(running, status)
+
+    def _ended(self, running: _Running, status: int) -> None:
+        assert running.child is not None
+        lasted = time.monotonic() - running.child.began
+        running.child, running.status = None, status
+        decision = ended(running.slot, status, lasted, self._is_ending, self._policy)
+        if isinstance(decision, Final):
+            self._settle(running, decision)
+            return
+        running.slot, running.start_at = decision.slot, time.monotonic() + decision.pause
+        after = f" after {decision.pause:g} s" if decision.pause else ""
+        self._printer.say(f"{running.task.name} {_ended_how(status)}; it is started again{after}.")
+
+    def _settle(self, running: _Running, final: Final) -> None:
+        """The task is over; what follows for the others."""
+        running.final = final
+        name, was_first = running.task.name, running.slot.restarts == 0
+        if final.given_up:
+            self._printer.say(f"{name} {_ended_how(final.status)} and is given up: {final.given_up}.")
+        elif final.status and not self._finished:
+            self._printer.say(f"{name} {_ended_how(final.status)}.")
+        if final.status == 0 and not self._finished:
+            self.on_finish()
+            self._finish()
+        elif was_first and (is_error(final.status) or final.status == EXIT_STOPPED) and not self._is_ending:
+            self._is_ending = True
+            self._ask_at = time.monotonic() + _OTHERS_SECONDS
+            self._drop_restarts()
+
+    def _finish(self) -> None:
+        """A process has finished, so the run has."""
+        if self._finished:
+            return
+        self._finished = self._is_ending = True
+        if self._hosted is not None and self._hosted.child is not None:
+            self._hosted.child.say(OVER)  # who is late is told that the run has finished
+        self._drop_restarts()
+
+    def _drop_restarts(self) -> None:
+        """Nobody is started any more."""
+        for running in self._running.values():
+            if running.child is None and running.final is None:
+                running.final = Final(running.status)
+
+    def _be_asked(self, number: int) -> None:
+        self.heard.add(number)
+        if self._grace is None:
+            self._asked, self._is_ending = number, True
+            self._drop_restarts()
+            return
+        if self._asked is not None:
+            self._kill_at = time.monotonic()
+            return
+        self._asked, self._is_ending = number, True
+        self._printer.say(f"{signal.Signals(number).name}: the processes have {self._grace:g} s to end.")
+        self._drop_restarts()
+        self._tell(number)
+        self._kill_at = time.monotonic() + self._grace
+
+    def _press(self) -> None:
+        """Asks, and then makes, processes end that should have ended by now."""
+        now = time.monotonic()
+        if now >= self._ask_at:
+            self._ask_at, self._kill_at = math.inf, min(self._kill_at, now + (self._grace or _GRACE_SECONDS))
+            self._tell(signal.SIGTERM)
+        if now >= self._kill_at:
+            self._kill_at = math.inf
+            for running in self._running.values():
+                if running.child is not None:
+                    self._printer.say(f"{running.task.name} did not end and is killed.")
+                    running.child.kill()
+
+    def _tell(self, number: int) -> None:
+        for running in self._running.values():
+            if running.child is not None and self._talks:
+                running.child.say(f"signal {number}\n".encode())
+            elif running.child is not None:
+                running.child.signal(number)
+
+    # ------------------------------------------------------------------ the coordinator
+
+    def _coordinator_ended(self, hosted: _Running, status: int) -> None:
+        assert hosted.child is not None
+        lasted = time.monotonic() - hosted.child.began
+        hosted.child = None
+        if self._is_ending:
+            hosted.final = Final(status)
+            return
+        lost = ended(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._policy)
+        if isinstance(lost, Again):
+            hosted.slot, hosted.start_at = lost.slot, time.monotonic() + lost.pause
+            self._printer.say(f"The coordinator {_ended_how(status)}; it is started again.")
+            return
+        hosted.final = lost
+        self._printer.say(f"The coordinator {_ended_how(status)} and is given up: {lost.given_up or 'bad options'}.")
+        self._failure, self._is_ending = max(1, status), True
+        self._drop_restarts()
+        self._ask_at = time.monotonic()
+
+    def _end_coordinator(self) -> None:
+        if self._hosted is None or self._hosted.child is None:
+            return
+        child = self._hosted.child
+        child.say(END)
+        deadline = time.monotonic() + _COORDINATOR_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                kind, what = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if kind == "ended" and what[0] is child:
+                return
+        child.kill()
+
+
+def _ended_how(status: int) -> str:
+    words = in_words(status)
+    return f"was {words}" if words.startswith("killed") else f"ended ({words})"

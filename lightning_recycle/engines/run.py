@@ -1,0 +1,272 @@
+"""``recycle-run``: starts the workers of a run, and again those that die.
+
+    recycle-run --nproc-per-node 4 python train.py --lr 0.1        # this machine
+    recycle-run --hosts hosts.txt python train.py                  # these machines, through ssh
+    srun recycle-run python train.py                               # a worker in each task of a job of SLURM
+
+It hosts the coordinator (:mod:`~lightning_recycle.engines.hosting`), gives every worker the environment in which
+:mod:`~lightning_recycle.engines.discovery` finds it, and keeps them alive (:mod:`~lightning_recycle.engines.agent`). If
+the environment names a coordinator already, it hosts none, and its workers join that run. Needs neither torch nor
+Lightning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_recycle.control.addresses import address_from
+from lightning_recycle.control.keys import key_from_environment
+from lightning_recycle.engines.agent import Agent
+from lightning_recycle.engines.children import Task
+from lightning_recycle.engines.hosting import (
+    coordinator_task,
+    free_port,
+    new_key,
+    own_address_towards,
+    worker_environment,
+)
+from lightning_recycle.engines.hosts import agent_task, parse_hosts
+from lightning_recycle.engines.printing import Printer
+from lightning_recycle.engines.restarts import Policy
+from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = ["Appointment", "main"]
+
+_BAD_OPTIONS = 2
+_HOST = "127.0.0.1"
+_MEETING_SECONDS = 120.0  # for task 0 to start
+
+
+@dataclass(frozen=True)
+class Appointment:
+    """Where and with which key the workers of a run meet, and whether this process hosts the coordinator there."""
+
+    address: tuple[str, int]
+    key: str
+    hosts_it: bool
+    engine: str = "recycle-run"
+    one_per_task: bool = False
+    """Whether an engine starts one agent for each worker, and its environment says which device that has."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        command = _command(options.command)
+        _check(options)
+        if options.agent is not None:
+            return _agent_of_a_host(options, command)
+        if options.hosts is not None:
+            return _on_hosts(options, command)
+        task = task_of(os.environ)
+        if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
+            return _in_slurm(options, command, task)
+        return _on_this_machine(options, command, _appointment(options, os.environ))
+    except ConfigurationError as error:
+        print(f"recycle-run: {error}", file=sys.stderr)
+        return _BAD_OPTIONS
+
+
+def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> Appointment:
+    """Where the workers of this machine meet."""
+    if "RECYCLE_COORDINATOR" in environ:
+        address = address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
+        return Appointment(address, key_from_environment(environ).decode(), hosts_it=False)
+    return Appointment(_own_address(options.coordinator, _HOST), new_key(), hosts_it=True)
+
+
+def _own_address(given: str | None, host: str) -> tuple[str, int]:
+    """Where this process's coordinator listens; the port is known before it does."""
+    host, port = (host, 0) if given is None else address_from(given, "--coordinator")
+    if host in ("0.0.0.0", "::"):
+        raise ConfigurationError(
+            f"--coordinator {given}: workers must be told one address: give one that all machines reach."
+        )
+    try:
+        return host, port or free_port(host)
+    except OSError as error:
+        raise ConfigurationError(f"--coordinator {given}: {error.strerror or error}.") from error
+
+
+def _on_this_machine(options: argparse.Namespace, command: Sequence[str], place: Appointment) -> int:
+    """Runs the workers of this machine."""
+    agent = _agent(options, _workers(options, command, place), _coordinator(options, place))
+    return agent.run()
+
+
+def _workers(options: argparse.Namespace, command: Sequence[str], place: Appointment) -> list[Task]:
+    count = options.nproc_per_node or 1
+    tasks = []
+    for device in range(count):
+        own = None if place.one_per_task else device
+        environ = worker_environment(os.environ, place.address, place.key, place.engine, own, options.node or "")
+        name = f"{options.node}.{device}" if options.node else f"worker{device}"
+        tasks.append(Task(name, tuple(command), environ))
+    return tasks
+
+
+def _coordinator(options: argparse.Namespace, place: Appointment) -> Task | None:
+    if not place.hosts_it:
+        return None
+    return coordinator_task(place.address, place.key, os.environ)
+
+
+def _agent(
+    options: argparse.Namespace,
+    tasks: Sequence[Task],
+    coordinator: Task | None,
+    talks: bool = False,
+    in_slurm: bool = False,
+) -> Agent:
+    folder = None if options.log_dir is None else Path(options.log_dir)
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--log-dir {folder}: {error.strerror or error}.") from error
+    names = len(tasks) + (coordinator is not None) > 1 and not talks
+    policy = Policy(max_restarts=options.max_restarts)
+    return Agent(
+        tasks,
+        policy,
+        Printer(names, folder),
+        None if in_slurm else options.grace,
+        coordinator,
+        talks,
+        pipes=names or talks or bool(folder),
+    )
+
+
+# ---------------------------------------------------------------------- several machines
+
+
+def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
+    """Runs the worker of one task of a step of srun, and in task 0 the coordinator."""
+    if options.nproc_per_node is not None:
+        raise ConfigurationError(
+            f"--nproc-per-node {options.nproc_per_node}: srun starts one recycle-run for each worker: leave it out, and"
+            f" say #SBATCH --ntasks-per-node={options.nproc_per_node}."
+        )
+    options.node = task.node
+    meeting = Meeting(task, options.shared)
+    hosts_it = task.rank == 0
+    if hosts_it:
+        address = own_address(task) if options.coordinator is None else _own_address(options.coordinator, _HOST)
+        key = new_key()
+        meeting.announce(address, key)
+    else:
+        address, key = meeting.wait(_MEETING_SECONDS)
+    try:
+        place = Appointment(address, key, hosts_it, "slurm", one_per_task=True)
+        agent = _agent(options, _workers(options, command, place), _coordinator(options, place), in_slurm=True)
+        agent.on_finish = meeting.finish
+        with meeting.watched(agent.finished_elsewhere):
+            status = agent.run()
+    finally:
+        if hosts_it:
+            meeting.close()
+    if status and signal.SIGTERM in agent.heard:
+        # A job that SLURM preempts is requeued when its time of grace is over, unless it has ended before.
+        return meeting.await_end(status)
+    return status
+
+
+def _on_hosts(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Starts an agent on each host, and hosts the coordinator."""
+    path = options.hosts
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigurationError(f"--hosts {path}: {error.strerror or error}.") from error
+    hosts = parse_hosts(text, options.nproc_per_node, path)
+    try:
+        own = _HOST if options.coordinator else own_address_towards(hosts[0].name)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--hosts {path}: {hosts[0].name} cannot be found ({error.strerror or error}): name machines that can, or"
+            " give --coordinator HOST:PORT, an address of this machine that all of them reach."
+        ) from error
+    place = Appointment(_own_address(options.coordinator, own), new_key(), hosts_it=True)
+    further = ["--max-restarts", str(options.max_restarts), "--grace", str(options.grace)]
+    tasks = [
+        agent_task(host, options.ssh, place.address, place.key, os.getcwd(), further, command, os.environ)
+        for host in hosts
+    ]
+    return _agent(options, tasks, _coordinator(options, place), talks=True).run()
+
+
+def _agent_of_a_host(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Runs the workers of one host; the key, and later signals, come on standard input."""
+    key = sys.stdin.readline().strip()
+    if not key:
+        raise ConfigurationError("--agent is for recycle-run --hosts, which tells the key on the standard input.")
+    place = Appointment(address_from(options.agent, "--agent"), key, hosts_it=False)
+    agent = _agent(options, _workers(options, command, place), None)
+
+    def listen() -> None:
+        for line in sys.stdin:
+            word, _, number = line.partition(" ")
+            if word == "signal":
+                agent.ask_to_end(int(number))
+        agent.end_now()  # who started this agent is gone
+
+    threading.Thread(target=listen, daemon=True).start()
+    return agent.run()
+
+
+# ---------------------------------------------------------------------- options
+
+
+def _command(words: Sequence[str]) -> list[str]:
+    command = list(words[1:] if words[:1] == ["--"] else words)
+    if not command:
+        raise ConfigurationError("Which program? For example: recycle-run --nproc-per-node 4 python train.py")
+    return [sys.executable, *command] if command[0].endswith(".py") else command
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ConfigurationError for options that cannot work."""
+    if options.nproc_per_node is not None and options.nproc_per_node < 1:
+        raise ConfigurationError(f"--nproc-per-node {options.nproc_per_node}: give a number of at least 1.")
+    if options.max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts {options.max_restarts}: give a number of at least 0.")
+    if not 0 < options.grace < float("inf"):
+        raise ConfigurationError(f"--grace {options.grace:g}: give a number of seconds, more than 0.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "recycle-run",
+        usage="recycle-run [options] [--] python train.py [arguments]",
+        description="Starts the workers of a run, and again those that die.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers on each machine (default 1)")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")
+    parser.add_argument("--hosts", metavar="FILE", help="the machines, one a line: host [slots=N]")
+    parser.add_argument("--ssh", default="ssh -o BatchMode=yes", metavar="COMMAND", help="how machines are reached")
+    parser.add_argument("--max-restarts", type=int, default=100, metavar="K", help="of each worker (default 100)")
+    parser.add_argument(
+        "--grace", type=float, default=60.0, metavar="SECONDS", help="for workers to end after a signal (default 60)"
+    )
+    parser.add_argument("--log-dir", metavar="FOLDER", help="where a file for each worker holds what it printed")
+    parser.add_argument(
+        "--shared", metavar="FOLDER", help="under srun: one that all nodes see (default: where the job was submitted)"
+    )
+    parser.add_argument("--agent", metavar="HOST:PORT", help=argparse.SUPPRESS)  # for --hosts
+    parser.add_argument("--node", metavar="NAME", help=argparse.SUPPRESS)  # likewise
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

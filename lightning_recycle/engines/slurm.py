@@ -1,0 +1,223 @@
+"""Where the tasks of a step of ``srun`` meet: one file that all of them see names the coordinator and the key.
+
+Concept: ``srun recycle-run python train.py`` starts an agent in each task, and an agent starts one worker. SLURM tells
+each task which one it is. Task 0 hosts the coordinator at an address of its machine and writes address and key to a
+file in a folder that all nodes share, the one the job was submitted from; the others wait for that file. So whatever
+port it got, all agree on it, and no list of nodes has to be taken apart. When a worker has finished, its agent leaves a
+note beside the file: then the run is over for all, and nobody is started again who could not find it any more.
+
+Contract: the file is its owner's alone (mode 0600), and one that somebody else could have written does not count. It
+appears under its name when it is complete. Task 0 removes it, and the note, when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_recycle.control.addresses import address_from, shown
+from lightning_recycle.engines.hosting import free_port, own_address_towards
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = ["Meeting", "SlurmTask", "own_address", "task_of"]
+
+_PORTS = range(20_000, 30_000)  # below those that systems give to anybody
+_LOOK_SECONDS = 0.5  # between two looks into the folder
+_GRACE_SECONDS = 900.0  # for SLURM to end a task after SIGTERM; more than partitions give
+_NOTICE_SECONDS = 4.0  # for all agents to see that the run is over
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """One task of a step of ``srun``.
+
+    Args:
+        step: what tells the step from all others, ``<job>.<step>.<how often the job was requeued>``.
+        rank: the number of the task in the step.
+        count: how many tasks the step has.
+        node: SLURM's name of its machine.
+        launcher: an address of the machine that ``srun`` runs on.
+        folder: that the job was submitted from.
+        port: at which the coordinator listens if that is free.
+    """
+
+    step: str
+    rank: int
+    count: int
+    node: str
+    launcher: str
+    folder: str
+    port: int
+
+
+def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
+    """The task that this process is; None if it is none, as in a batch script without ``srun``."""
+    job, step, rank = (environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
+    if job is None or step is None or rank is None:
+        return None
+    offset = int(job) + int(step) if job.isdigit() and step.isdigit() else 0
+    return SlurmTask(
+        step=f"{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}",
+        rank=int(rank),
+        count=int(environ.get("SLURM_STEP_NUM_TASKS", "1")),
+        node=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        launcher=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
+        folder=environ.get("SLURM_SUBMIT_DIR") or os.getcwd(),
+        port=_PORTS[offset % len(_PORTS)],
+    )
+
+
+def own_address(task: SlurmTask) -> tuple[str, int]:
+    """Where the coordinator of the step can listen, on the machine of this task.
+
+    The address is that of the node's name, unless that leads to nowhere or to this machine only, as ``/etc/hosts`` may
+    say; then the one from which the machine of ``srun`` is reached.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    try:
+        host = _address_of(task.node) or own_address_towards(task.launcher)
+        with contextlib.suppress(OSError), socket.create_server((host, task.port), family=_family(host)):
+            return host, task.port
+        return host, free_port(host)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Task 0 of step {task.step} finds no address of {task.node} that other nodes reach"
+            f" ({error.strerror or error}): give recycle-run --coordinator HOST:PORT."
+        ) from error
+
+
+def _address_of(name: str) -> str | None:
+    """The address of this machine that ``name`` stands for; None if others cannot reach it there."""
+    with contextlib.suppress(OSError):  # it cannot be resolved, or is none of this machine
+        host = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        if not host.startswith("127.") and host != "::1":
+            free_port(host)
+            return host
+    return None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class Meeting:
+    """The file of a step, and the note beside it.
+
+    Args:
+        task: the task that this process is.
+        folder: where all nodes see the same files; by default the one that the job was submitted from.
+    """
+
+    def __init__(self, task: SlurmTask, folder: str | None = None) -> None:
+        self._task = task
+        self._path = Path(folder or task.folder) / f".recycle-{task.step}"
+        self._note = self._path.with_name(f"{self._path.name}.finished")
+
+    def announce(self, address: tuple[str, int], key: str) -> None:
+        """Tells all tasks where the coordinator is; by the task that hosts it.
+
+        Raises:
+            ConfigurationError: if the folder cannot be written to.
+        """
+        try:
+            self._write(self._path, json.dumps({"coordinator": shown(address), "key": key}))
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self._path} cannot be written ({error.strerror or error}), and the tasks of this step would not find"
+                " each other: give recycle-run --shared FOLDER, one that all nodes see and you can write to."
+            ) from error
+
+    def wait(self, seconds: float) -> tuple[tuple[str, int], str]:
+        """Where the coordinator is, and the key of the run, once task 0 has told.
+
+        Raises:
+            ConfigurationError: if it does not within ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+        while (text := self._read()) is None:
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"Task {self._task.rank} of step {self._task.step}, on {self._task.node}, waited {seconds:g} s for"
+                    f" {self._path}, which task 0 writes. Either task 0 did not start (see its output), or the nodes"
+                    " do not share that folder: submit the job from one that they share, or give recycle-run"
+                    " --shared FOLDER. Without a shared folder, set RECYCLE_COORDINATOR and RECYCLE_KEY yourself."
+                )
+            time.sleep(_LOOK_SECONDS)
+        said = json.loads(text)
+        return address_from(said["coordinator"], str(self._path)), said["key"]
+
+    def finish(self) -> None:
+        """Leaves the note that a worker has finished, so the run has."""
+        with contextlib.suppress(OSError):  # nobody needs it but who died at the very end
+            self._write(self._note, "")
+
+    @contextlib.contextmanager
+    def watched(self, on_finish: Callable[[], None]) -> Iterator[None]:
+        """Calls ``on_finish``, from another thread, when a worker of any task has finished."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(_LOOK_SECONDS):
+                if self._note.exists():
+                    on_finish()
+                    return
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def await_end(self, status: int) -> int:
+        """Waits for SLURM to end this process, which SIGTERM has announced; returns the exit status if it does not.
+
+        Args:
+            status: that of this task. If a worker of another one finishes meanwhile, the run has: it is 0 then.
+        """
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if self._note.exists():
+                return 0
+            time.sleep(_LOOK_SECONDS)
+        return status
+
+    def close(self) -> None:
+        """Removes both; by the task that hosts the coordinator."""
+        if self._note.exists() and self._task.count > 1:
+            time.sleep(_NOTICE_SECONDS)
+        for path in (self._path, self._note):
+            with contextlib.suppress(OSError):  # it is not there, or the folder is gone
+                path.unlink()
+
+    def _write(self, path: Path, text: str) -> None:
+        temporary = path.with_name(f"{path.name}.{self._task.rank}.writing")
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+
+    def _read(self) -> str | None:
+        """What the file says; None if it is not there, or not this user's alone."""
+        with contextlib.suppress(OSError):
+            os.listdir(self._path.parent)  # lets NFS look again for a name that was not there
+            with open(self._path) as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077:
+                    return file.read()
+        return None

@@ -1,0 +1,86 @@
+"""A training script for jobs of SLURM: ``slurm_training.py FOLDER STEPS SECONDS [FAULT...] [await] [fail]``.
+
+FOLDER is the Trainer's; the trained weights go to FOLDER/trained.pt. A fault is KIND:PIPELINE:STAGE:AT, and happens in
+the first run of a job only. With ``await`` the training does not go on beyond its first steps while a worker is
+missing, with ``fail`` it raises an exception in its fourth.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from support.growth import AwaitReplacement
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.training import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+
+class Pause(nn.Module):
+    """Makes steps last: signals arrive in the middle of one."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        return x
+
+
+class Slow(Regression):
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def configure_pipeline(self) -> list[Any]:
+        return [Pause(self._seconds), *super().configure_pipeline(), Pause(self._seconds)]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        print("step", self.global_step, flush=True)
+        if "fail" in sys.argv and self.global_step == 3:
+            raise ValueError("the user's mistake")
+
+
+def main() -> None:
+    folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+    faults = [fault_of(text) for text in sys.argv[4:] if ":" in text] if first else []
+    callbacks: list[L.Callback] = [FaultInjectionCallback(faults)]
+    if "await" in sys.argv:
+        callbacks.append(AwaitReplacement(range(8, steps)))
+    nodes, tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS"])
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=tasks // nodes,
+        num_nodes=nodes,
+        strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6, signal_timeout=3.0),
+        max_steps=steps,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        **QUIET,
+    )
+    model = Slow(seconds / 6).double()
+    trainer.fit(model, DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // 2))
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f"trained.{os.getpid()}"
+    torch.save(model.state_dict(), temporary)
+    temporary.rename(folder / "trained.pt")
+
+
+def fault_of(text: str) -> Fault:
+    kind, pipeline, stage, at = text.split(":")
+    if at.isdigit():
+        return Fault(kind, int(pipeline), int(stage), step=int(at))
+    return Fault(kind, int(pipeline), int(stage), at=at)
+
+
+if __name__ == "__main__":
+    main()

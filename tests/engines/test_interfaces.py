@@ -1,0 +1,109 @@
+"""Which address a worker is reached at, by interface or network, and at which ports."""
+
+import errno
+import socket
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_recycle import ConfigurationError
+from lightning_recycle.engines.discovery import discover, port_range
+from lightning_recycle.engines.interfaces import address_at, addresses
+from lightning_recycle.runtime.gates import Gate
+from lightning_recycle.runtime.reachability import Doorbell
+from lightning_recycle.runtime.sockets import listen
+
+WORKER = {"RECYCLE_COORDINATOR": "10.0.0.1:29400", "RECYCLE_KEY": "a secret of 16 bytes or more"}
+
+
+def test_the_addresses_are_those_that_the_system_shows() -> None:
+    assert ("lo", "127.0.0.1") in addresses()
+    shown = subprocess.run([sys.executable, "-c", _PSUTIL], check=True, capture_output=True, text=True).stdout.split()
+    assert {address for _, address in addresses()} >= set(shown)
+
+
+_PSUTIL = """
+import psutil, socket
+for found in psutil.net_if_addrs().values():
+    print(*(one.address for one in found if one.family is socket.AF_INET))
+"""
+
+
+@pytest.mark.parametrize("interface", ["lo", "127.0.0.0/8", "127.0.0.1/32"])
+def test_an_interface_or_a_network_names_an_address(interface: str) -> None:
+    assert address_at(interface, "RECYCLE_INTERFACE") == "127.0.0.1"
+    found = discover({**WORKER, "RECYCLE_INTERFACE": interface})
+    assert found is not None
+    assert found.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"RECYCLE_INTERFACE": "ib7"},
+            r"RECYCLE_INTERFACE='ib7': this machine .* has no such address. It has: .*lo 127",
+        ),
+        ({"RECYCLE_INTERFACE": "198.51.100.0/24"}, "has no such address"),
+        ({"RECYCLE_INTERFACE": "10.0.0.0/99"}, "10.1.0.0/16"),
+        ({"RECYCLE_INTERFACE": "lo", "RECYCLE_HOST": "10.0.0.7"}, "give one of them"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        discover({**WORKER, **settings})
+
+
+def test_a_range_of_ports() -> None:
+    assert port_range({}) is port_range({"RECYCLE_PORTS": ""}) is None
+    assert port_range({"RECYCLE_PORTS": "30000-30100"}) == range(30000, 30101)
+
+
+@given(st.one_of(st.text(max_size=12).filter(bool), st.sampled_from(["1", "0-5", "7-5", "1-65536", "-5", "5-"])))
+def test_what_is_no_range_is_refused(text: str) -> None:
+    try:
+        found = port_range({"RECYCLE_PORTS": text})
+    except ConfigurationError as error:
+        assert "30000-30100" in str(error)  # noqa: PT017 - either is right, whatever the text is
+    else:
+        assert found is not None
+        assert 0 < found[0] <= found[-1] < 65536
+
+
+def free_ports(count: int) -> range:
+    """So many ports in a row that are free now."""
+    for first in range(20_000, 30_000, count):
+        sockets = []
+        try:
+            sockets = [socket.create_server(("127.0.0.1", port)) for port in range(first, first + count)]
+            return range(first, first + count)
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE  # noqa: PT017
+        finally:
+            for sock in sockets:
+                sock.close()
+    raise AssertionError("no free ports")
+
+
+def test_whoever_listens_for_others_keeps_to_the_range_and_says_when_it_is_used_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ports = free_ports(3)
+    monkeypatch.setenv("RECYCLE_PORTS", f"{ports[0]}-{ports[-1]}")
+    gates = [Gate("127.0.0.1"), Gate("127.0.0.1")]
+    doorbell = Doorbell("127.0.0.1", port_range())
+    used = {int(gate.address.split()[1]) for gate in gates} | {doorbell.port}
+    assert used == set(ports)
+    with pytest.raises(
+        ConfigurationError, match=rf"RECYCLE_PORTS={ports[0]}-{ports[-1]}: none of these 3 ports is free"
+    ):
+        Gate("127.0.0.1")
+    gates[0].close()
+    with listen("127.0.0.1", 1, ports) as again:
+        assert again.getsockname()[1] in ports
+    for gate in gates:
+        gate.close()
+    doorbell.close()

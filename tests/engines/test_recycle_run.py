@@ -1,0 +1,318 @@
+"""``recycle-run`` with real processes: who is started again, how it ends, and that nothing is left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from engine_script import Paced
+from support.models import GLOBAL_BATCH, dataset
+from support.process_tree import is_alive
+from support.training import TOLERANCE, difference, plain_loop
+from support.waiting import wait_for
+
+from lightning_recycle.engines.hosts import Host, parse_hosts
+from lightning_recycle.errors import ConfigurationError
+
+HERE = Path(__file__).parent
+PROGRAM = [sys.executable, "-m", "lightning_recycle.engines.run"]
+ELSEWHERE = {"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "a secret of 16 bytes or more"}
+"""With these it hosts no coordinator, which tests of other things need not wait for."""
+
+
+@contextlib.contextmanager
+def running(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    process = subprocess.Popen(
+        [*PROGRAM, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """The exit status, and what it printed on both streams."""
+    with running(*arguments, env={**ELSEWHERE, **(env or {})}) as process:
+        output, errors = process.communicate(timeout=60)
+        return process.returncode, output, errors
+
+
+def shell(text: str) -> list[str]:
+    return ["--", "sh", "-c", text]
+
+
+def test_every_worker_finds_what_it_needs_in_its_environment() -> None:
+    said = 'echo "$LOCAL_RANK $RECYCLE_COORDINATOR $RECYCLE_ENGINE ${RECYCLE_KEY_FILE-none}"'
+    status, output, _ = run("--nproc-per-node", "2", *shell(said), env={"RECYCLE_KEY_FILE": "/nowhere"})
+    assert status == 0
+    assert sorted(output.splitlines()) == [f"[worker{n}] {n} 127.0.0.1:9 recycle-run none" for n in (0, 1)]
+
+
+def test_python_is_the_one_that_runs_the_command() -> None:
+    program = ["--", "python", "-c", "import sys; print(sys.prefix)"]
+    assert run(*program, env={"PATH": "/usr/bin:/bin"})[:2] == (0, f"{sys.prefix}\n")
+
+
+def test_a_single_worker_prints_as_if_it_were_alone() -> None:
+    assert run(*shell("echo here; echo there >&2"))[:2] == (0, "here\n")
+
+
+def test_what_workers_print_is_kept_in_files_if_that_is_wanted(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    run("--nproc-per-node", "2", "--log-dir", str(folder), *shell("echo of $LOCAL_RANK; printf 'no end'"))
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        f"worker{n}.log": f"of {n}\nno end" for n in (0, 1)
+    }
+
+
+def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
+    mark = tmp_path / "was here"
+    status, output, errors = run(*shell(f"if [ -e '{mark}' ]; then echo again; else touch '{mark}'; kill -9 $$; fi"))
+    assert (status, output) == (0, "again\n")
+    assert "worker0 was killed by SIGKILL; it is started again" in errors
+
+
+def test_a_worker_that_dies_at_once_again_and_again_is_given_up() -> None:
+    status, output, errors = run(*shell("echo here; kill -SEGV $$"), "--unused")
+    assert status == 128 + signal.SIGSEGV
+    assert output.splitlines() == ["here"] * 5
+    assert "is given up: it ended 5 times in a row within 20 s" in errors
+
+
+def test_restarts_are_bounded() -> None:
+    status, output, errors = run("--max-restarts", "1", *shell("echo here; exit 69"))
+    assert (status, output) == (69, "here\nhere\n")
+    assert "--max-restarts" in errors
+
+
+def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
+    """They are asked to after a while; the coordinator usually is quicker."""
+    began = time.monotonic()
+    status, _, errors = run(
+        "--nproc-per-node", "2", *shell('if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; exec sleep 100')
+    )
+    assert status == 3
+    assert "worker1 ended (exit status 3)" in errors
+    assert time.monotonic() - began < 50
+
+
+def test_a_program_that_does_not_exist_is_an_error() -> None:
+    status, _, errors = run("no-such-program")
+    assert status == 127
+    assert "'no-such-program' cannot be started: No such file" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Which program"),
+        (["--nproc-per-node", "0", "x"], "--nproc-per-node 0"),
+        (["--max-restarts", "-1", "x"], "--max-restarts -1"),
+        (["--grace", "0", "x"], "--grace 0"),
+        (["--hosts", "/no/such/file", "x"], "--hosts /no/such/file: No such file"),
+        (["--coordinator", "0.0.0.0:1", "x"], "must be told one address"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -> None:
+    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("recycle-run: ")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_every_worker_once_and_ends_the_run(number: signal.Signals) -> None:
+    script = (
+        "import signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: (print('got it', flush=True), time.sleep(0.5), sys.exit(143)))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    with running("--nproc-per-node", "2", "--", sys.executable, "-c", script, env=ELSEWHERE) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert "ready" in process.stdout.readline()
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+        assert output.count("got it") == 2
+        assert process.returncode == 128 + number
+
+
+def test_workers_that_do_not_end_are_killed() -> None:
+    with running("--grace", "0.5", *shell("trap '' TERM; echo ready; sleep 100 & wait"), env=ELSEWHERE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 143
+        assert "did not end and is killed" in errors
+        assert wait_for(lambda: not any(is_alive(child.pid) for child in children), 10)
+
+
+def test_nothing_outlives_it_even_if_it_is_killed() -> None:
+    arguments = [
+        "--nproc-per-node",
+        "2",
+        "--",
+        sys.executable,
+        "-c",
+        "print('ready', flush=True); input or 0\nimport time; time.sleep(100)",
+    ]
+    with running(*arguments) as process:
+        assert process.stdout is not None
+        seen = 0
+        while seen < 2:
+            seen += "ready" in process.stdout.readline()
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 3  # with the coordinator
+        process.kill()
+        assert wait_for(lambda: not any(is_alive(child.pid) for child in children), 10)
+
+
+# ---------------------------------------------------------------------- the coordinator
+
+
+def coordinator_of(process: subprocess.Popen[str]) -> psutil.Process | None:
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and waits for its parent to notice
+            if "standalone" in " ".join(child.cmdline()):
+                return child
+    return None
+
+
+def test_a_coordinator_that_dies_is_started_again_at_the_same_address() -> None:
+    with running(*shell('echo "$RECYCLE_COORDINATOR"; exec sleep 100')) as process:
+        assert process.stdout is not None
+        first = wait_for(lambda: coordinator_of(process), 30)
+        assert first
+        address = first.cmdline()[first.cmdline().index("--listen") + 1]
+        first.kill()
+        second = wait_for(lambda: (c := coordinator_of(process)) and c.pid != first.pid and c, 30)
+        assert address in second.cmdline()
+
+
+def test_a_coordinator_that_cannot_listen_ends_everything() -> None:
+    with running("--coordinator", "192.0.2.1:29400", *shell("exec sleep 100")) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "this machine has no address 192.0.2.1" in errors
+
+
+# ---------------------------------------------------------------------- trainings
+
+
+@pytest.mark.long
+def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    output, steps = tmp_path / "weights.pt", 30
+    script = [str(HERE / "engine_script.py"), str(output), str(steps), "0.2"]
+    said: list[str] = []
+    with running("--nproc-per-node", "4", *script) as process:
+        assert process.stdout is not None
+        pids: dict[int, int] = {}
+        for line in process.stdout:
+            said.append(line)
+            words = line.split()
+            if words[1:2] == ["rank"]:
+                pids[int(words[2])] = int(words[4])
+            if words[1:3] == ["step", "3"]:
+                break
+        os.kill(pids[2], signal.SIGKILL)
+        rest, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "was killed by SIGKILL; it is started again" in errors
+    assert "[worker" in rest
+    model = Paced().double()
+    expected = plain_loop(model, dataset(GLOBAL_BATCH * steps), steps)
+    assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
+    assert '"kind": "failure"' in errors
+
+
+# ---------------------------------------------------------------------- several machines
+
+
+def test_hosts_are_read() -> None:
+    text = "# machines\nnode1 slots=4\n\n  node2   # of the other rack\nfe80::1 slots=2\n"
+    assert parse_hosts(text, 3, "f") == [Host("node1", 4), Host("node2", 3), Host("fe80::1", 2)]
+    assert parse_hosts("a", None, "f") == [Host("a", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "f names no host"),
+        ("a b", "f, line 1: 'a b' is not of the form"),
+        ("a\na slots=2", "line 2: a is named twice"),
+        ("a slots=0", "slots=0"),
+        ("-oProxyCommand=x", "not of the form"),
+    ],
+)
+def test_hosts_that_are_none_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        parse_hosts(text, None, "f")
+
+
+FAKE_SSH = """#!/bin/sh
+# The host, and a command line for its shell: as ssh.
+echo "$@" >> "$FAKE_SSH_LOG"
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> dict[str, str]:
+    """Options and environment for machines that are all this one."""
+    program = tmp_path / "fake_ssh"
+    program.write_text(FAKE_SSH)
+    program.chmod(0o755)
+    (tmp_path / "hosts").write_text("m1 slots=2\nm2 slots=2\n")
+    return {"FAKE_SSH_LOG": str(tmp_path / "log"), "ssh": str(program), "hosts": str(tmp_path / "hosts")}
+
+
+def on_hosts(ssh: dict[str, str]) -> list[str]:
+    return ["--hosts", ssh["hosts"], "--ssh", ssh["ssh"], "--coordinator", "127.0.0.1:0"]
+
+
+def test_workers_of_several_machines_are_told_where_they_are_and_the_key_is_in_no_command_line(
+    ssh: dict[str, str],
+) -> None:
+    script = "import os; print(*(os.environ['RECYCLE_' + name] for name in ('NODE', 'KEY')), os.environ['LOCAL_RANK'])"
+    with running(*on_hosts(ssh), "--", sys.executable, "-c", script, env=ssh) as process:
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    said = [line.split("] ")[1] for line in output.splitlines() if line.startswith("[m")]
+    (key,) = {words.split()[1] for words in said}
+    assert sorted(said) == [f"m{m} {key} {n}" for m in (1, 2) for n in (0, 1)]
+    assert len(key) >= 32
+    assert key not in Path(ssh["FAKE_SSH_LOG"]).read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_workers_of_other_machines_end_with_it(ssh: dict[str, str], number: signal.Signals) -> None:
+    with running(*on_hosts(ssh), *shell("echo ready; exec sleep 100"), env=ssh) as process:
+        assert process.stdout is not None
+        seen = 0
+        while seen < 4:
+            seen += "ready" in process.stdout.readline()
+        everybody = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.wait(30)
+        assert wait_for(lambda: not any(is_alive(child.pid) for child in everybody), 15)
+        assert process.returncode == (143 if number == signal.SIGTERM else -9)

@@ -1,0 +1,102 @@
+"""When a process is started again, and what follows for the exit status of all: tables."""
+
+import pytest
+
+from lightning_recycle.engines.restarts import Again, End, Final, Policy, Slot, ended, exit_status, in_words, verdict
+
+POLICY = Policy(max_restarts=10, quick=20.0, most_quick=4, first_pause=1.0, longest_pause=3.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "again"),
+    [
+        (0, False),
+        (1, False),
+        (2, False),
+        (75, False),
+        (130, False),
+        (143, False),
+        (255, False),
+        (69, True),
+        (-9, True),
+        (-15, True),
+        (-11, True),
+        (137, True),  # a shell between the two
+        (134, True),
+    ],
+)
+def test_only_who_lost_its_coordinator_or_was_killed_is_started_again(status: int, again: bool) -> None:
+    assert isinstance(ended(Slot(), status, 100.0, False, POLICY), Again) is again
+    assert ended(Slot(), status, 100.0, True, POLICY) == Final(status)
+
+
+def test_pauses_grow_while_a_process_dies_at_once_and_it_is_given_up() -> None:
+    slot, pauses = Slot(), []
+    while isinstance(decision := ended(slot, -9, 0.1, False, POLICY), Again):
+        slot = decision.slot
+        pauses.append(decision.pause)
+    assert pauses == [0.0, 1.0, 2.0]
+    assert decision == Final(-9, "it ended 4 times in a row within 20 s")
+
+
+def test_a_process_that_lasted_begins_anew() -> None:
+    assert ended(Slot(2, 3), -9, 30.0, False, POLICY) == Again(Slot(3, 0), 0.0)
+
+
+def test_pauses_have_a_bound() -> None:
+    patient = Policy(most_quick=100, longest_pause=3.0)
+    assert ended(Slot(8, 8), 69, 0.1, False, patient) == Again(Slot(9, 9), 3.0)
+
+
+def test_restarts_have_a_bound() -> None:
+    assert ended(Slot(10, 0), -9, 100.0, False, POLICY) == Final(-9, "it was restarted 10 times (--max-restarts)")
+    assert isinstance(ended(Slot(), -9, 100.0, False, Policy(max_restarts=0)), Final)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "asked", "expected"),
+    [
+        ([0, 0, 0, 0], None, 0),
+        ([0, -9, 0, 0], None, 0),  # one was killed, the others finished the training
+        ([0, 69, 75, 143], None, 0),
+        ([1, 75, 75, 75], None, 1),
+        ([75, 1, 75], None, 1),
+        ([0, 0, 1, 0], None, 1),  # after the training
+        ([75, 75], None, 75),
+        ([-9, 75], None, 75),
+        ([69, 69], None, 69),
+        ([-9, -9], None, 137),
+        ([-6], None, 134),
+        ([2, 2], None, 2),
+        ([143, 143], 15, 143),
+        ([-9, 143], 15, 143),
+        ([130, 130], 2, 130),
+        ([0, 0], 15, 0),  # it was at its end
+        ([1, 143], 15, 1),
+        ([143, 143], None, 143),
+        ([], 15, 143),
+    ],
+)
+def test_the_exit_status_of_all_tells_the_truth(statuses: list[int], asked: int | None, expected: int) -> None:
+    assert verdict([End(Final(status), was_first=True) for status in statuses], asked) == expected
+
+
+def test_a_replacement_that_fails_costs_nothing_if_the_others_finish() -> None:
+    finished, failed = End(Final(0), was_first=True), End(Final(1), was_first=False)
+    assert verdict([finished, failed], None) == 0
+    assert verdict([End(Final(69), was_first=True), failed], None) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (-9, "killed by SIGKILL"),
+        (137, "killed by SIGKILL"),
+        (1, "exit status 1"),
+        (69, "lost its coordinator"),
+        (190, "signal 62"),
+    ],
+)
+def test_an_end_is_told_in_words(status: int, words: str) -> None:
+    assert words in in_words(status)
+    assert 0 <= exit_status(status) < 256

@@ -1,0 +1,94 @@
+"""A coordinator that is killed and started again goes on with the run: no step is lost, the weights are exact."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from surviving import KEY, cluster
+
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
+from lightning_recycle.control.journal import Journal
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+
+def test_a_coordinator_killed_between_two_steps_goes_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, 16, 0.1) as run:
+        run.start_coordinator()
+        for _ in range(4):
+            run.start_worker()
+        run.await_step(6)
+        run.kill_coordinator()
+        run.start_coordinator()
+        run.end()
+        assert run.difference() < 1e-10
+        assert '"kind": "revived"' in run.records[-1].read_text()
+        assert '"kind": "failure"' not in run.records[-1].read_text()
+
+
+def test_a_worker_that_dies_in_the_same_moment_is_lost_and_replaced(tmp_path: Path) -> None:
+    with cluster(tmp_path, 24, 0.1, "await") as run:
+        run.start_coordinator("--timeout", "3")
+        for _ in range(4):
+            run.start_worker()
+        run.await_step(4)
+        run.workers[2].kill()
+        run.kill_coordinator()
+        run.start_worker()
+        run.start_coordinator("--timeout", "3")
+        run.end(2)
+        assert run.difference() < 1e-10
+        record = run.records[-1].read_text()
+        assert record.count('"kind": "failure"') == record.count('"kind": "rejoined"') == 1, record
+
+
+def test_kills_at_the_start_in_the_middle_and_while_it_goes_on_from_the_last_one(tmp_path: Path) -> None:
+    with cluster(tmp_path, 16, 0.1, "validate") as run:
+        run.start_coordinator("--runs", "2")
+        for _ in range(4):
+            run.start_worker()
+        for _ in range(3):  # some have a position, others none, and nobody has begun
+            time.sleep(1.0)
+            run.kill_coordinator()
+            run.start_coordinator("--runs", "2")
+        for step, pause in ((3, 0.0), (6, 0.4), (9, 0.7), (15, 0.2)):
+            run.await_step(step)
+            run.kill_coordinator()
+            run.start_coordinator("--runs", "2")
+            time.sleep(pause)
+            run.kill_coordinator()
+            run.start_coordinator("--runs", "2")
+        run.end()
+        assert run.difference() < 1e-10
+
+
+def test_workers_whose_coordinator_does_not_come_back_end(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1000, 0.1) as run:
+        run.start_coordinator()
+        for _ in range(4):
+            run.start_worker(RECYCLE_RECONNECT_SECONDS="2")
+        run.await_step(2)
+        run.kill_coordinator()
+        assert [worker.wait(60) for worker in run.workers] == [EXIT_LOST_COORDINATOR] * 4, run.words()
+        assert "looks for another one" in run.words()
+
+
+def test_a_coordinator_that_was_stopped_and_has_been_replaced_does_not_win(tmp_path: Path) -> None:
+    with cluster(tmp_path, 16, 0.1) as run:
+        run.start_coordinator()
+        for _ in range(4):
+            run.start_worker()
+        run.await_step(4)
+        stopped = run.coordinator
+        assert stopped is not None
+        stopped.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        Journal(run.state, KEY.encode()).close()  # another one takes over, wherever it is
+        time.sleep(2.0)  # a wait of less counts as none
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.wait(30) == 1, run.words()
+        assert "ends without a word to its workers" in run.words()
+        run.start_coordinator()
+        run.end()
+        assert run.difference() < 1e-10

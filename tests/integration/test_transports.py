@@ -1,0 +1,30 @@
+"""Training whose payloads go by another transport than Gloo."""
+
+import lightning as L
+import pytest
+from support.nccl_models import Wide
+from support.training import exact_fit, failures, trainer
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.callbacks import Fault
+from lightning_recycle.errors import ConfigurationError
+
+
+def test_weights_equal_after_a_kill_in_the_middle_of_payloads_by_nccl() -> None:
+    run = exact_fit(Wide().double(), 2, 2, [Fault("kill", pipeline=1, stage=0, step=3)])
+    assert failures(run) == [(1, 0)]
+
+
+def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:
+    with pytest.raises(ConfigurationError, match=r"transport='auto'"):
+        L.Trainer(accelerator="cpu", devices=2, strategy=ReCycleStrategy(transport="nccl"), logger=False)
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="transport='mpi'"):
+        ReCycleStrategy(transport="mpi")  # type: ignore[arg-type]
+
+
+def test_gloo_and_auto_are_the_same_without_cuda_devices() -> None:
+    for transport in ("gloo", "auto"):
+        assert trainer(2, 1, strategy={"transport": transport}).strategy.options.transport == transport

@@ -1,0 +1,60 @@
+"""Real Ray clusters on this machine. Those of several nodes run in ``make test-ray``, which asks for their marker."""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("ray") is None:
+        skip = pytest.mark.skip(reason="ray is not installed (pip install 'lightning-recycle[ray]')")
+        for item in items:
+            if item.path.parent.name == "raylets":
+                item.add_marker(skip)
+    if "ray_cluster" not in config.getoption("markexpr"):
+        left = [item for item in items if item.get_closest_marker("ray_cluster")]
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
+
+
+class LocalCluster:
+    """A head without room for workers, and nodes that come and go."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster: Any = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20}
+        )
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, num_cpus: int = 2) -> Any:
+        """A new node, which is alive."""
+        return self._cluster.add_node(num_cpus=num_cpus, object_store_memory=100 << 20)
+
+    def kill_raylet(self, node: Any) -> None:
+        """Kills the raylet of a node with SIGKILL; its workers end because of that."""
+        node.kill_raylet()
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    import ray
+
+    made = LocalCluster()
+    try:
+        ray.init(address=made.address, logging_level="warning")
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,288 @@
+"""Runs on a Ray of this machine. One of them is in ``make test``; the others come with ``make test-ray``."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import wait_for
+
+import lightning_recycle
+from lightning_recycle import ConfigurationError
+
+TESTS = Path(__file__).parent.parent
+
+START = """
+import json, os, sys, time
+import ray
+ray.init(address="local", num_cpus=4, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
+from raylets.ray_training import *
+from lightning_recycle import RayReCycle
+"""
+
+
+def script(body: str, *arguments: Any) -> subprocess.Popen[str]:
+    """A driver of its own, with a Ray of its own; Ray's processes end with it."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-c", START + body, *map(str, arguments)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
+def answer(process: subprocess.Popen[str], timeout: float = 400) -> Any:
+    """What a driver answered, among what Ray printed there."""
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 0, errors[-4000:]
+    (answered,) = [line for line in output.splitlines() if line.startswith("ANSWER ")]
+    return json.loads(answered.removeprefix("ANSWER "))
+
+
+KILL = """
+import signal, threading
+from pathlib import Path
+def kill():
+    signs = Path(sys.argv[1])
+    while True:
+        time.sleep(0.05)
+        for path in signs.glob("1.0.*"):
+            if int(path.read_text().split()[0]) >= 3:
+                os.kill(int(path.name.split(".")[2]), signal.SIGKILL)
+                (signs / "enough").touch()
+                return
+threading.Thread(target=kill, daemon=True).start()
+from support.training import difference
+result = RayReCycle(2, 2, 6).fit(train, {"signs": sys.argv[1]})
+kinds = [event.kind for event in result.history]
+lost = [event.worker for event in result.history if event.kind == "failure"]
+off = difference(dict(result.state_dict), expected())
+print("ANSWER", json.dumps([off, lost, kinds.count("step"), result.returned["step"]]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_weights_are_exact_after_a_worker_on_ray_was_killed(tmp_path: Path) -> None:
+    off, lost, steps, returned = answer(script(KILL, tmp_path))
+    assert off < 1e-10
+    assert lost == [[0, 1]]
+    assert steps == returned == 40
+
+
+EXCEPTIONS = """
+from support.training import QUIET
+import lightning as L
+from lightning_recycle import ConfigurationError, ReCycleStrategy, StageLostError
+class Unusual(LookupError): pass
+def wrong_grid(config):
+    strategy = ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=3)
+    trainer = L.Trainer(accelerator="cpu", devices=1, num_nodes=4, strategy=strategy, max_steps=1, **QUIET)
+    trainer.fit(Regression().double(), DataLoader(DATA, batch_size=12))
+def outside(config):
+    raise Unusual("before the Trainer")
+class Raising(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_step == 2:
+            raise Unusual("in step 2")
+class Lost(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_step == 2 and self.trainer.strategy.worker.stage == 1:
+            os._exit(3)
+def within(config):
+    run = ray_worker()
+    trainer = L.Trainer(accelerator="cpu", strategy=ReCycleStrategy(**run.strategy_arguments), max_steps=5,
+                        **{**QUIET, **run.trainer_arguments})
+    trainer.fit(config["model"]().double(), DataLoader(DATA, batch_size=12))
+    return "returned"
+def leaves(config):
+    sys.exit(3)
+found = []
+for function, config in (
+    (outside, None), (within, {"model": Raising}), (wrong_grid, None), (within, {"model": Lost}), (leaves, None),
+):
+    try:
+        RayReCycle(2, 2, 6).fit(function, config)
+    except Exception as error:
+        found.append([type(error).__name__, str(error), str(error.__cause__)])
+    else:
+        found.append(["nothing", "", ""])
+left = [g["state"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+print("ANSWER", json.dumps([found, left]))
+"""
+
+
+@pytest.mark.ray_cluster
+@pytest.mark.timeout(500)
+def test_the_driver_sees_the_users_exception_with_its_class() -> None:
+    (outside, within, grid, lost, leaves), left = answer(script(EXCEPTIONS))
+    assert outside[:2] == ["Unusual", "before the Trainer"]
+    assert within[:2] == ["Unusual", "in step 2"]
+    assert "on_train_batch_start" in within[2]
+    assert grid[0] == "ConfigurationError"
+    assert "2 x 2" in grid[1]
+    assert lost[0] == "StageLostError"
+    assert leaves[0] == "ReCycleError"
+    assert "sys.exit(3)" in leaves[1]
+    assert left == []
+
+
+INTERRUPTED = """
+try:
+    RayReCycle(2, 2, 6, name="interrupted").fit(train, {"signs": sys.argv[1]})
+except KeyboardInterrupt:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and ray.available_resources().get("CPU") != 4:
+        time.sleep(0.1)
+    groups = [g["state"] for g in ray.util.placement_group_table().values()]
+    try:
+        ray.get_actor("recycle-interrupted")
+        named = True
+    except ValueError:
+        named = False
+    print("ANSWER", json.dumps([ray.available_resources()["CPU"], sorted(set(groups)), named]))
+"""
+
+
+@pytest.mark.ray_cluster
+@pytest.mark.timeout(500)
+def test_ctrl_c_leaves_nothing_on_the_cluster(tmp_path: Path) -> None:
+    process = script(INTERRUPTED, tmp_path)
+    try:
+        assert wait_for(lambda: len(list(tmp_path.glob("[0-9].*"))) == 4 or process.poll() is not None, 240)
+        os.kill(process.pid, signal.SIGINT)
+        assert answer(process) == [4.0, ["REMOVED"], False]
+    finally:
+        process.kill()
+
+
+SCRIPT = """
+from support.training import QUIET, difference
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_recycle import ReCycleStrategy
+def fit_and_validate(config):
+    run = ray_worker()
+    trainer = L.Trainer(accelerator="cpu", strategy=ReCycleStrategy(**run.strategy_arguments), max_steps=6,
+                        callbacks=[ModelCheckpoint(every_n_train_steps=3)],
+                        **{**QUIET, "enable_checkpointing": True, **run.trainer_arguments})
+    model = Regression().double()
+    trainer.fit(model, DataLoader(DATA, batch_size=12))
+    trainer.validate(model, DataLoader(DATA, batch_size=24), verbose=False)
+result = RayReCycle(2, 2, 6, storage_path=f"file://{sys.argv[1]}", name="stored").fit(fit_and_validate)
+loaded = torch.load(result.checkpoint, weights_only=False)["state_dict"]
+print("ANSWER", json.dumps([result.checkpoint, difference(loaded, dict(result.state_dict)), sorted(result.metrics)]))
+"""
+
+
+@pytest.mark.ray_cluster
+@pytest.mark.timeout(500)
+def test_checkpoints_metrics_and_weights_of_a_script_with_several_runs_come_home(tmp_path: Path) -> None:
+    path, off, metrics = answer(script("import torch\n" + SCRIPT, tmp_path))
+    assert path.startswith(f"{tmp_path}/stored/")
+    assert off == 0.0
+    assert "val_loss" in metrics
+
+
+FROM_DRIVER = """
+from support.training import difference
+model = Dying().double()
+trainer = from_driver(model)
+kinds = [event.kind for event in trainer.strategy.history]
+off = difference(model.state_dict(), expected())
+lost = [event.worker for event in trainer.strategy.history if event.kind == "failure"]
+try:
+    from_driver(Dying(raises=True).double())
+except LookupError as error:
+    raised = [str(error), "on_train_batch_start" in str(error.__cause__)]
+groups = sorted({group["state"] for group in ray.util.placement_group_table().values()})
+found = [off, lost, kinds.count("rejoined"), trainer.global_step, len(trainer.optimizers), raised, groups]
+print("ANSWER", json.dumps(found))
+"""
+
+
+@pytest.mark.ray_cluster
+@pytest.mark.timeout(600)
+def test_a_driver_whose_workers_are_on_ray_gets_all_that_local_workers_would_bring() -> None:
+    off, lost, rejoined, steps, optimizers, raised, groups = answer(script(FROM_DRIVER), 500)
+    assert off < 1e-10
+    assert lost == [[0, 1]]
+    assert (rejoined, steps, optimizers) == (1, 40, 1)
+    assert raised == ["in step 4", True]
+    assert groups == ["REMOVED"]
+
+
+COORDINATOR = """
+import signal, threading
+from pathlib import Path
+from support.training import difference
+def kill():
+    signs = Path(sys.argv[1])
+    while len(list(signs.glob("[0-9].*"))) < 4:
+        time.sleep(0.05)
+    pid = int(Path(sys.argv[1], "coordinator").read_text())
+    os.kill(pid, signal.SIGKILL)
+    (signs / "enough").touch()
+from lightning_recycle.engines import ray_actors
+threading.Thread(target=kill, daemon=True).start()
+def told(config):
+    return train(config)
+def find():
+    while True:
+        time.sleep(0.2)
+        try:
+            actor = ray.get_actor("recycle-killed")
+            Path(sys.argv[1], "coordinator").write_text(str(ray.get(actor.process_id.remote())))
+            return
+        except ValueError:
+            pass
+threading.Thread(target=find, daemon=True).start()
+result = RayReCycle(2, 2, 6, name="killed").fit(told, {"signs": sys.argv[1]})
+print("ANSWER", json.dumps([difference(dict(result.state_dict), expected()), result.returned["step"]]))
+"""
+
+
+@pytest.mark.ray_cluster
+@pytest.mark.timeout(600)
+def test_a_coordinator_that_is_killed_is_started_again_and_the_run_comes_to_its_end(tmp_path: Path) -> None:
+    off, steps = answer(script(COORDINATOR, tmp_path), 500)
+    assert off < 1e-10
+    assert steps == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_pipelines": 0}, "pipelines=0"),
+        ({"resources_per_worker": {"CPU": -1}}, "'CPU' needs a number"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"max_replacements": -1}, "max_replacements=-1"),
+        ({"planner": "nobody"}, "nobody"),
+        ({"use_gpu": True, "resources_per_worker": {"GPU": 0}}, "some of a GPU"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        lightning_recycle.RayReCycle(**{"num_pipelines": 2, "pipeline_parallel_size": 2, **options})
+    assert words in str(caught.value)
+
+
+def test_a_process_that_is_no_worker_is_told_so() -> None:
+    with pytest.raises(ConfigurationError, match="RayReCycle"):
+        lightning_recycle.ray_worker()
+
+
+def test_what_is_used_of_rays_private_parts_is_there() -> None:
+    state = importlib.import_module("ray._private.state")
+    assert callable(state.state.get_draining_nodes)
+    assert callable(state.available_resources_per_node)
