@@ -15,7 +15,7 @@ SMOKE_TESTS := tests/test_import.py tests/model tests/session tests/planning tes
 FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tests/runtime tests/data
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest test-exhaustive test-repeat chaos bench docs check clean
+.PHONY: help install demo test test-long test-oldest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -30,14 +30,26 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a failure, compare what it costs
 	$(BIN)/python examples/train_gpt.py experiment=demo $(ARGS)
 
-test: $(STAMP) ## run all tests, JOBS files at a time, 3 by default (ARGS are passed on to pytest)
+test: $(STAMP) ## run the tests, JOBS files at a time, 3 by default (ARGS are passed on to pytest)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+
+test-long: $(STAMP) ## run all tests that start many interpreters, of which `make test` has a sample
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "long and not exhaustive" $(ARGS)
+
+test-ray: $(STAMP) ## run the tests on Ray clusters of several nodes, some minutes; needs the extra ray
+	$(BIN)/python -m pytest -q -m ray_cluster tests/raylets $(ARGS)
 
 test-oldest: ## run a smoke set with the oldest versions that are allowed (PYTHON=python3.10 for the oldest Python)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt ARGS="$(SMOKE_TESTS) $(ARGS)"
 
 test-exhaustive: $(STAMP) ## run every case of the matrices that `make test` samples
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
+
+gpu: $(STAMP) ## run what needs a CUDA device, and say what could not run
+	$(BIN)/python -m pytest -q -rs -m gpu tests/runtime $(ARGS)
+
+test-slurm: $(STAMP) ## run jobs on a SLURM cluster of this machine's own (apt-get install slurmctld slurmd slurm-client munge)
+	$(BIN)/python -m pytest -q -m slurm tests/engines $(ARGS)
 
 test-repeat: $(STAMP) ## run the tests with real processes and failures ROUNDS times, up to the first failure
 	for round in $$(seq $(ROUNDS)); do \

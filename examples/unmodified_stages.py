@@ -2,6 +2,7 @@
 
     python examples/unmodified_stages.py                       # two pipelines of two stages; a minute on two cores
     python examples/unmodified_stages.py --kill                # one of the workers gets SIGKILL in the middle
+    recycle-run --nproc-per-node 4 examples/unmodified_stages.py      # the same with workers as on a cluster
     python examples/unmodified_stages.py --strategy auto --devices 1 --batch-size 32
 
 A small GPT learns the bytes of a text. Its blocks are the chain that is cut: they are called one after another, each

@@ -25,6 +25,8 @@ def run(code: str, *arguments: str) -> str:
         "lightning_recycle.control.protocol.membership",
         "lightning_recycle.control.coordinator",
         "lightning_recycle.control.client",
+        "lightning_recycle.control.standalone",
+        "lightning_recycle.engines.run",
     ],
 )
 def test_planning_and_control_plane_load_neither_torch_nor_lightning(module: str) -> None:
@@ -50,6 +52,7 @@ for imports in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_recycle_is_registered_in_any_order_of_imports_and_lightning_alone_does_not_know_it() -> None:
     ours = [
         "import lightning_recycle; import lightning",

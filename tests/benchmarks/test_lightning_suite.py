@@ -34,6 +34,7 @@ def test_that_is_skipped():
 """
 
 
+@pytest.mark.long
 def test_each_test_has_an_outcome_whatever_the_others_do(tmp_path: Path) -> None:
     part = tmp_path / "checkout" / "tests" / "tests_pytorch" / "loops"
     part.mkdir(parents=True)

@@ -39,6 +39,7 @@ def test_a_random_scenario_ends_in_the_exact_state_and_leaves_nothing(seed: int,
     assert run_scenario(draw(seed), place).problems == ()
 
 
+@pytest.mark.long
 def test_scenarios_with_small_disks_end_so_too() -> None:
     """In a process of its own, which can have a mount namespace."""
     command = [sys.executable, "-m", "chaos", "--only", *map(str, SEEDS_WITH_SMALL_DISKS)]
@@ -117,6 +118,7 @@ def test_only_scenarios_of_a_family_are_drawn_if_it_is_named() -> None:
 # ---------------------------------------------------------------------- the command
 
 
+@pytest.mark.long
 def test_the_command_prints_a_table_and_tells_success(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", str(QUICK)]) == 0
     out = capsys.readouterr().out

@@ -114,6 +114,7 @@ def test_a_sweep_has_a_folder_for_each_job_and_a_table_of_all(tmp_path: Path) ->
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.long
 def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     (first, second) = run_all("recycle-plan", tmp_path, *[["failures=2", "library=plans", "output=null"]] * 2)
     assert first[0] == second[0] == 0

@@ -1,5 +1,6 @@
 """What the pages say is so: examples run, links lead somewhere, names and tables are those of the code."""
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -20,8 +21,9 @@ from lightning_recycle import PipelineModule, callbacks
 from lightning_recycle.callbacks import HeartbeatCallback
 from lightning_recycle.callbacks.faults import KINDS, POINTS
 from lightning_recycle.control import standalone
-from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
+from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.history import History
+from lightning_recycle.engines import run
 from lightning_recycle.planning.grid import Grid
 
 PACKAGE = ROOT / "lightning_recycle"
@@ -52,6 +54,7 @@ for script in sys.argv[1:]:
 """Runs scripts as Python would; in one process, because starting the workers' fork server takes longest."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_complete_scripts_run(tmp_path: Path) -> None:
     for block in blocks("python"):
@@ -110,6 +113,8 @@ def test_commands_exist(place: str, words: list[str]) -> None:
         assert program in SCRIPTS
         if program == "recycle-coordinator":
             standalone._parser().parse_args(arguments)
+        elif program == "recycle-run":
+            run._check(run._parser().parse_args(arguments))
 
 
 CONFIGURED = {
@@ -151,10 +156,11 @@ def test_every_installed_command_is_documented() -> None:
     assert {name for name in SCRIPTS if name not in everything} == set()
 
 
-def test_the_options_of_the_coordinator_are_all_there() -> None:
-    documented = {option.split()[0] for row in table_under("operations.md", "option") for option in names_in(row[0])}
-    parsed = {a.option_strings[0] for a in standalone._parser()._actions if a.option_strings[0] != "-h"}
-    assert documented == parsed
+@pytest.mark.parametrize(("table", "command"), [("option", standalone), ("option of recycle-run", run)])
+def test_the_options_of_the_commands_are_all_there(table: str, command: Any) -> None:
+    documented = {option.split()[0] for row in table_under("operations.md", table) for option in names_in(row[0])}
+    actions = [a for a in command._parser()._actions if a.option_strings and a.help != argparse.SUPPRESS]
+    assert documented == {a.option_strings[0] for a in actions if a.option_strings[0] != "-h"}
 
 
 # ---------------------------------------------------------------------- links
@@ -269,7 +275,7 @@ def test_the_map_is_the_tree_and_no_two_modules_share_a_name() -> None:
 
 def test_the_exit_codes_are_those_of_the_code() -> None:
     codes = [int(row[0]) for row in table_under("operations.md", "exit code of a worker")]
-    assert codes == [0, 1, EXIT_LOST_COORDINATOR, EXIT_STOPPED]
+    assert codes == [0, EXIT_RAISED, EXIT_LOST_COORDINATOR, EXIT_STOPPED, EXIT_LEFT]
     assert f"exit code {EXIT_LOST_COORDINATOR}" in text("faults.md")
 
 

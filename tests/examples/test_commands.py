@@ -117,6 +117,7 @@ sys.addaudithook(hook)
 """
 
 
+@pytest.mark.long
 def test_demo_ends_with_a_comparison_and_opens_nothing_it_did_not_write(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -200,6 +201,7 @@ def test_vision_validates_in_a_pipeline_and_loses_its_leader_or_a_node(tmp_path:
 # ---------------------------------------------------------------------- resuming
 
 
+@pytest.mark.long
 def test_resume_on_another_grid_after_the_death_of_the_leader_has_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +252,7 @@ def fit_by_cli(directory: Path) -> dict[int, float]:
     return losses(directory / "outputs/cli/metrics/version_0/metrics.csv", "val_accuracy")
 
 
+@pytest.mark.long
 def test_lightning_cli_fits_with_the_strategy_of_a_yaml_file(tmp_path: Path) -> None:
     assert set(fit_by_cli(tmp_path)) == {19, 39}
 
@@ -301,6 +304,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.long
 def test_a_mistake_in_the_call_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(ROOT / "examples")],

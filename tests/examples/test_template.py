@@ -27,6 +27,7 @@ def run(directory: Path, *arguments: str) -> tuple[str, dict[str, float], list[d
     return out, {name: float(value) for name, value in (part.split(": ") for part in told.split(", "))}, rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     [

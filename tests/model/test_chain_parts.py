@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.model.chain_parts import ChainParts
-from lightning_recycle.model.whole_calls import ask_instead
+from lightning_recycle.model.recorded import as_it_was, recorded
+from lightning_recycle.model.whole_calls import ask_instead, ask_no_more
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.runtime.stage import Stage
 
@@ -605,3 +606,13 @@ class HuggingFace(Model):
 def test_a_model_of_transformers_is_a_chain(kind: str, num_stages: int) -> None:
     model = HuggingFace(kind).double()
     assert_equal(gradients(model, num_stages), whole(model))
+
+
+def test_a_module_that_has_its_own_class_again_ends_to_ask() -> None:
+    """As in a worker whose process goes on: its module is the user's again before the whole model is put together."""
+    module = made(Stacked)
+    cls = type(module)
+    ask_instead(recorded(module), ["net.layers.0", "net.layers.3"], lambda what: None)
+    as_it_was(module)
+    ask_no_more(module)
+    assert type(module) is cls

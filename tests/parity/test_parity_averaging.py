@@ -330,6 +330,7 @@ def resumed_on_one_device(name: str, step: int) -> Run:
     return on_one_device(training(name, ckpt_path=path, stateful=stateful), Path(tempfile.mkdtemp()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "writer"),
     sampled(

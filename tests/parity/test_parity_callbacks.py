@@ -129,6 +129,7 @@ def without_root(value: Any, run: same.Run) -> Any:
     return value
 
 
+@pytest.mark.long
 def test_early_stopping_ends_the_training_at_the_same_epoch(runs: same.Runs) -> None:
     one, grid = states(runs, "stopping")
     assert 1 < one["stopped_epoch"] < 19, "the training did not stop early"

@@ -20,6 +20,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Run]]
     return found
 
 
+@pytest.mark.long
 def test_the_weights_are_those_of_ddp(left: dict[str, tuple[Any, Run]]) -> None:
     assert_same(left["ddp"][0][0], left["recycle"][0][0])
 

@@ -174,6 +174,7 @@ def test_nobody_tells_workers_from_outside_to_save(
     callback: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RECYCLE_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("RECYCLE_KEY", "a secret of 16 bytes or more")
     with pytest.raises(UnsupportedFeatureError, match="started by hand"):
         on_a_grid(fit(callbacks=[callback], enable_checkpointing=True), tmp_path)
 

@@ -59,12 +59,13 @@ def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
 
 
 def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does() -> None:
-    """Bounds alone choose stage 6 of this model, whose plan is 1.1 % above the bound."""
-    limit = LARGE.in_flight_limit()
-    gone = normalized_failures(LARGE.grid, normalize(LARGE.grid, LARGE.costs(), 1, in_flight_limit=limit))
-    by_bounds = HeuristicPlanner(100_000).plan(Problem(LARGE.grid, LARGE.costs(), gone, in_flight_limit=limit))
-    result = sim.simulate(LARGE, sim.Cluster.of(LARGE), sim.Recycle(), sim.FailedFraction(1 / 32), "1h")
-    assert LARGE.global_batch / result.throughput < by_bounds.period / 1.01
+    """Bounds alone choose stage 6 of this model, whose plan is 2.9 % above the bound with 48 samples in a step."""
+    model = sim.get_model("gpt3_6_7b", global_batch=48)
+    limit = model.in_flight_limit()
+    gone = normalized_failures(model.grid, normalize(model.grid, model.costs(), 1, in_flight_limit=limit))
+    by_bounds = HeuristicPlanner(100_000).plan(Problem(model.grid, model.costs(), gone, in_flight_limit=limit))
+    result = sim.simulate(model, sim.Cluster.of(model), sim.Recycle(), sim.FailedFraction(1 / 32), "1h")
+    assert model.global_batch / result.throughput < by_bounds.period / 1.02
 
 
 def test_each_technique_is_worth_something() -> None:
