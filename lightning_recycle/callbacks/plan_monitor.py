@@ -50,7 +50,7 @@ class PlanMonitor(pl.Callback):
         return DriftOptions(self.threshold, self.window, self.horizon_steps)
 
     @staticmethod
-    def options_of(trainer: L.Trainer) -> DriftOptions | None:
+    def options_of(trainer: pl.Trainer) -> DriftOptions | None:
         """The options of the first of them among the callbacks of ``trainer``; None without one."""
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return next((callback.options for callback in callbacks if isinstance(callback, PlanMonitor)), None)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["address_from", "http_address", "listen_at", "machine_name", "shown"]
+__all__ = ["address_from", "http_address", "http_address_from_environment", "listen_at", "machine_name", "shown"]
 
 _ANY_IPV6 = "::"
 
@@ -48,6 +48,16 @@ def http_address(text: str, name: str) -> tuple[str, int]:
         ConfigurationError: if it is something else; ``name`` is the setting that the user gave it in.
     """
     return address_from(f"127.0.0.1:{text}" if text.isdigit() else text, name)
+
+
+def http_address_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Where ``RECYCLE_HTTP`` wants the page and the metrics of a run; None without it.
+
+    Raises:
+        ConfigurationError: if it is no such address.
+    """
+    wanted = environ.get("RECYCLE_HTTP")
+    return http_address(wanted, "RECYCLE_HTTP") if wanted else None
 
 
 def shown(address: tuple[str, int]) -> str:

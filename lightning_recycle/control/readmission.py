@@ -23,9 +23,10 @@ from lightning_recycle.control.protocol import messages, revival
 from lightning_recycle.control.protocol.state import MembershipState, initial_state
 from lightning_recycle.planning.grid import Grid
 
-__all__ = ["Place", "Readmission", "describe"]
+__all__ = ["NOBODY_SECONDS", "Place", "Readmission", "describe"]
 
-_NOBODY_SECONDS = 20.0  # until a run of which nobody returns is over, if others wait
+NOBODY_SECONDS = 20.0
+"""Until a run of which nobody returns is over, if others wait."""
 
 
 class Place(Enum):
@@ -122,7 +123,7 @@ class Readmission:
             return False
         if self._others_since is None:
             self._others_since = now
-        return now - self._others_since > _NOBODY_SECONDS
+        return now - self._others_since > NOBODY_SECONDS
 
     def late(self, now: float, state: MembershipState) -> dict[int, str]:
         """The workers that are not waited for any more, with the reason."""

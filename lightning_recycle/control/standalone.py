@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import resource
 import signal
 import sys
@@ -28,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_recycle.control.addresses import address_from, http_address, shown
+from lightning_recycle.control.addresses import address_from, http_address, http_address_from_environment, shown
 from lightning_recycle.control.coordinator import Coordinator
 from lightning_recycle.control.journal import Journal, SupersededError, default_path
 from lightning_recycle.control.json_logs import install_if_wanted
@@ -40,6 +39,7 @@ from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.process_spaces import has_ended
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
+from lightning_recycle.control.readmission import NOBODY_SECONDS
 from lightning_recycle.control.reception import Reception
 from lightning_recycle.control.terms import Given, Terms, difference, settle
 from lightning_recycle.errors import ConfigurationError, ReCycleError
@@ -51,7 +51,6 @@ log = logging.getLogger(__name__)
 
 _WORKERS = 4096  # as long as nobody knows how many there will be
 _LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
-_NOBODY_SECONDS = 20.0  # until a run to which nobody returns is over, if others wait
 _OVER_SECONDS = 3.0  # likewise, if its end is known
 _OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
 
@@ -144,10 +143,7 @@ def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal
 
 def _shown_at(option: str | None) -> tuple[str, int] | None:
     """Where the page and the metrics are: as the command line says, or the environment."""
-    if option is not None:
-        return http_address(option, "--http")
-    wanted = os.environ.get("RECYCLE_HTTP")
-    return http_address(wanted, "RECYCLE_HTTP") if wanted else None
+    return http_address_from_environment() if option is None else http_address(option, "--http")
 
 
 def _obey(end_after_this: Callable[[], None]) -> None:
@@ -191,7 +187,7 @@ def _is_gone(reception: Reception, journal: Journal) -> bool:
     if kept is None or kept.generation < 0:
         return False
     since = None if kept.over is None else time.monotonic()
-    limit = _NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
+    limit = NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
     while not reception.has_returned:
         if since is None and reception.has_met:
             since = time.monotonic()

@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from lightning_recycle.control.addresses import shown
 from lightning_recycle.engines.children import Task
 
-__all__ = ["END", "OVER", "coordinator_task", "free_port", "new_key", "own_address_towards", "worker_environment"]
+__all__ = [
+    "END",
+    "OVER",
+    "coordinator_task",
+    "family_of",
+    "free_port",
+    "new_key",
+    "own_address_towards",
+    "worker_environment",
+]
 
 _PROGRAM = "import sys; from lightning_recycle.control.standalone import main; sys.exit(main())"
 OVER, END = b"over\n", b"end\n"
@@ -63,14 +72,18 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """The family of the address ``host``."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def free_port(host: str) -> int:
     """A port of ``host``, an address of this machine, at which nobody listens now.
 
     Raises:
         OSError: if this machine has no such address.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 

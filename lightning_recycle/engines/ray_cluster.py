@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ __all__ = [
     "alive_nodes",
     "connect",
     "draining_nodes",
-    "free_port",
     "import_ray",
     "node_address",
     "nodes",
@@ -141,10 +139,3 @@ def node_address() -> str:
     """The address at which other nodes reach this one."""
     address: str = import_ray().util.get_node_ip_address()
     return address
-
-
-def free_port(host: str) -> int:
-    """A port at which nobody listens on this machine."""
-    with socket.create_server((host, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

@@ -22,6 +22,7 @@ from lightning_recycle.control.history import Event
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.state import Outcome
 from lightning_recycle.engines import ray_cluster
+from lightning_recycle.engines.hosting import free_port
 from lightning_recycle.engines.ray_actors import CoordinatorActor, Observation, Returned, WorkerActor
 from lightning_recycle.engines.ray_seats import Seat, Seats
 from lightning_recycle.engines.staffing import Process, staffing
@@ -110,7 +111,7 @@ class RayRun:
         self._returning: list[Process] = []  # the workers on which the function has returned
         self._ranks: dict[Process, int] = {}  # of the workers, as last seen
         host = ray_cluster.node_address()
-        self._address, self._key = (host, ray_cluster.free_port(host)), os.urandom(32).hex()
+        self._address, self._key = (host, free_port(host)), os.urandom(32).hex()
         self._seats = Seats(self.grid, self.needs)
         self._coordinator: Any = None
         try:

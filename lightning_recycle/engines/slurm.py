@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_recycle.control.addresses import address_from, shown
-from lightning_recycle.engines.hosting import free_port, own_address_towards
+from lightning_recycle.engines.hosting import family_of, free_port, own_address_towards
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = ["Meeting", "SlurmTask", "own_address", "task_of"]
@@ -86,7 +86,7 @@ def own_address(task: SlurmTask) -> tuple[str, int]:
     """
     try:
         host = _address_of(task.node) or own_address_towards(task.launcher)
-        with contextlib.suppress(OSError), socket.create_server((host, task.port), family=_family(host)):
+        with contextlib.suppress(OSError), socket.create_server((host, task.port), family=family_of(host)):
             return host, task.port
         return host, free_port(host)
     except OSError as error:
@@ -104,10 +104,6 @@ def _address_of(name: str) -> str | None:
             free_port(host)
             return host
     return None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class Meeting:

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
-from lightning_recycle.control.addresses import address_from, http_address
+from lightning_recycle.control.addresses import address_from, http_address, http_address_from_environment
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.history import Event
 from lightning_recycle.control.json_logs import install_if_wanted
@@ -45,7 +45,6 @@ from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.options import WorkerProcess
 from lightning_recycle.control.payload import pack
-from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.messages import Assign
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
@@ -307,7 +306,7 @@ class SupervisorLauncher(_Launcher):
             max_restarts=options.max_restarts,
             normalize=options.normalize and fitting,
             machine_error_retries=options.machine_error_retries,
-            drift=_drift_options(trainer) if fitting else None,
+            drift=PlanMonitor.options_of(trainer) if fitting else None,
         )
         listen = setup.outsiders
         monitor, (shows, http) = (
@@ -511,9 +510,9 @@ def _smaller_grid(grid: Grid, workers: int) -> Grid | None:
 
 def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:
     """Whether this user finds the run on this machine, and the address at which it is served to others."""
-    if status is True and (wanted := os.environ.get("RECYCLE_HTTP")):
-        return True, http_address(wanted, "RECYCLE_HTTP")
-    return status is not False, http_address(status, "ReCycleStrategy(status)") if isinstance(status, str) else None
+    if isinstance(status, str):
+        return True, http_address(status, "ReCycleStrategy(status)")
+    return status, http_address_from_environment() if status else None
 
 
 def _samples_per_step(call: Call, setup: RunSetup) -> int | None:
@@ -523,12 +522,6 @@ def _samples_per_step(call: Call, setup: RunSetup) -> int | None:
         return None
     sizes = [batch_size_of(loader) for loader in loaders_in(args[1] if len(args) > 1 else None)]
     return sizes[0] * setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
-
-
-def _drift_options(trainer: pl.Trainer) -> DriftOptions | None:
-    """Whether and when to change the plan because operations do not take the times it assumes."""
-    monitors = (c.options for c in trainer.callbacks if isinstance(c, PlanMonitor))  # type: ignore[attr-defined]
-    return next(monitors, None)
 
 
 def _library(library: Any, planner: Any) -> PlanLibrary | None:

@@ -46,7 +46,7 @@ class Members(Generic[_Member]):
         self._members: list[_Member] = []
 
     def add(self, member: _Member) -> bool:
-        """Takes ``member`` in; returns whether it is welcome. If not, it is to be killed, and is closed with all others."""
+        """Takes ``member`` in; returns whether it is welcome. If not, kill it; it is closed with all others."""
         with self.lock:
             if not self.closed.is_set():
                 self.forget_over()

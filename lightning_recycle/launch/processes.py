@@ -15,8 +15,6 @@ import signal
 import sys
 import tempfile
 import termios
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver, resource_tracker

@@ -12,7 +12,6 @@ import io
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace

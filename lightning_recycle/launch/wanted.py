@@ -14,8 +14,7 @@ __all__ = ["wants_of"]
 def wants_of(trainer: pl.Trainer, options: Options, setup: RunSetup, heartbeat: HeartbeatCallback) -> Wants:
     """What the script of ``trainer`` wants; the coordinator refuses what it cannot do."""
     assert trainer.state.fn is not None
-    monitors = (c.options for c in trainer.callbacks if isinstance(c, PlanMonitor))  # type: ignore[attr-defined]
-    drift = next(monitors, None)
+    drift = PlanMonitor.options_of(trainer)
     named = isinstance(options.planner, str)
     return Wants(
         entry=str(trainer.state.fn.value),

@@ -42,7 +42,8 @@ def test_the_loss_of_a_whole_machine_changes_nothing(machines: tuple[Machine, Ma
         worker(b, a.address, STEPS, 0.2, output, "validate")
     await_line(mine[0], "step", 8)
     before = seen(served.pid)
-    assert [position["host"] for position in before["positions"]] == [a.name] * 2 + [b.name] * 2
+    hosts = [position["host"] for position in before["positions"]]
+    assert hosts in ([a.name] * 2 + [b.name] * 2, [b.name] * 2 + [a.name] * 2)  # a pipeline each
     assert (before["phase"], before["step"] >= 6) == ("training", True)
     b.kill()
     began = time.monotonic()
@@ -51,7 +52,7 @@ def test_the_loss_of_a_whole_machine_changes_nothing(machines: tuple[Machine, Ma
     after = seen(served.pid)
     lost = [position for position in after["positions"] if position["state"] == "lost"]
     assert {(position["host"], position["pid"]) for position in lost} == {
-        (position["host"], position["pid"]) for position in before["positions"][2:]
+        (position["host"], position["pid"]) for position in before["positions"] if position["host"] == b.name
     }
     assert after["step"] >= 10
     said = [process.communicate(timeout=90)[0] for process in mine]

@@ -16,7 +16,7 @@ from support.process_tree import is_alive
 from support.sampling import sampled
 from support.waiting import wait_for
 
-from lightning_recycle.launch.processes import Crew, LocalWorker
+from lightning_recycle.launch.processes import Crew, LocalWorker, _ensure_fork_server
 
 SECONDS = 60.0  # more than anything here takes
 
@@ -91,12 +91,14 @@ def exit_with_sum(payload: Any) -> None:
     os._exit(sum(payload.load()))
 
 
-def test_every_worker_reads_what_it_is_given_and_no_folder_has_it() -> None:
-    before = set(os.listdir(tempfile.gettempdir()))
+def test_every_worker_reads_what_it_is_given_and_no_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _ensure_fork_server()  # its socket stays for later tests
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests write to the usual one
     with Crew(exit_with_sum, [1, 2, 3] + [0] * 1_000_000) as crew:
         workers = [crew.start(crew.payload, "reads") for _ in range(3)]
-        left = {name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("lightning_")}
-        assert not left
+        assert not [name for name in os.listdir(tmp_path) if name.startswith("lightning_")]
         assert [worker.describe_exit(SECONDS) for worker in workers] == ["it exited with code 6"] * 3
 
 
