@@ -94,10 +94,17 @@ def coordinator(machine: Machine, runs: int, *options: str) -> subprocess.Popen[
     command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", f"{machine.address}:{PORT}"]
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--start-timeout", "40"]
     process = machine.start(*command, *grid, "--runs", str(runs), *options)
-    assert process.stdout is not None
-    while "listening" not in process.stdout.readline():
-        assert process.poll() is None
+    await_listening(process)
     return process
+
+
+def await_listening(process: subprocess.Popen[str]) -> None:
+    """Reads until a coordinator says that it listens."""
+    assert process.stdout is not None
+    said = []
+    while "listening" not in (line := process.stdout.readline()):
+        said.append(line)
+        assert line, "".join(said)
 
 
 def worker(machine: Machine, at: str, steps: int, seconds: float, output: Path, *options: str) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import Machine, await_line, with_a_cable
+from machines import Machine, await_line, await_listening, with_a_cable
 from outside_worker import Slow
 from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
@@ -75,10 +75,14 @@ def test_pods_that_are_deleted_and_a_node_that_is_lost_change_nothing(
     mine, others = [pod(a, output) for _ in range(2)], [pod(b, output) for _ in range(2)]
     for worker in (*mine, *others):
         await_line(worker, "begins", 1)  # they look for a name that nobody knows yet
-    _, *options = container("coordinator")["command"]
+    (volume,) = container("coordinator")["volumeMounts"]
+    (tmp_path / "state").mkdir()
+    _, *given = container("coordinator")["command"]
+    options = [option.replace(volume["mountPath"], str(tmp_path / "state")) for option in given]
     patient = ["--timeout", "60"]  # nobody is to be given up because the machine of the tests is busy
     command = [sys.executable, "-m", "lightning_recycle.control.standalone", *options, *patient]
     served = a.start(*command, **environment("coordinator", {}, KEY))
+    await_listening(served)
     (service,) = of_kind("Service")
     names.add(service["metadata"]["name"], a.address)
     await_line(mine[0], "step", 3)
