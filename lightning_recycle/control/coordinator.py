@@ -13,7 +13,6 @@ import logging
 import operator
 import os
 import queue
-import selectors
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +22,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.connection import SIGN_SECONDS, NonBlockingConnection
+from lightning_recycle.control.entrance import Entrance
+from lightning_recycle.control.event_loop import EventLoop
 from lightning_recycle.control.handshake import check_key
 from lightning_recycle.control.history import Event, History
 from lightning_recycle.control.journal import Journal, Process, SupersededError
@@ -32,7 +33,7 @@ from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import membership, messages, revival
 from lightning_recycle.control.protocol import state as protocol
-from lightning_recycle.control.protocol.admission import objection, objection_to_return
+from lightning_recycle.control.protocol.admission import objection
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.readmission import Place, Readmission, describe
@@ -118,37 +119,33 @@ class Coordinator:
         self.options = options or CoordinatorOptions()
         self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
         self._history = History(grid)
-        self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._wake)
+        self._loop = EventLoop(self._on_wake)
+        self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake)
         if self._plans.may_change:
             self._history.counters["replans"] = 0.0
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
-        self._wake_reader, self._wake_writer = os.pipe()
-        self._wake_lock = threading.Lock()
         self._reception = reception
         if reception is None:
-            self._listener = Listener((host, port), self.authkey, grid.num_workers, self._wake)
+            self._listener = Listener((host, port), self.authkey, grid.num_workers, self._loop.wake)
         else:
             self._listener = reception.listener
-            self._listener.wake = self._wake
-        self._has_met = False  # whether a worker has been let in
+            self._listener.wake = self._loop.wake
         self._journal = journal
         self._readmission = None if journal is None else Readmission(journal, grid, self.options)
         self._holders: dict[int, Process] = {} if journal is None else dict(journal.processes)  # by rank
         self._state = protocol.initial_state(grid, self.options.machine_error_retries)
         if self._readmission is not None:
             self._state = self._readmission.state()
-        self._has_ended_before = self._state.outcome is not None  # some may not know
         self._written = revival.durable(self._state)
         self._connections: dict[int, NonBlockingConnection] = {}
-        self._spares: dict[NonBlockingConnection, Process] = {}
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
-        self._selector = selectors.DefaultSelector()
         self._processes: dict[int, WorkerProcess] = {}
         self._watch = Watch(grid, self.options)
         self._starts = Starts(grid)
         self._rendezvous = Rendezvous()
         self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
-        self._vacancies = Vacancies(self.options, start_worker, self._wake, grid.stages)
+        self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, grid.stages)
+        self._entrance = Entrance(grid, self, self._loop, self._vacancies, reception, journal, self._readmission)
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
         self._unreachable: list[int] = []  # could not be sent a message
@@ -160,7 +157,7 @@ class Coordinator:
         self._filled = self._state.live  # the workers when that was last tried
         self._order = sorted(range(grid.num_workers), key=lambda rank: (grid.worker(rank).stage, rank))
         self._next_sign = time.monotonic() + SIGN_SECONDS
-        self._views = Views(self._view, self._wake)
+        self._views = Views(self._view, self._loop.wake)
         self._done = threading.Event()
         self._closing = False
         self._end_wanted = False
@@ -175,6 +172,16 @@ class Coordinator:
     @property
     def roster(self) -> tuple[int, ...]:
         return self._state.roster
+
+    @property
+    def state(self) -> protocol.MembershipState:
+        """The state of the protocol, for the coordinator's thread."""
+        return self._state
+
+    @property
+    def connections(self) -> Mapping[int, NonBlockingConnection]:
+        """Those of all workers with a position, by rank, for the coordinator's thread."""
+        return self._connections
 
     @property
     def history(self) -> list[Event]:
@@ -226,27 +233,27 @@ class Coordinator:
     def is_deserted(self) -> bool:
         """Whether all workers have gone before the run began; callable from any thread."""
         waiting = self._connections or self._vacancies.spares or not self._listener.accepted.empty()
-        return self._has_met and not self.has_begun and not waiting
+        return self._entrance.has_met and not self.has_begun and not waiting
 
     def end_at_boundary(self) -> None:
         """Asks the workers to end after the step that they are at, once they have saved what is wanted; see
         :meth:`wait`. Callable from any thread, but not from a signal handler.
         """
         self._end_wanted = True
-        self._wake()
+        self._loop.wake()
 
     def ask_to_leave(self, host: str) -> None:
         """Asks the workers of the machine ``host`` to leave at the next step boundary: it is about to go. No step is
         redone for that. Callable from any thread.
         """
         self._hosts_to_leave.put(host)
-        self._wake()
+        self._loop.wake()
 
     def stop(self, patience: float = _STOP_SECONDS) -> None:
         """Stops serving: from now on the end of a worker is no loss, and nobody replaces it. The connections stay."""
         self._closing = True
         self._vacancies.stop()
-        self._wake()
+        self._loop.wake()
         if self._thread.is_alive():
             self._thread.join(patience)
 
@@ -259,48 +266,26 @@ class Coordinator:
         else:
             self._reception.take_back()
         self._vacancies.close()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, NonBlockingConnection):
-                key.fileobj.close()
-        self._selector.close()
-        with self._wake_lock:
-            for fd in (self._wake_reader, self._wake_writer):
-                os.close(fd)
-            self._wake_writer = -1
+        self._loop.close()
 
     # ------------------------------------------------------------------ the loop
 
-    def _wake(self) -> None:
-        """Wakes the loop to look at what other threads have for it."""
-        with self._wake_lock:
-            if self._wake_writer >= 0:
-                os.write(self._wake_writer, b"x")
-
     def _serve(self) -> None:
         try:
-            self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
             for rank, process in self._processes.items():
                 self._watch_exit(rank, process)
             if self._reception is not None:
                 for connection, hello in self._reception.hand_over():
-                    self._greet(connection, hello)
-                self._wake()  # others may have come in between
+                    self._entrance.greet(connection, hello)
+                self._loop.wake()  # others may have come in between
             last_tick = time.monotonic()
-            if self._has_ended_before:
+            if self._entrance.has_ended_before:
                 threading.Timer(_LAST_WORDS_SECONDS, self._done.set).start()
             while not self._closing:
-                found = self._selector.select(_TICK)
+                found = self._loop.select(_TICK)
                 if self._journal is not None and time.monotonic() - last_tick > 10 * _TICK:
                     self._journal.check()  # this process was stopped: another one may have taken its place
-                for key, events in found:
-                    if not self._is_registered(key):
-                        continue
-                    if events & selectors.EVENT_WRITE:
-                        self._on_writable(key)
-                        if not self._is_registered(key):
-                            continue
-                    if events & selectors.EVENT_READ:
-                        key.data()
+                self._loop.dispatch(found)
                 now = time.monotonic()
                 if now - last_tick > 10 * _TICK:  # this process itself was suspended: nobody's silence counts
                     self._watch.forgive(now)
@@ -310,7 +295,7 @@ class Coordinator:
                 self._on_tick(now)
                 while self._unread:
                     self._on_messages(self._unread.pop())
-            self._say_last_words()
+            self._loop.flush_all(_LAST_WORDS_SECONDS)  # the answer with the results, and that the run is over
         except SupersededError as error:
             log.error("This coordinator ends without a word to its workers: %s.", error)
             self._state = replace(self._state, outcome=protocol.Failed(str(error)))
@@ -324,11 +309,6 @@ class Coordinator:
         """Ends the run for an error of the coordinator itself."""
         log.error("The coordinator failed", exc_info=error)
         self._finish(protocol.Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
-
-    def _is_registered(self, key: selectors.SelectorKey) -> bool:
-        """Whether what an event is about has not been closed, or replaced, by an earlier one."""
-        found = self._selector.get_map().get(key.fd)
-        return found is not None and (found.fileobj, found.data) == (key.fileobj, key.data)
 
     def _on_tick(self, now: float) -> None:
         if self._state.outcome is not None:
@@ -348,7 +328,7 @@ class Coordinator:
             if now > deadline:
                 del self._graces[generation]
                 self._handle(protocol.GraceElapsed(generation, reason))
-        if self._fills or self._state.live is not self._filled:
+        if self._entrance.take_new_spare() or self._fills or self._state.live is not self._filled:
             self._fills, self._filled = False, self._state.live
             self._fill_vacancies(now)
 
@@ -392,13 +372,11 @@ class Coordinator:
     # ------------------------------------------------------------------ workers come and go
 
     def _watch_exit(self, rank: int, process: WorkerProcess) -> None:
-        self._selector.register(process.sentinel, selectors.EVENT_READ, partial(self._on_exit, rank))
+        self._loop.watch(process.sentinel, partial(self._on_exit, rank))
 
     def _on_wake(self) -> None:
-        os.read(self._wake_reader, 4096)
         while not self._listener.accepted.empty():
-            stranger = self._listener.accepted.get()
-            self._selector.register(stranger, selectors.EVENT_READ, partial(self._on_stranger, stranger))
+            self._entrance.open(self._listener.accepted.get())
         for rank, process in self._vacancies.take_started():
             if process is None:
                 self._candidate_gone(rank)
@@ -420,113 +398,29 @@ class Coordinator:
             for rank in [rank for rank in self._connections if self._history.process_at(rank)[0] == host]:
                 self._on_leave(messages.Leave(rank))
 
-    def _on_stranger(self, connection: NonBlockingConnection) -> None:
-        """The first message of a connection: it must be a worker's hello."""
-        try:
-            connection.read()
-            hello = connection.inbox.take()
-        except (EOFError, OSError, BadMessageError) as error:
-            log.warning("Refused a connection: %s", error or "it left without a word")
-            self._selector.unregister(connection)
-            connection.close()
-            return
-        if hello is None:  # a part of it
-            return
-        self._selector.unregister(connection)
-        self._greet(connection, hello)
-
-    def _greet(self, connection: NonBlockingConnection, hello: messages.Hello | messages.Returned) -> None:
-        """Lets a worker in that has said ``hello``, if it can be one of this run."""
-        if self._readmission is not None:
-            with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-                connection.send(self._readmission.enrolled)
-        if isinstance(hello, messages.Returned):
-            self._readmit(connection, hello)
-            return
-        if self._has_ended_before:
-            connection.close()  # it waits for the next run, which begins in a moment
-            return
-        if not self._fits(hello):
-            log.warning("Refused a connection that began with %r", hello)
-            connection.close()
-            return
-        if self._reception is not None and not self._reception.suits(connection, hello):
-            return
-        self._has_met = True
-        if self._state.outcome is not None:
-            with contextlib.suppress(OSError):  # it is gone already
-                connection.send(messages.Stop(StopReason.of(self._state.outcome)))
-        rank = None if self._readmission is None else self._readmission.position(self._state, hello)
-        if rank is not None and rank not in self._connections:
-            self._assign_again(rank, connection, hello)
-        elif hello.rank is None:
-            connection.inbox.expects = messages.FROM_SPARES
-            self._vacancies.spares.append((connection, hello.node))
-            self._spares[connection] = describe(hello)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._on_spare, connection))
-            self._fills = True
-        else:
-            self._admit(hello.rank, connection, describe(hello), hello.joining)
-
-    def _fits(self, hello: messages.Hello) -> bool:
-        if hello.rank is None:
-            return True
-        if not 0 <= hello.rank < self.grid.num_workers or hello.rank in self._connections:
-            return False
-        return (hello.rank in self._state.live) is not hello.joining
-
-    def _readmit(self, connection: NonBlockingConnection, returned: messages.Returned) -> None:
-        """A worker that has lost its coordinator, or thinks so."""
-        readmission, rank = self._readmission, returned.rank
-        place, why = Place.LOST, "this coordinator does not survive its end" if readmission is None else None
-        if readmission is not None:
-            why = objection_to_return(self.grid, returned)
-            if why is None:
-                place = readmission.judge(self._state, self._connections.keys(), returned)
-        if self._state.outcome is not None or place in (Place.LEFT, Place.LOST):
-            self._dismiss_returned(connection, returned, place)
-            log.warning("Worker at rank %d wants to return and is told to end: %s.", rank, why or place.value)
-            return
-        assert readmission is not None
-        self._has_met = True
+    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
+        """A worker has returned to what it was."""
+        rank = returned.rank
         self._vacancies.held_before(rank, returned.node, returned.incarnation)
-        is_candidate = place is Place.CANDIDATE
         said = revival.events(returned) if place is not Place.MEMBER else iter(())
-        readmission.heard(time.monotonic())
         if place is Place.MEMBER:
             self._watch.reported(rank)
         self._plans.returned(self.grid.worker(rank), returned)
-        self._admit(rank, connection, describe(returned, returned.incarnation), is_candidate, returned)
+        process = describe(returned, returned.incarnation)
+        self.admit(rank, connection, process, place is Place.CANDIDATE, returned)
         for message in said:
             self._on_message(rank, message)
 
-    def _dismiss_returned(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
-        """Tells a worker that it has nothing to return to; one that was there at the end of the run, how it ended."""
-        journal = self._journal
-        over = None if journal is None or journal.kept is None else journal.kept.over
-        reason, last = StopReason.LEFT if place is Place.LEFT else StopReason.LOST, None
-        if over is not None and journal is not None and returned.run == journal.run:
-            held = journal.processes.get(returned.rank)
-            if held is not None and held.token == returned.token:
-                reason, last = over.reason, over.answer
-        with contextlib.suppress(OSError):  # it is gone already
-            if last is not None and returned.next_collective <= last.number:
-                connection.send(last)
-            connection.send(messages.Stop(reason))
-            connection.flush_within(_TICK)
-        connection.close()
-
-    def _assign_again(self, rank: int, connection: NonBlockingConnection, hello: messages.Hello) -> None:
-        """A worker that was given a position by an earlier coordinator, and has not heard of it."""
+    def assign_again(self, rank: int, connection: NonBlockingConnection, hello: messages.Hello) -> None:
+        """A worker was given a position by an earlier coordinator, and has not heard of it."""
         assert self._readmission is not None
         enrolled = self._readmission.enrolled
         said = messages.Returned(rank, hello.pid, hello.node, hello.token, hello.space, enrolled.run, enrolled.epoch)
         with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
             connection.send(self._assignment(rank, 0, joining=False))
-        self._readmission.heard(time.monotonic())
-        self._admit(rank, connection, describe(hello), False, said)
+        self.admit(rank, connection, describe(hello), False, said)
 
-    def _admit(
+    def admit(
         self,
         rank: int,
         connection: NonBlockingConnection,
@@ -534,6 +428,7 @@ class Coordinator:
         joining: bool,
         returned: messages.Returned | None = None,
     ) -> None:
+        """A worker takes its position; what one that has ``returned`` had said counts."""
         self._history.introduce(rank, process.node, process.pid)
         connection.inbox.expects = messages.FROM_WORKERS
         self._connections[rank] = connection
@@ -545,28 +440,14 @@ class Coordinator:
             self._watch.expect(rank, time.monotonic())
         elif self._state.generation < 0:
             self._watch.begin_start(time.monotonic())
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._on_readable, rank))
-        self._watch_unsent(connection)
+        self._loop.watch(connection, partial(self._on_readable, rank))
+        self._loop.watch_unsent(connection)
         if returned is not None and self._state.returned is not None and rank in self._state.live:
             self._handle(returned)
             if self._state.returned is None:  # what they have said meanwhile
                 self._unread.extend(self._connections)
         elif not joining:
             self._handle(protocol.Joined(rank))
-
-    def _on_spare(self, connection: NonBlockingConnection) -> None:
-        """A worker without a position only shows that it lives, or that it is gone."""
-        try:
-            connection.read()
-            while connection.inbox.take() is not None:
-                pass
-        except (EOFError, OSError, BadMessageError) as error:
-            if isinstance(error, BadMessageError):
-                log.warning("Closed the connection of a spare: %s.", error)
-            self._selector.unregister(connection)
-            self._vacancies.forget_spare(connection)
-            self._spares.pop(connection, None)
-            connection.close()
 
     def _place_spares(self) -> None:
         """Gives workers that were started by hand a position: of the first roster, or of a lost worker."""
@@ -580,10 +461,9 @@ class Coordinator:
         else:
             free = [r for r in sorted(self._state.live) if r not in self._processes and r not in self._connections]
         while placed := self._vacancies.place_spare(free):
-            rank, connection, _ = placed
-            process = self._spares.pop(connection)
+            rank, connection, process = placed
             free.remove(rank)
-            self._selector.unregister(connection)
+            self._loop.forget(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
             try:
                 connection.send(self._assignment(rank, incarnation, joining))
@@ -591,7 +471,7 @@ class Coordinator:
                 self._vacancies.leave_node(rank)
                 connection.close()
                 continue
-            self._admit(rank, connection, replace(process, incarnation=incarnation), joining)
+            self.admit(rank, connection, replace(process, incarnation=incarnation), joining)
 
     def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
         timeout = self.options.heartbeat_timeout
@@ -671,30 +551,7 @@ class Coordinator:
         for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
             with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
                 connection.send_frame(frame)
-                self._watch_unsent(connection)
-
-    def _on_writable(self, key: selectors.SelectorKey) -> None:
-        """A worker takes messages again."""
-        connection = key.fileobj
-        assert isinstance(connection, NonBlockingConnection)
-        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-            connection.flush()
-        self._watch_unsent(connection)
-
-    def _watch_unsent(self, connection: NonBlockingConnection) -> None:
-        """Waits for the moment when ``connection`` takes what it did not take at once."""
-        key = self._selector.get_key(connection)
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent_since is not None else 0)
-        if events != key.events:
-            self._selector.modify(connection, events, key.data)
-
-    def _say_last_words(self) -> None:
-        """Lets the workers take what they have not taken yet: the answer with the results, and that the run is over."""
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, NonBlockingConnection):
-                with contextlib.suppress(OSError):  # the run is ending; a worker that is gone needs no message
-                    key.fileobj.flush_within(max(0.0, deadline - time.monotonic()))
+                self._loop.watch_unsent(connection)
 
     def _on_exit(self, rank: int) -> None:
         cause = self._describe_exit(rank)
@@ -716,13 +573,13 @@ class Coordinator:
         """A worker or a candidate for a position is gone. Makes sure of it: it must not return and write."""
         process = self._processes.pop(rank, None)
         if process is not None:
-            if process.sentinel in self._selector.get_map():
-                self._selector.unregister(process.sentinel)
+            if self._loop.watches(process.sentinel):
+                self._loop.forget(process.sentinel)
             process.kill()
             process.release()
         connection = self._connections.pop(rank, None)
         if connection is not None:
-            self._selector.unregister(connection)
+            self._loop.forget(connection)
             connection.close()
         self._watch.forget(rank)
         self._starts.forget(rank)
@@ -748,14 +605,14 @@ class Coordinator:
         """Dismisses a worker that leaves at a step boundary."""
         connection = self._connections.pop(rank, None)
         if connection is not None:
-            self._selector.unregister(connection)
+            self._loop.forget(connection)
             with contextlib.suppress(OSError):  # it could not wait
                 connection.send(messages.Stop(StopReason.LEFT))
                 connection.flush_within(_TICK)
             connection.close()
         process = self._processes.pop(rank, None)
         if process is not None:
-            self._selector.unregister(process.sentinel)
+            self._loop.forget(process.sentinel)
             process.release()
         self._watch.forget(rank)
 
@@ -902,7 +759,7 @@ class Coordinator:
             except OSError:
                 self._unreachable.append(rank)
             else:
-                self._watch_unsent(connection)
+                self._loop.watch_unsent(connection)
 
     def _send(self, command: protocol.Send) -> None:
         message, schedule = command.message, command.schedule
@@ -957,7 +814,7 @@ class Coordinator:
 
     def _view(self) -> RunView:
         self._divide_time()
-        spares = tuple(ShownPlace(process.node or None, process.pid) for process in self._spares.values())
+        spares = tuple(ShownPlace(process.node or None, process.pid) for _, process in self._vacancies.spares)
         schedules = self._plans.schedules
         candidates = frozenset(rank for rank in range(self.grid.num_workers) if self._has_candidate(rank))
         awaited = candidates - self._connections.keys()  # their process is another one than that which was known

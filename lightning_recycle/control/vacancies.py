@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from lightning_recycle.control.connection import NonBlockingConnection
+from lightning_recycle.control.journal import Process
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
 
 __all__ = ["Vacancies"]
@@ -29,7 +30,7 @@ class Vacancies:
         stages: the number of stages of the grid.
 
     Attributes:
-        spares: connections of the workers that wait for a position, with the machine of each.
+        spares: connections of the workers that wait for a position, with the process of each.
         incarnations: the newest one of each rank that has had a replacement.
         may_move: whether a worker of another stage may take a position: once per failure, because measurements differ a
             little afterwards.
@@ -42,7 +43,7 @@ class Vacancies:
         wake: Callable[[], None],
         stages: int = 1,
     ) -> None:
-        self.spares: list[tuple[NonBlockingConnection, str]] = []
+        self.spares: list[tuple[NonBlockingConnection, Process]] = []
         self.may_move = options.normalize
         self._stages = stages
         self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
@@ -60,20 +61,21 @@ class Vacancies:
 
     # ------------------------------------------------------------------ spares
 
-    def place_spare(self, free: Collection[int]) -> tuple[int, NonBlockingConnection, str] | None:
+    def place_spare(self, free: Collection[int]) -> tuple[int, NonBlockingConnection, Process] | None:
         """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one; returns it with
-        the connection and the machine of the spare.
+        the connection and the process of the spare.
         """
         if not free or not self.spares:
             return None
-        connection, node = self.spares.pop(0)
+        connection, process = self.spares.pop(0)
+        node = process.node
         lowest: dict[int, int] = {}  # free position of each pipeline
         for rank in free:
             pipeline = rank // self._stages
             lowest[pipeline] = min(rank, lowest.get(pipeline, rank))
         rank = min((*self._strangeness(pipeline, node), first) for pipeline, first in lowest.items())[-1]
         self._take_node(rank, node)
-        return rank, connection, node
+        return rank, connection, process
 
     def _take_node(self, rank: int, node: str) -> None:
         self._nodes[rank] = node
