@@ -23,7 +23,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -35,14 +34,11 @@ from lightning_recycle.control.keys import key_from_environment
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.plans.drift import DriftOptions
-from lightning_recycle.control.plans.replanning import RunPlanner
-from lightning_recycle.control.process_spaces import has_ended
-from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
-from lightning_recycle.control.readmission import NOBODY_SECONDS
 from lightning_recycle.control.reception import Reception
-from lightning_recycle.control.terms import Given, Terms, difference, settle
-from lightning_recycle.errors import ConfigurationError, ReCycleError
+from lightning_recycle.control.serving import Serving
+from lightning_recycle.control.terms import Given, Terms
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.parent import die_with_parent
 
 __all__ = ["allow_descriptors", "main"]
@@ -50,9 +46,21 @@ __all__ = ["allow_descriptors", "main"]
 log = logging.getLogger(__name__)
 
 _WORKERS = 4096  # as long as nobody knows how many there will be
-_LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
-_OVER_SECONDS = 3.0  # likewise, if its end is known
 _OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
+
+
+class _Serving(Serving):
+    """Shows the run that is served."""
+
+    def __init__(self, reception: Reception, given: Given, journal: Journal | None, monitor: Monitor) -> None:
+        super().__init__(reception, given, journal)
+        self._monitor = monitor
+
+    def on_begin(self, terms: Terms, coordinator: Coordinator) -> None:
+        self._monitor.show(coordinator)
+
+    def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
+        self._monitor.show(None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
             signal.signal(number, lambda signum, _: sys.exit(128 + signum))
-    finished = [] if journal is None else list(journal.statuses)  # statuses of the runs so far
+    serving = _Serving(reception, given, journal, monitor)
+    finished = serving.statuses
 
     was_last = threading.Event()
 
@@ -103,23 +112,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while options.runs is None or len(finished) < options.runs:
             log.info("Waiting for workers at %s.", shown(reception.listener.address))
             try:
-                if journal is not None:
-                    reception.run = journal.run
-                    if _is_gone(reception, journal):
-                        finished[:] = journal.statuses
-                        continue
-                reception.first()
+                if not serving.meet():
+                    continue
             except SystemExit:  # nobody is left alone: how the runs went is what counts
                 if not finished:
                     raise
                 break
             try:
-                ended = _serve(reception, given, journal, monitor)
+                ended = serving.serve()
                 if ended is not None:  # otherwise it did not begin
-                    finished.append(_told(*ended))
+                    _tell(*ended)
                     settle_end()
-                if journal is not None:
-                    journal.begin(tuple(finished))
+                serving.begin_next()
             except SupersededError as error:
                 print(f"recycle-coordinator: {error}", file=sys.stderr)
                 return 1
@@ -166,39 +170,17 @@ def _obey(end_after_this: Callable[[], None]) -> None:
     threading.Thread(target=listen, name="recycle-obey", daemon=True).start()
 
 
-def _told(terms: Terms, outcome: Outcome) -> int:
-    """Says how a run ended; returns the exit status that follows."""
+def _tell(terms: Terms, outcome: Outcome) -> None:
+    """Says how a run ended."""
     if isinstance(outcome, Finished):
         log.info("The run finished.")
-        return 0
-    if isinstance(outcome, StageLost):
+    elif isinstance(outcome, StageLost):
         log.error("All replicas of stage %d are lost: %s", outcome.stage, dict(outcome.causes))
     elif isinstance(outcome, Crashed):
         crash = outcome.crash
         log.error("Worker %s ended the run: %s\n%s", terms.grid.worker(crash.rank), crash.summary, crash.traceback)
     else:
         log.error("The run ended: %s", outcome)
-    return 1
-
-
-def _is_gone(reception: Reception, journal: Journal) -> bool:
-    """Waits for workers that return to the run of an earlier coordinator; whether there are none, and it is over."""
-    kept = journal.kept
-    if kept is None or kept.generation < 0:
-        return False
-    since = None if kept.over is None else time.monotonic()
-    limit = NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
-    while not reception.has_returned:
-        if since is None and reception.has_met:
-            since = time.monotonic()
-        have_ended = all(has_ended(process.pid, process.space) for process in journal.processes.values())
-        if have_ended or (since is not None and time.monotonic() - since > limit):
-            log.warning("Nobody returns to the run that was going on here, which is over.")
-            status = () if kept.over is None else (int(kept.over.reason is not StopReason.FINISHED),)
-            journal.begin((*journal.statuses, *status))
-            return True
-        reception.look()
-    return False
 
 
 def allow_descriptors(count: int) -> None:
@@ -211,63 +193,6 @@ def allow_descriptors(count: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _serve(
-    reception: Reception, given: Given, journal: Journal | None, monitor: Monitor
-) -> tuple[Terms, Outcome] | None:
-    """Serves one run to its end; None if it did not begin, because all of its workers went, or none fits."""
-    hello = reception.first()
-    try:
-        terms = settle(given, hello.wants)
-        planner = terms.planner()
-        _prepare(planner, reception)
-    except Exception as error:  # whatever a worker wants costs that worker, and not the others
-        if not isinstance(error, ReCycleError):
-            log.exception("There is no run as the first worker wants it: %s", hello.wants)
-        reception.refuse_all(str(error) or type(error).__name__)
-        return None
-    for text in terms.overruled:
-        log.warning("%s, which counts.", text)
-    log.info("A run of %s begins with %d workers: %s", terms.grid, terms.grid.num_workers, terms.wants)
-    reception.objection = lambda hello: difference(given, terms, hello.wants)
-    coordinator = Coordinator(
-        terms.grid,
-        planner,
-        terms.options(),
-        authkey=reception.key,
-        reception=reception,
-        staggered=terms.wants.staggered,
-        journal=journal,
-        takes_results=False,
-    )
-    try:
-        coordinator.start({})
-        monitor.show(coordinator)
-        while (outcome := coordinator.wait(_LOOK_SECONDS)) is None:
-            if coordinator.is_deserted or (reception.is_over and not coordinator.has_begun):
-                return None
-        return terms, outcome
-    finally:
-        monitor.show(None)
-        coordinator.close()
-
-
-def _prepare(planner: RunPlanner, reception: Reception) -> None:
-    """Makes the first plan, however long it takes, while the workers are told that somebody is here."""
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            planner.prepare()
-        except BaseException as error:  # raised below, in the thread that serves
-            failure.append(error)
-
-    thread = threading.Thread(target=work, name="recycle-first-plan", daemon=True)
-    thread.start()
-    reception.attend(thread)
-    if failure:
-        raise failure[0]
 
 
 def _given(options: argparse.Namespace) -> Given:

@@ -1,0 +1,192 @@
+"""Serves runs one after the other, each from its first worker to its end.
+
+Concept: what ``recycle-coordinator`` and the coordinator's actor on Ray have in common. The first worker settles what
+the run is to be (:mod:`~lightning_recycle.control.terms`), a coordinator serves it, and what another process needs to
+go on with it is in the journal. What differs between the two is in the methods that a subclass overrides.
+
+Contract: used by one thread. Each run is :meth:`Serving.meet`, :meth:`Serving.serve`, :meth:`Serving.begin_next`; the
+subclass is called in that thread, too.
+
+Must not know: command lines, signals, Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from lightning_recycle.control.coordinator import Coordinator, Positions
+from lightning_recycle.control.journal import Journal
+from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.process_spaces import has_ended
+from lightning_recycle.control.protocol.messages import StopReason, Unfit, Wants
+from lightning_recycle.control.protocol.state import Finished, Outcome
+from lightning_recycle.control.readmission import NOBODY_SECONDS
+from lightning_recycle.control.reception import Reception
+from lightning_recycle.control.terms import Given, Terms, difference, settle
+from lightning_recycle.errors import ReCycleError
+
+__all__ = ["Serving"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
+_OVER_SECONDS = 3.0  # for those who return to a run whose end is known
+
+
+class Serving:
+    """Serves the runs of those who come to ``reception``.
+
+    Args:
+        reception: where workers come; it stays open.
+        given: what counts whatever the workers' script says.
+        journal: what is written down, so that another process can go on; None if the end of this one is that of the
+            run.
+        takes_results: whether somebody takes the results from the outcomes.
+        on_positions: as in :class:`~lightning_recycle.control.coordinator.Coordinator`.
+
+    Attributes:
+        statuses: of the runs that are over, also those of earlier processes: 0 for one that finished.
+    """
+
+    def __init__(
+        self,
+        reception: Reception,
+        given: Given,
+        journal: Journal | None,
+        takes_results: bool = False,
+        on_positions: Callable[[Positions], None] | None = None,
+    ) -> None:
+        self.given = given
+        self.statuses = [] if journal is None else list(journal.statuses)
+        self._reception = reception
+        self._journal = journal
+        self._takes_results = takes_results
+        self._on_positions = on_positions
+
+    def meet(self) -> bool:
+        """Waits for the first worker of the next run, or of the one that was going on here; returns False if nobody
+        returns to that one, which is over.
+        """
+        if self._journal is not None:
+            self._reception.run = self._journal.run
+            if self._is_gone(self._journal):
+                self.statuses[:] = self._journal.statuses
+                return False
+        self._reception.first()
+        return True
+
+    def serve(self) -> tuple[Terms, Outcome] | None:
+        """Serves the run of those who have come to its end; None if it did not begin, because all of its workers went,
+        or none fits.
+        """
+        reception, hello = self._reception, self._reception.first()
+        try:
+            terms = self.settle(hello.wants)
+            planner = terms.planner()
+            _prepare(planner, reception)
+        except Exception as error:  # whatever a worker wants costs that worker, and not the others
+            if not isinstance(error, ReCycleError):
+                log.exception("There is no run as the first worker wants it: %s", hello.wants)
+            reception.refuse_all(str(error) or type(error).__name__)
+            return None
+        for text in terms.overruled:
+            log.warning("%s, which counts.", text)
+        log.info("A run of %s begins with %d workers: %s", terms.grid, terms.grid.num_workers, terms.wants)
+        reception.objection = lambda hello: self.difference(terms, hello.wants)
+        coordinator = Coordinator(
+            terms.grid,
+            planner,
+            terms.options(),
+            authkey=reception.key,
+            reception=reception,
+            staggered=terms.wants.staggered,
+            journal=self._journal,
+            on_positions=self._on_positions,
+            takes_results=self._takes_results,
+        )
+        outcome: Outcome | None = None
+        try:
+            coordinator.start({})
+            self.on_begin(terms, coordinator)
+            while (outcome := coordinator.wait(_LOOK_SECONDS)) is None:
+                if coordinator.is_deserted or (reception.is_over and not coordinator.has_begun):
+                    return None
+                self.on_look(coordinator)
+            self.statuses.append(int(not isinstance(outcome, Finished)))
+            return terms, outcome
+        finally:
+            self.on_end(coordinator, outcome)
+            coordinator.close()  # which takes a while: the workers are told
+
+    def begin_next(self) -> None:
+        """Forgets the run that is over: who comes from now on is of another one.
+
+        Raises:
+            SupersededError: if another process has taken over.
+        """
+        if self._journal is not None:
+            self._journal.begin(tuple(self.statuses))
+
+    # ------------------------------------------------------------------ what differs
+
+    def settle(self, wants: Wants | None) -> Terms:
+        """The terms of a run whose first worker wants ``wants``.
+
+        Raises:
+            ConfigurationError: if there can be none.
+        """
+        return settle(self.given, wants)
+
+    def difference(self, terms: Terms, wants: Wants | None) -> Unfit | None:
+        """Why a worker that wants ``wants`` cannot take part in a run of ``terms``; None if it can."""
+        return difference(self.given, terms, wants)
+
+    def on_begin(self, terms: Terms, coordinator: Coordinator) -> None:
+        """The coordinator of a run serves."""
+
+    def on_look(self, coordinator: Coordinator) -> None:
+        """It goes on; called every half second."""
+
+    def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
+        """The run is over, or was none; its workers are about to be told."""
+
+    # ------------------------------------------------------------------ an earlier process
+
+    def _is_gone(self, journal: Journal) -> bool:
+        """Waits for workers that return to the run of an earlier process; whether there are none, and it is over."""
+        kept = journal.kept
+        if kept is None or kept.generation < 0:
+            return False
+        since = None if kept.over is None else time.monotonic()
+        limit = NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
+        while not self._reception.has_returned:
+            if since is None and self._reception.has_met:
+                since = time.monotonic()
+            have_ended = all(has_ended(process.pid, process.space) for process in journal.processes.values())
+            if have_ended or (since is not None and time.monotonic() - since > limit):
+                log.warning("Nobody returns to the run that was going on here, which is over.")
+                status = () if kept.over is None else (int(kept.over.reason is not StopReason.FINISHED),)
+                journal.begin((*journal.statuses, *status))
+                return True
+            self._reception.look()
+        return False
+
+
+def _prepare(planner: RunPlanner, reception: Reception) -> None:
+    """Makes the first plan, however long it takes, while the workers are told that somebody is here."""
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            planner.prepare()
+        except BaseException as error:  # raised below, in the thread that serves
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="recycle-first-plan", daemon=True)
+    thread.start()
+    reception.attend(thread)
+    if failure:
+        raise failure[0]
