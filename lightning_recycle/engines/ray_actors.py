@@ -1,8 +1,10 @@
 """What runs in Ray's actors: the coordinator of a run, and its workers. Neither needs torch by itself.
 
-The coordinator's actor serves one run after the other, as ``recycle-coordinator`` does: a script may fit, then test. A
-worker's actor calls the user's function once, in its main thread, and lives no longer than that: who is cut off from
-the run, evicted or told to leave ends with the process, and another actor takes its place.
+The coordinator's actor serves one run after the other, as ``recycle-coordinator`` does, and with the same code
+(:mod:`~lightning_recycle.control.serving`): a script may fit, then test. Killed and started again by Ray, it goes on
+with the run from what it wrote down on its node. A worker's actor calls the user's function once, in its main thread,
+and lives no longer than that: who is cut off from the run, evicted or told to leave ends with the process, and another
+actor takes its place.
 """
 
 from __future__ import annotations
@@ -12,26 +14,36 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_recycle.control.coordinator import Coordinator, Positions
 from lightning_recycle.control.history import Event
-from lightning_recycle.control.options import CoordinatorOptions
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.journal import Journal, SupersededError, default_path
+from lightning_recycle.control.protocol.messages import Unfit, Wants
 from lightning_recycle.control.protocol.state import Failed, Finished, Outcome
+from lightning_recycle.control.reception import Reception
+from lightning_recycle.control.serving import Serving
 from lightning_recycle.control.standalone import allow_descriptors
+from lightning_recycle.control.terms import Given, Terms
 from lightning_recycle.engines.ray_cluster import import_ray, node_address
 from lightning_recycle.engines.ray_metrics import RunGauges
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.problem import Technique
 
-__all__ = ["CoordinatorActor", "Observation", "Returned", "WorkerActor", "describe_process", "environment_of_worker"]
+__all__ = [
+    "CoordinatorActor",
+    "Observation",
+    "RayServing",
+    "Returned",
+    "WorkerActor",
+    "describe_process",
+    "environment_of_worker",
+]
 
 log = logging.getLogger(__name__)
 
 _OTHER_DESCRIPTORS = 256  # besides one for each worker
-_METRICS_SECONDS = 1.0  # between two updates of the metrics
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class Observation:
 
     Args:
         version: grows with every change of the rest.
+        process: the id of the actor's process: Ray may have started another one.
         run: the number of the run that is being served, from 0.
         positions: who is there; None while no run is being served.
         begun: whether all workers of the run have been there: its training goes on.
@@ -49,12 +62,76 @@ class Observation:
     """
 
     version: int = 0
+    process: int = 0
     run: int = 0
     positions: dict[int, tuple[str, int] | None] | None = None
     begun: bool = False
     over: int = 0
     failed: bool = False
     took_part: frozenset[tuple[str, int]] = frozenset()
+
+
+class RayServing(Serving):
+    """Serves the runs of a script on Ray, which all have the grid of ``RayReCycle``."""
+
+    def settle(self, wants: Wants | None) -> Terms:
+        why = self._objection(wants)
+        if why is not None:
+            raise ConfigurationError(why)
+        terms = super().settle(wants)
+        return replace(terms, overruled=() if wants is None else _overruled(self.given, wants))
+
+    def difference(self, terms: Terms, wants: Wants | None) -> Unfit | None:
+        why = self._objection(wants)
+        return super().difference(terms, wants) if why is None else Unfit(why)
+
+    def _objection(self, wants: Wants | None) -> str | None:
+        """Why RayReCycle cannot serve a script."""
+        grid = self.given.grid
+        if wants is None or grid is None:
+            return None
+        if wants.needs_launcher:
+            return (
+                f"ReCycleStrategy({', '.join(wants.needs_launcher)}) needs a launching process, which RayReCycle has"
+                " none of: leave it out, or use ReCycleStrategy(engine='ray')."
+            )
+        own = wants.grid if wants.microbatches_given else replace(wants.grid, microbatches=grid.microbatches)
+        if own == grid:
+            return None
+        return (
+            f"This script wants a grid of {own}, RayReCycle has {grid} (pipelines x stages x micro-batches): give its"
+            " ReCycleStrategy **ray_worker().strategy_arguments and its Trainer **ray_worker().trainer_arguments."
+        )
+
+
+def _overruled(given: Given, wants: Wants) -> tuple[str, ...]:
+    """What the arguments of RayReCycle say otherwise than the script, in words."""
+    names = [field.name for field in fields(Given) if field.name in Wants.__dataclass_fields__]
+    said = {name: value for name in names if (value := getattr(given, name)) is not None}
+    return tuple(
+        f"{name} is {getattr(wants, name)!r} in the script, and {value!r} in RayReCycle({name}=...)"
+        for name, value in said.items()
+        if value != getattr(wants, name)
+    )
+
+
+class _ObservedServing(RayServing):
+    """Tells the actor of the coordinator how its runs go."""
+
+    def __init__(self, actor: CoordinatorActor, reception: Reception, given: Given, journal: Journal | None) -> None:
+        super().__init__(reception, given, journal, takes_results=True, on_positions=actor.on_positions)
+        self._actor = actor
+
+    def on_begin(self, terms: Terms, coordinator: Coordinator) -> None:
+        self._actor.on_begin(terms, coordinator)
+
+    def on_look(self, coordinator: Coordinator) -> None:
+        self._actor.on_look(coordinator)
+
+    def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
+        if self._journal is not None:
+            self._journal.check()  # an actor that was stopped, and has been replaced, has nothing to tell
+        self._actor.on_end(coordinator, outcome)
 
 
 class CoordinatorActor:
@@ -64,30 +141,21 @@ class CoordinatorActor:
         grid: the grid of every run.
         address: where it listens; also after Ray has started it again.
         key: the key of the runs.
-        planner: the name of the planner.
-        technique: which techniques plans use.
-        options: its time bounds.
+        given: what the user told ``RayReCycle``, with the grid; the script says the rest.
         name: the name of the run, in metrics.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        address: tuple[str, int],
-        key: bytes,
-        planner: str,
-        technique: Technique,
-        options: CoordinatorOptions,
-        name: str,
-    ) -> None:
+    def __init__(self, grid: Grid, address: tuple[str, int], key: bytes, given: Given, name: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-        self._grid, self._address, self._key = grid, address, key
-        self._planner, self._technique, self._options = planner, technique, options
+        self._grid, self._address, self._key, self._given = grid, address, key, given
         self._gauges = RunGauges(name)
         self._changed = threading.Condition()
-        self._seen = Observation()
+        self._seen = Observation(process=os.getpid())
         self._coordinator: Coordinator | None = None
-        self._runs: list[tuple[Outcome, list[Event]]] = []
+        self._terms: Terms | None = None
+        self._journal: Journal | None = None
+        self._is_ending = False  # whether the run that is served had ended in an earlier process
+        self._ended: dict[int, tuple[Outcome, list[Event]]] = {}  # by the number of the run; what this process has seen
         allow_descriptors(grid.num_workers + _OTHER_DESCRIPTORS)
         threading.Thread(target=self._serve, name="recycle-runs", daemon=True).start()
 
@@ -107,11 +175,15 @@ class CoordinatorActor:
         if coordinator is not None:
             coordinator.ask_to_leave(host)
 
-    def outcome(self, run: int) -> tuple[Outcome, list[Event]]:
-        """How a run ended, and what happened in it. Its results leave this process with that."""
-        outcome, events = self._runs[run]
+    def outcome(self, run: int) -> tuple[Outcome, list[Event]] | None:
+        """How a run ended, and what happened in it. Its results leave this process with that. None if they were in an
+        earlier process, which was killed.
+        """
+        if run not in self._ended:
+            return None
+        outcome, events = self._ended[run]
         if isinstance(outcome, Finished):
-            self._runs[run] = Finished({}), events
+            self._ended[run] = Finished({}), events
         return outcome, events
 
     def history(self) -> list[Event]:
@@ -119,56 +191,91 @@ class CoordinatorActor:
         coordinator = self._coordinator
         return [] if coordinator is None else list(coordinator.history)
 
+    def terms(self) -> Terms | None:
+        """What the newest run is to be; None as long as no worker has come."""
+        return self._terms
+
+    def forget(self) -> None:
+        """All is over, and this actor is about to be killed: removes what it wrote down."""
+        journal = self._journal
+        if journal is not None:
+            journal.path.unlink(missing_ok=True)
+
     def _tell(self, **changes: Any) -> None:
         with self._changed:
             self._seen = replace(self._seen, version=self._seen.version + 1, **changes)
             self._changed.notify_all()
 
-    def _serve(self) -> None:
-        while not self._seen.failed:
-            try:
-                self._serve_run()
-            except Exception as error:
-                log.exception("The coordinator could not be started")
-                self._end(Failed(f"The coordinator could not be started: {type(error).__name__}: {error}"), [])
+    # ------------------------------------------------------------------ the thread that serves
 
-    def _serve_run(self) -> None:
-        planner = RunPlanner(self._grid, self._planner, self._technique)
-        planner.prepare()
-        host, port = self._address
-        coordinator = Coordinator(
-            self._grid,
-            planner,
-            self._options,
-            host,
-            port,
-            self._key,
-            on_positions=self._on_positions,
-            staggered=self._technique.staggered,
-        )
-        self._coordinator = coordinator
-        self._tell(positions=dict.fromkeys(range(self._grid.num_workers)))
+    def _serve(self) -> None:
         try:
-            coordinator.start({})
-            while (outcome := coordinator.wait(_METRICS_SECONDS)) is None:
-                self._gauges.show(coordinator.counters)
-                if not self._seen.begun and any(event.kind == "resumed" for event in coordinator.history[:64]):
-                    self._tell(begun=True)
+            reception = Reception(self._address, self._key, self._grid.num_workers)
+            self._journal = _journal(self._address, self._key)
+            serving = _ObservedServing(self, reception, self._given, self._journal)
+            self._go_on(serving)
+            while not self._seen.failed:
+                if serving.meet():
+                    serving.serve()
+                    serving.begin_next()
+                self._go_on(serving)
+            reception.close()
+        except SupersededError as error:
+            log.error("This actor ends without a word: %s.", error)
+        except Exception as error:
+            log.exception("The coordinator could not be started")
+            self._end(Failed(f"The coordinator could not be started: {type(error).__name__}: {error}"), [])
+
+    def _go_on(self, serving: Serving) -> None:
+        """The next run is about to be served, or the one that an earlier process served."""
+        over, failed = len(serving.statuses), any(serving.statuses)
+        kept = None if self._journal is None else self._journal.kept
+        # One that is ending tells its outcome soon; until then nobody needs to know who is missing.
+        self._is_ending = kept is not None and kept.over is not None
+        positions = None if failed or self._is_ending else dict.fromkeys(range(self._grid.num_workers))
+        begun = kept is not None and kept.has_resumed
+        self._tell(run=over, over=over, failed=failed, positions=positions, begun=begun)
+
+    def on_begin(self, terms: Terms, coordinator: Coordinator) -> None:
+        self._terms, self._coordinator = terms, coordinator
+
+    def on_look(self, coordinator: Coordinator) -> None:
+        self._gauges.show(coordinator.counters)
+        if not self._seen.begun and any(event.kind == "resumed" for event in coordinator.history[:64]):
+            self._tell(begun=True)
+
+    def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
+        self._coordinator = None
+        if outcome is not None:
             self._end(outcome, list(coordinator.history))
-        finally:
-            self._coordinator = None
-            coordinator.close()  # which takes a while: the workers are told
+
+    def on_positions(self, positions: Positions) -> None:
+        if self._seen.positions is not None:  # not of a run that is over
+            self._tell(positions=dict(positions))
 
     def _end(self, outcome: Outcome, events: list[Event]) -> None:
-        self._runs.append((outcome, events))
-        over, failed = len(self._runs), not isinstance(outcome, Finished)
-        there = {process for process in (self._seen.positions or {}).values() if process is not None}
-        took_part = self._seen.took_part | there
-        self._tell(run=over, positions=None, begun=False, over=over, failed=failed, took_part=took_part)
+        run, seen = self._seen.over, self._seen
+        if not self._is_ending:  # otherwise its results were in the earlier process
+            self._ended[run] = outcome, events
+        there = {process for process in (seen.positions or {}).values() if process is not None}
+        if self._journal is not None:
+            there |= {(process.node, process.pid) for process in self._journal.processes.values()}
+        failed = not isinstance(outcome, Finished)
+        took_part = seen.took_part | there
+        self._tell(run=run + 1, positions=None, begun=False, over=run + 1, failed=failed, took_part=took_part)
 
-    def _on_positions(self, positions: Positions) -> None:
-        if self._coordinator is not None and self._seen.positions is not None:  # not of a run that is over
-            self._tell(positions=dict(positions))
+
+def _journal(address: tuple[str, int], key: bytes) -> Journal | None:
+    """What the coordinator at ``address`` writes down, on this node; None if it cannot."""
+    try:
+        journal = Journal(default_path(address), key)
+    except ConfigurationError as error:
+        log.warning("This run does not survive the process of its coordinator: %s", error)
+        return None
+    log.info("Its state is in %s.", journal.path)
+    if journal.is_continued:
+        log.warning("Coordinator %d of run %s: it goes on where the one before was killed.", journal.epoch, journal.run)
+    return journal
 
 
 @dataclass(frozen=True)

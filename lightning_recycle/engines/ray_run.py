@@ -19,8 +19,8 @@ from typing import Any
 from lightning_recycle.control.addresses import shown
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR
 from lightning_recycle.control.history import Event
-from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.state import Outcome
+from lightning_recycle.control.terms import Given
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.engines.hosting import free_port
 from lightning_recycle.engines.ray_actors import CoordinatorActor, Observation, Returned, WorkerActor
@@ -28,7 +28,6 @@ from lightning_recycle.engines.ray_seats import Seat, Seats
 from lightning_recycle.engines.staffing import Process, staffing
 from lightning_recycle.errors import ControlPlaneError, ReCycleError
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.problem import Technique
 
 __all__ = ["RayRun", "RunEnd"]
 
@@ -39,6 +38,8 @@ _OBSERVE_SECONDS = 5.0  # for which the coordinator's actor holds a question
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a worker that failed to join and the next one
 _OUTCOME_SECONDS = 5.0  # from the end of a worker to that of the run, if one follows from the other
 _RESTART_SECONDS = 60.0  # for Ray to start the coordinator again
+_RETURN_SECONDS = 60.0  # for workers to return to it, before one that it does not know is taken for given up
+_FORGET_SECONDS = 5.0  # for the coordinator to remove what it wrote down
 _CALLS = 8  # that the coordinator's actor answers at the same time; one of them may wait
 
 
@@ -64,6 +65,7 @@ class _Worker:
     process: Process | None = None
     placed: bool = False  # whether it has been seen at a position of the run that is being served
     has_joined: bool = False  # or of any
+    returns: bool = False  # whether it was at a position when the coordinator's process was lost
 
 
 @dataclass
@@ -75,8 +77,7 @@ class RayRun:
             and so on, in the order in which they are asked for.
         grid: the grid.
         needs: what a worker needs of each resource.
-        options: the coordinator's time bounds.
-        planner, technique: for the coordinator's plans.
+        given: what counts whatever the script says; the grid among it.
         function, config: what a worker runs.
         environment: further variables of the workers.
         max_replacements: how often a worker may be replaced; None for any number.
@@ -85,9 +86,7 @@ class RayRun:
     name: str
     grid: Grid
     needs: Mapping[str, float]
-    options: CoordinatorOptions
-    planner: str
-    technique: Technique
+    given: Given
     function: Callable[[Any], Any]
     config: Any
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +105,8 @@ class RayRun:
         self._keys = itertools.count()
         self._failures, self._not_before, self._requested = 0, 0.0, 0
         self._outcomes: list[tuple[Outcome, list[Event]]] = []
-        self._taken = 0  # of the outcomes that the coordinator's process has
+        self._return_by = 0.0  # when the workers must have found a coordinator that was started again
+        self._took_part: frozenset[Process] = frozenset()  # in any of the runs that are over
         self._returned: dict[int, Any] = {}
         self._returning: list[Process] = []  # the workers on which the function has returned
         self._ranks: dict[Process, int] = {}  # of the workers, as last seen
@@ -132,8 +132,7 @@ class RayRun:
             max_concurrency=_CALLS,
             scheduling_strategy=ray_cluster.on_node(here),
         )
-        key = self._key.encode()
-        return actor.remote(self.grid, self._address, key, self.planner, self.technique, self.options, self.name)
+        return actor.remote(self.grid, self._address, self._key.encode(), self.given, self.name)
 
     # ------------------------------------------------------------------ the loop
 
@@ -145,11 +144,16 @@ class RayRun:
             waited = [worker.call if worker.process else worker.introduction for worker in self._workers.values()]
             ready, _ = self._ray.wait([question, *waited], num_returns=1, timeout=_POLL_SECONDS)
             if question in ready:
-                before, seen = seen, self._answer(question, seen)
+                before, seen = seen, self._answer(question)
                 question = self._coordinator.observe.remote(seen.version, _OBSERVE_SECONDS)
+                if seen.process != before.process:  # who finds the coordinator again has its position still
+                    self._return_by = time.monotonic() + _RETURN_SECONDS
+                    for worker in self._workers.values():
+                        worker.placed, worker.returns = False, worker.placed or worker.returns
                 if seen.run != before.run:
                     for worker in self._workers.values():
-                        worker.placed = False
+                        worker.placed = worker.returns = False
+                self._took_part |= seen.took_part
             self._take_outcomes(seen)
             self._look_at_workers(seen)
             now = time.monotonic()
@@ -163,12 +167,14 @@ class RayRun:
                 self._staff(seen.positions, going, told, now)
 
     def _is_over(self, seen: Observation) -> bool:
+        if len(self._outcomes) < seen.over:
+            return False
         if seen.failed:
             return True
         served = seen.positions is None or any(seen.positions.values())  # one that is ending tells its outcome soon
         return bool(self._returning) and not self._workers and not served
 
-    def _answer(self, question: Any, seen: Observation) -> Observation:
+    def _answer(self, question: Any) -> Observation:
         try:
             answer: Observation = self._ray.get(question)
             return answer
@@ -176,9 +182,6 @@ class RayRun:
             log.warning("The process of the coordinator is lost: %s", str(error).partition("\n")[0])
         again = self._await_restart()
         log.warning("Ray has started the coordinator again.")
-        self._taken = 0
-        for worker in self._workers.values():  # who finds it again gets a position again
-            worker.placed = False
         return again
 
     def _await_restart(self) -> Observation:
@@ -195,9 +198,17 @@ class RayRun:
                 raise ControlPlaneError(f"The coordinator's actor is lost: {error}") from error
 
     def _take_outcomes(self, seen: Observation) -> None:
-        while self._taken < seen.over:
-            self._outcomes.append(self._ray.get(self._coordinator.outcome.remote(self._taken)))
-            self._taken += 1
+        while (run := len(self._outcomes)) < seen.over:
+            try:
+                ended = self._ray.get(self._coordinator.outcome.remote(run))
+            except self._ray.exceptions.RayActorError:  # the answer to what is asked all the time says what follows
+                return
+            if ended is None:
+                raise ControlPlaneError(
+                    "The coordinator's process was killed when the run had ended, before its results were taken. What"
+                    " the workers saved is there: run again with the same name, and ckpt_path='last'."
+                )
+            self._outcomes.append(ended)
 
     # ------------------------------------------------------------------ workers
 
@@ -244,15 +255,15 @@ class RayRun:
 
     def _end_latecomers(self, seen: Observation) -> None:
         """Ends who was asked for, and came too late to take part in any run that is over: nobody needs it any more."""
-        if seen.took_part.issuperset(self._returning):  # that the run is over has been told
-            for key in [key for key, worker in self._workers.items() if worker.process not in seen.took_part]:
+        if self._took_part.issuperset(self._returning):  # that the run is over has been told
+            for key in [key for key, worker in self._workers.items() if worker.process not in self._took_part]:
                 self._end(key)
 
     def _awaits_end(self, seen: Observation) -> bool:
         """Whether a run has just failed, or does within a moment: its outcome says why workers end."""
         deadline = time.monotonic() + _OUTCOME_SECONDS
         while not seen.failed and (left := deadline - time.monotonic()) > 0:
-            seen = self._ray.get(self._coordinator.observe.remote(seen.version, left))
+            seen = self._answer(self._coordinator.observe.remote(seen.version, left))
         self._take_outcomes(seen)
         return seen.failed
 
@@ -286,7 +297,8 @@ class RayRun:
     ) -> None:
         """Asks for workers, and ends those that are of no use."""
         processes = {key: worker.process for key, worker in self._workers.items()}
-        placed = [key for key, worker in self._workers.items() if worker.placed]
+        returned = now > self._return_by
+        placed = [key for key, worker in self._workers.items() if worker.placed or (worker.returns and returned)]
         todo = staffing(positions, processes, placed, going)
         for machine in todo.leave:
             if machine not in told:
@@ -333,9 +345,11 @@ class RayRun:
 
     def _close(self) -> None:
         """Leaves nothing behind."""
+        if self._coordinator is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):  # it is gone, and its file stays
+                self._ray.get(self._coordinator.forget.remote(), timeout=_FORGET_SECONDS)
+            self._ray.kill(self._coordinator, no_restart=True)
         for key in list(self._workers):
             with contextlib.suppress(self._ray.exceptions.RayError):  # it is gone already
                 self._end(key)
-        if self._coordinator is not None:
-            self._ray.kill(self._coordinator, no_restart=True)
         self._seats.close()

@@ -24,16 +24,15 @@ from torch import Tensor
 
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.control.history import Event
-from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.state import Finished
+from lightning_recycle.control.terms import Given
 from lightning_recycle.engines.ray_run import RayRun, RunEnd
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.delivery import Extras, StagePart
 from lightning_recycle.launch.results import error_of
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import get_planner
-from lightning_recycle.planning.problem import Technique
 
 __all__ = ["RayReCycle", "RayResult", "RayWorker", "ray_worker"]
 
@@ -89,7 +88,8 @@ class RayResult:
         checkpoint: the path of the checkpoint that the first ModelCheckpoint calls the best, else of its newest one;
             None without one.
         state_dict: the trained weights, under the names that they have on one device.
-        history: what happened, in the order of the Trainer's calls.
+        history: what happened, in the order of the Trainer's calls; if the coordinator was killed in one, from its
+            event ``revived`` on.
     """
 
     returned: Any
@@ -116,12 +116,11 @@ class RayReCycle:
         storage_path: a folder that all nodes reach, also as a URL that fsspec knows (``s3://...``). The run gets a
             folder in it, which :func:`ray_worker` tells the function.
         name: the name of the run, by default a new one. Its coordinator is the actor ``recycle-<name>``.
-        planner: the name of the planner.
-        decoupled, staggered: as in :class:`~lightning_recycle.ReCycleStrategy`.
-        timeout: seconds of silence after which a worker is lost if a peer is well.
-        last_holder_timeout: seconds of silence after which one is lost whoever else there is.
-        start_timeout: seconds from the first worker to the last; the run then begins without those that are missing.
-        machine_error_retries: how often work that raised an exception of a machine runs again.
+        planner, decoupled, staggered, start_timeout, machine_error_retries: as in
+            :class:`~lightning_recycle.ReCycleStrategy`; what is given here counts, whatever the function's own
+            strategy says, and by default that does.
+        timeout, last_holder_timeout: likewise, and as in
+            :class:`~lightning_recycle.callbacks.HeartbeatCallback`.
         max_replacements: how many workers may be replaced; None for any number.
         environment: further environment variables of the workers.
 
@@ -139,13 +138,13 @@ class RayReCycle:
         use_gpu: bool = False,
         storage_path: str | os.PathLike[str] | None = None,
         name: str | None = None,
-        planner: str = "heuristic",
-        decoupled: bool = True,
-        staggered: bool = True,
-        timeout: float = 5.0,
-        last_holder_timeout: float = 300.0,
-        start_timeout: float = 300.0,
-        machine_error_retries: int = 1,
+        planner: str | None = None,
+        decoupled: bool | None = None,
+        staggered: bool | None = None,
+        timeout: float | None = None,
+        last_holder_timeout: float | None = None,
+        start_timeout: float | None = None,
+        machine_error_retries: int | None = None,
         max_replacements: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -166,22 +165,27 @@ class RayReCycle:
             ("last_holder_timeout", last_holder_timeout),
             ("start_timeout", start_timeout),
         ):
-            if not is_number(value, 0.0, above=True):
+            if value is not None and not is_number(value, 0.0, above=True):
                 raise ConfigurationError(f"RayReCycle({option}={value!r}): give a number of seconds, more than 0.")
         for option, count in (("machine_error_retries", machine_error_retries), ("max_replacements", max_replacements)):
-            if not is_integer(count, 0) and not (option == "max_replacements" and count is None):
+            if count is not None and not is_integer(count, 0):
                 raise ConfigurationError(f"RayReCycle({option}={count!r}): give an integer of at least 0.")
-        get_planner(planner)
+        if planner is not None:
+            get_planner(planner)
         self.name = name
         # Lightning takes "file:///a/b" for the name of a relative path.
         self.storage_path = None if storage_path is None else os.fspath(storage_path).removeprefix("file://")
         self.max_replacements = max_replacements
-        self._planner = planner
-        self._technique = Technique(decoupled=decoupled, staggered=staggered)
         self._environment = dict(environment or {})
-        self._options = CoordinatorOptions(
-            heartbeat_timeout=timeout,
-            last_holder_timeout=max(timeout, last_holder_timeout),
+        self._given = Given(
+            pipelines=self.grid.pipelines,
+            stages=self.grid.stages,
+            microbatches=self.grid.microbatches,
+            decoupled=decoupled,
+            staggered=staggered,
+            planner=planner,
+            timeout=timeout,
+            last_holder_timeout=last_holder_timeout,
             start_timeout=start_timeout,
             machine_error_retries=machine_error_retries,
         )
@@ -192,7 +196,7 @@ class RayReCycle:
         Connects to Ray if that has not been done: to the cluster of this job, else to one of this machine.
 
         Raises:
-            ConfigurationError: if Ray is not installed, or the script's grid is another one.
+            ConfigurationError: if Ray is not installed, the script's grid is another one, or workers' scripts differ.
             StageLostError: when all replicas of a stage are lost.
             Exception: the user's own exception, with the traceback of the worker that raised it.
         """
@@ -204,9 +208,7 @@ class RayReCycle:
             name,
             self.grid,
             self.resources_per_worker,
-            self._options,
-            self._planner,
-            self._technique,
+            self._given,
             train_fn,
             config,
             {**self._environment, _TOLD: told},
