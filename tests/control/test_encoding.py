@@ -137,7 +137,15 @@ def test_payloads_come_back_and_large_ones_travel_in_pieces(monkeypatch: pytest.
 
 def test_the_coordinator_has_no_way_to_open_a_pickle() -> None:
     opened: list[str] = []
-    for name in ("coordinator", "connection", "listener", "standalone", "protocol.encoding", "protocol.membership"):
+    for name in (
+        "coordinator",
+        "connection",
+        "listener",
+        "standalone",
+        "serving",
+        "protocol.encoding",
+        "protocol.membership",
+    ):
         module = f"lightning_recycle.control.{name}"
         __import__(module)
         opened += [f"{name}.{key}" for key, value in vars(sys.modules[module]).items() if value in _OPENERS]

@@ -20,8 +20,9 @@ _LONGEST_WAIT = 240.0  # seconds
 
 
 class Signs(L.Callback):
-    """Tells the test where each worker is: a file ``<rank>.<incarnation>.<pid>`` with its step and node. From step
-    _FREE on the training waits for the file ``enough``, except that it lets the roster change.
+    """Tells the test where each worker is: a file ``<rank>.<incarnation>.<pid>`` with its step and node, and ``steps.``
+    with that name, with all steps that it has begun. From step _FREE on the training waits for the file ``enough``,
+    except that it lets the roster change.
     """
 
     def __init__(self, directory: str) -> None:
@@ -33,6 +34,8 @@ class Signs(L.Callback):
         name = f"{strategy.grid_rank}.{strategy.incarnation}.{os.getpid()}"
         (self._directory / f".{name}").write_text(f"{trainer.global_step} {os.environ.get('RECYCLE_NODE')}")
         (self._directory / f".{name}").rename(self._directory / name)
+        with (self._directory / f"steps.{name}").open("a") as steps:
+            print(trainer.global_step, file=steps)
         deadline = time.monotonic() + _LONGEST_WAIT
         while trainer.global_step >= _FREE and not (self._directory / "enough").exists():
             if client.interrupted or client.member.is_paused or time.monotonic() > deadline:
@@ -41,14 +44,14 @@ class Signs(L.Callback):
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    """A function for RayReCycle: trains for STEPS steps."""
+    """A function for RayReCycle: trains for STEPS steps, perhaps with ``strategy`` arguments and ``callbacks``."""
     model = Regression().double()
     run = ray_worker()
     trainer = L.Trainer(
         accelerator="cpu",
-        strategy=ReCycleStrategy(**run.strategy_arguments),
+        strategy=ReCycleStrategy(**run.strategy_arguments, **config.get("strategy", {})),
         max_steps=STEPS,
-        callbacks=[Signs(config["signs"])],
+        callbacks=[Signs(config["signs"]), *config.get("callbacks", ())],
         **{**QUIET, **run.trainer_arguments},
     )
     trainer.fit(model, DataLoader(DATA, batch_size=GLOBAL_BATCH // run.grid.pipelines))

@@ -225,39 +225,101 @@ def test_a_driver_whose_workers_are_on_ray_gets_all_that_local_workers_would_bri
 COORDINATOR = """
 import signal, threading
 from pathlib import Path
+import psutil
 from support.training import difference
-def kill():
-    signs = Path(sys.argv[1])
-    while len(list(signs.glob("[0-9].*"))) < 4:
-        time.sleep(0.05)
-    pid = int(Path(sys.argv[1], "coordinator").read_text())
-    os.kill(pid, signal.SIGKILL)
-    (signs / "enough").touch()
-from lightning_recycle.engines import ray_actors
-threading.Thread(target=kill, daemon=True).start()
-def told(config):
-    return train(config)
-def find():
-    while True:
-        time.sleep(0.2)
+signs = Path(sys.argv[1])
+found = {}
+def ask(method, *arguments):
+    while True:  # while Ray starts it, calls are refused
         try:
-            actor = ray.get_actor("recycle-killed")
-            Path(sys.argv[1], "coordinator").write_text(str(ray.get(actor.process_id.remote())))
-            return
-        except ValueError:
-            pass
-threading.Thread(target=find, daemon=True).start()
-result = RayReCycle(2, 2, 6, name="killed").fit(told, {"signs": sys.argv[1]})
-print("ANSWER", json.dumps([difference(dict(result.state_dict), expected()), result.returned["step"]]))
+            return ray.get(getattr(ray.get_actor("recycle-killed"), method).remote(*arguments))
+        except (ValueError, ray.exceptions.RayActorError):
+            time.sleep(0.05)
+def steps():
+    return [int(path.read_text().split()[0]) for path in signs.glob("[0-9].*")]
+def kill():
+    while len(steps()) < 4 or min(steps()) < 3:
+        time.sleep(0.02)
+    found["journals"] = []
+    for _ in range(2):
+        pid = ask("process_id")
+        found["journals"] += [file.path for file in psutil.Process(pid).open_files() if "coordinator-" in file.path]
+        os.kill(pid, signal.SIGKILL)
+        while ask("process_id") == pid or not any(event.kind == "revived" for event in ask("history")):
+            time.sleep(0.02)
+    (signs / "enough").touch()
+threading.Thread(target=kill, daemon=True).start()
+result = RayReCycle(2, 2, 6, name="killed").fit(train, {"signs": sys.argv[1]})
+found["off"] = difference(dict(result.state_dict), expected())
+found["returned"] = result.returned["step"]
+found["kinds"] = sorted({event.kind for event in result.history})
+found["committed"] = [event.step for event in result.history if event.kind == "step"]
+found["left"] = [path for path in found["journals"] if os.path.exists(path)]
+print("ANSWER", json.dumps(found))
 """
 
 
 @pytest.mark.ray_cluster
 @pytest.mark.timeout(600)
-def test_a_coordinator_that_is_killed_is_started_again_and_the_run_comes_to_its_end(tmp_path: Path) -> None:
-    off, steps = answer(script(COORDINATOR, tmp_path), 500)
-    assert off < 1e-10
-    assert steps == 40
+def test_a_coordinator_that_is_killed_twice_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    found = answer(script(COORDINATOR, tmp_path), 500)
+    assert found["off"] < 1e-10
+    assert found["returned"] == 40
+    assert "revived" in found["kinds"]
+    assert not {"failure", "rejoined"} & set(found["kinds"])
+    assert found["committed"] == list(range(found["committed"][0], 40))  # the record begins with the newest coordinator
+    began = {path.name: list(map(int, path.read_text().split())) for path in tmp_path.glob("steps.*")}
+    assert sorted(name[:10] for name in began) == [f"steps.{rank}.0." for rank in range(4)]  # the first four processes
+    assert list(began.values()) == [list(range(40))] * 4  # no step is lost, and none is run again
+    assert len(set(found["journals"])) == 1
+    assert found["left"] == []
+
+
+SETTINGS = """
+import threading
+from pathlib import Path
+from lightning_recycle import ConfigurationError
+from lightning_recycle.callbacks import HeartbeatCallback, PlanMonitor
+signs = Path(sys.argv[1])
+terms = []
+def ask():
+    while not terms:
+        time.sleep(0.1)
+        try:
+            found = ray.get(ray.get_actor("recycle-settled").terms.remote())
+            terms.extend([] if found is None else [found.wants])
+        except (ValueError, ray.exceptions.RayActorError):
+            pass
+    (signs / "enough").touch()
+threading.Thread(target=ask, daemon=True).start()
+def settled(config):
+    config["strategy"] = {"memory": 0.5, "in_flight_limit": 5, "activation_checkpointing": "never", "decoupled": False}
+    config["callbacks"] = [HeartbeatCallback(timeout=7.0, last_holder_timeout=70.0), PlanMonitor(0.2, 9, 90)]
+    return train(config)
+RayReCycle(2, 2, 6, name="settled", last_holder_timeout=60.0).fit(settled, {"signs": sys.argv[1]})
+def differing(config):
+    try:
+        os.close(os.open(Path(config["signs"], "first"), os.O_CREAT | os.O_EXCL))
+        config["strategy"] = {"memory": 0.5}
+    except FileExistsError:
+        config["strategy"] = {"memory": 0.25}
+    return train(config)
+try:
+    RayReCycle(2, 2, 6).fit(differing, {"signs": sys.argv[1]})
+except ConfigurationError as error:
+    refused = str(error)
+names = ("memory", "in_flight_limit", "recompute", "decoupled", "timeout", "last_holder_timeout", "monitor")
+print("ANSWER", json.dumps([[getattr(terms[0], name) for name in names], refused]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_what_the_script_says_reaches_the_coordinator_and_who_says_otherwise_is_refused(tmp_path: Path) -> None:
+    settled, refused = answer(script(SETTINGS, tmp_path))
+    assert settled == [0.5, 5, False, False, 7.0, 60.0, [0.2, 9, 90]]
+    assert "ReCycleStrategy(memory=...) is" in refused
+    assert "start all workers with the same script" in refused
 
 
 @pytest.mark.parametrize(
