@@ -222,48 +222,61 @@ def test_a_driver_whose_workers_are_on_ray_gets_all_that_local_workers_would_bri
     assert groups == ["REMOVED"]
 
 
-COORDINATOR = """
+KILLING = """
 import signal, threading
 from pathlib import Path
 import psutil
 from support.training import difference
 signs = Path(sys.argv[1])
-found = {}
+found = {"journals": []}
 def ask(method, *arguments):
     while True:  # while Ray starts it, calls are refused
         try:
             return ray.get(getattr(ray.get_actor("recycle-killed"), method).remote(*arguments))
         except (ValueError, ray.exceptions.RayActorError):
             time.sleep(0.05)
-def steps():
-    return [int(path.read_text().split()[0]) for path in signs.glob("[0-9].*")]
-def kill():
-    while len(steps()) < 4 or min(steps()) < 3:
+def kill_coordinator(*others):
+    pid = ask("process_id")
+    found["journals"] += [file.path for file in psutil.Process(pid).open_files() if "coordinator-" in file.path]
+    for process in (*others, pid):
+        os.kill(process, signal.SIGKILL)
+    while ask("process_id") == pid:
         time.sleep(0.02)
-    found["journals"] = []
+def wait_for_steps(number):
+    while len(steps := [int(path.read_text().split()[0]) for path in signs.glob("[0-9].*")]) < 4 or min(steps) < number:
+        time.sleep(0.02)
+def answer(result):
+    found["off"] = difference(result.returned["weights"], expected())
+    found["returned"] = result.returned["step"]
+    found["kinds"] = sorted({event.kind for event in result.history})
+    found["committed"] = [event.step for event in result.history if event.kind == "step"]
+    found["left"] = [path for path in found["journals"] if os.path.exists(path)]
+    print("ANSWER", json.dumps(found))
+"""
+
+COORDINATOR = (
+    KILLING
+    + """
+def kill():
+    wait_for_steps(3)
     for _ in range(2):
-        pid = ask("process_id")
-        found["journals"] += [file.path for file in psutil.Process(pid).open_files() if "coordinator-" in file.path]
-        os.kill(pid, signal.SIGKILL)
-        while ask("process_id") == pid or not any(event.kind == "revived" for event in ask("history")):
+        kill_coordinator()
+        while not any(event.kind == "revived" for event in ask("history")):
             time.sleep(0.02)
     (signs / "enough").touch()
 threading.Thread(target=kill, daemon=True).start()
 result = RayReCycle(2, 2, 6, name="killed").fit(train, {"signs": sys.argv[1]})
-found["off"] = difference(dict(result.state_dict), expected())
-found["returned"] = result.returned["step"]
-found["kinds"] = sorted({event.kind for event in result.history})
-found["committed"] = [event.step for event in result.history if event.kind == "step"]
-found["left"] = [path for path in found["journals"] if os.path.exists(path)]
-print("ANSWER", json.dumps(found))
+found["home"] = difference(dict(result.state_dict), expected())
+answer(result)
 """
+)
 
 
 @pytest.mark.ray_cluster
 @pytest.mark.timeout(600)
 def test_a_coordinator_that_is_killed_twice_goes_on_with_the_same_run(tmp_path: Path) -> None:
     found = answer(script(COORDINATOR, tmp_path), 500)
-    assert found["off"] < 1e-10
+    assert max(found["off"], found["home"]) < 1e-10
     assert found["returned"] == 40
     assert "revived" in found["kinds"]
     assert not {"failure", "rejoined"} & set(found["kinds"])
@@ -271,6 +284,57 @@ def test_a_coordinator_that_is_killed_twice_goes_on_with_the_same_run(tmp_path: 
     began = {path.name: list(map(int, path.read_text().split())) for path in tmp_path.glob("steps.*")}
     assert sorted(name[:10] for name in began) == [f"steps.{rank}.0." for rank in range(4)]  # the first four processes
     assert list(began.values()) == [list(range(40))] * 4  # no step is lost, and none is run again
+    assert len(set(found["journals"])) == 1
+    assert found["left"] == []
+
+
+EVERYWHERE = (
+    KILLING
+    + """
+from support.training import QUIET
+import lightning as L
+from lightning_recycle import ReCycleStrategy
+def fit_and_validate(config):
+    returned = train(config)
+    (Path(config["signs"]) / f"fitted.{os.getpid()}").touch()
+    deadline = time.monotonic() + 60
+    while not (Path(config["signs"]) / "killed").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run = ray_worker()
+    strategy = ReCycleStrategy(**run.strategy_arguments)
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{**QUIET, **run.trainer_arguments})
+    trainer.validate(Regression().double(), DataLoader(DATA, batch_size=24), verbose=False)
+    return returned
+def kill():
+    kill_coordinator()  # before anybody has come
+    while not any((ask("observe", -1, 0.0).positions or {}).values()):
+        time.sleep(0.02)
+    kill_coordinator()  # some may have a position
+    wait_for_steps(3)
+    kill_coordinator(int(next(signs.glob("2.0.*")).name.split(".")[2]))  # with worker (1, 0)
+    while not list(signs.glob("2.1.*")):
+        time.sleep(0.02)
+    (signs / "enough").touch()
+    while len(list(signs.glob("fitted.*"))) < 4:
+        time.sleep(0.02)
+    kill_coordinator()  # between two runs
+    (signs / "killed").touch()
+threading.Thread(target=kill, daemon=True).start()
+answer(RayReCycle(2, 2, 6, name="killed").fit(fit_and_validate, {"signs": sys.argv[1]}))
+"""
+)
+
+
+@pytest.mark.ray_cluster
+@pytest.mark.timeout(600)
+def test_a_coordinator_may_be_killed_before_a_run_with_a_worker_and_between_two_runs(tmp_path: Path) -> None:
+    found = answer(script(EVERYWHERE, tmp_path), 500)
+    assert found["off"] < 1e-10
+    assert found["returned"] == 40
+    assert {"revived", "failure", "rejoined"} <= set(found["kinds"])
+    assert found["committed"] == list(range(found["committed"][0], 40))
+    began = {path.name: sorted(map(int, path.read_text().split())) for path in tmp_path.glob("steps.[013].*")}
+    assert [set(steps) for steps in began.values()] == [set(range(40))] * 3  # those that were not killed
     assert len(set(found["journals"])) == 1
     assert found["left"] == []
 
