@@ -88,8 +88,8 @@ class RayResult:
         checkpoint: the path of the checkpoint that the first ModelCheckpoint calls the best, else of its newest one;
             None without one.
         state_dict: the trained weights, under the names that they have on one device.
-        history: what happened, in the order of the Trainer's calls; if the coordinator was killed in one, from its
-            event ``revived`` on.
+        history: what happened, in the order of the Trainer's calls. Where the coordinator was killed in one, it begins
+            anew, with an event ``revived``.
     """
 
     returned: Any
