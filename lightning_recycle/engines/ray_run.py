@@ -188,7 +188,8 @@ class RayRun:
         deadline = time.monotonic() + _RESTART_SECONDS
         while True:
             try:
-                seen: Observation = self._ray.get(self._coordinator.observe.remote(-1, 0.0))
+                # The first observation of a process says nothing yet.
+                seen: Observation = self._ray.get(self._coordinator.observe.remote(0, _OBSERVE_SECONDS))
                 return seen
             except self._ray.exceptions.ActorUnavailableError as error:  # calls are refused until it is there
                 if time.monotonic() > deadline:
