@@ -28,7 +28,7 @@ from lightning_recycle.planning.lane_places import LanePlaces
 from lightning_recycle.planning.lanes import Lane, lane_problem, lanes_of
 from lightning_recycle.planning.ops import Op, ScheduledOp
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.schedule import CODED_SCHEMA, Schedule, problem_of
+from lightning_recycle.planning.schedule import BODIES, Schedule, plan_schema, problem_of
 
 __all__ = ["CodedSchedule", "LaneWorkers", "coded", "read_schedule"]
 
@@ -149,7 +149,7 @@ class CodedSchedule(Schedule):
 
     def _recorded(self, columns: bool) -> dict[str, Any]:
         """The lane, instead of the operations of all workers."""
-        return {"schema": CODED_SCHEMA, "lane": self.lane.to_json()}
+        return {"schema": plan_schema(self.problem, "lane"), "lane": self.lane.to_json()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return coded, (self.problem, self.lane)
@@ -204,7 +204,7 @@ def read_schedule(plan: Mapping[str, Any]) -> Schedule:
         PlanningError: as :meth:`Schedule.from_plan`.
     """
     problem = problem_of(plan)
-    if plan["schema"] != CODED_SCHEMA:
+    if BODIES[plan["schema"]] != "lane":
         return Schedule.from_plan(plan)
     try:
         schedule = coded(problem, Lane.from_json(plan["lane"], lane_problem(problem)))

@@ -50,7 +50,7 @@ from lightning_recycle.planning.planner import Planner, get_planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.renaming import renamed, representative
 from lightning_recycle.planning.result import PlanResult, proven
-from lightning_recycle.planning.schedule import CODED_SCHEMA, PLAN_SCHEMA, Schedule, problem_of
+from lightning_recycle.planning.schedule import BODIES, PLAN_SCHEMA, Schedule, problem_of
 from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
@@ -63,7 +63,6 @@ LIBRARY_SCHEMA = 2
 """Version of the entries' format. Version 1 (``*.json``) is read, not written."""
 
 _SUFFIX = ".plan.gz"
-_BODIES = {PLAN_SCHEMA: "workers", CODED_SCHEMA: "lane"}  # what is on the second line of a file
 _TOLERANCE = 0.25  # of the mean operation
 _GOOD = 1.05  # of the lower bound: a plan for another memory limit that takes longer is not used
 _TRIED = 4  # of the plans that may serve, the nearest ones
@@ -307,7 +306,7 @@ class PlanLibrary:
 
 def _to_bytes(result: PlanResult, package: str, planner: Any) -> bytes:
     plan = plan_to_json(result, columns=True)
-    workers = _json(plan.pop(_BODIES[plan["schema"]]))
+    workers = _json(plan.pop(BODIES[plan["schema"]]))
     header = {"library": LIBRARY_SCHEMA, "package": package, "planner": planner, "plan": plan}
     header["checksum"] = _checksum(header, workers)
     return gzip.compress(f"{_json(header)}\n{workers}\n".encode(), _COMPRESSION, mtime=0)
@@ -345,7 +344,7 @@ def _read(path: Path) -> PlanResult:
     checksum = header.pop("checksum", None)
     if checksum != _checksum(header, workers):
         raise PlanningError("its checksum is wrong.")
-    return read_plan({**header["plan"], _BODIES[header["plan"]["schema"]]: json.loads(workers)})
+    return read_plan({**header["plan"], BODIES[header["plan"]["schema"]]: json.loads(workers)})
 
 
 def _checksum(header: Mapping[str, Any], workers: str) -> str:

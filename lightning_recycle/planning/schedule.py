@@ -27,13 +27,15 @@ from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 
-__all__ = ["CODED_SCHEMA", "PLAN_SCHEMA", "Schedule", "problem_of", "staggered_period"]
+__all__ = ["BODIES", "PLAN_SCHEMA", "Schedule", "plan_schema", "problem_of", "staggered_period"]
 
 PLAN_SCHEMA = 1
-"""Version of the plan file's format; a reader refuses newer ones."""
+"""The first version of the plan file's format; a reader refuses versions that it does not know."""
 
-CODED_SCHEMA = 2
-"""Version of a plan file that has the operations of a lane (:mod:`~lightning_recycle.planning.coded`), not of all."""
+BODIES = {PLAN_SCHEMA: "workers", 2: "lane", 3: "workers", 4: "lane"}
+"""By version of the plan file's format, where the operations are: those of all workers, or those of a lane
+(:mod:`~lightning_recycle.planning.coded`). Versions 3 and 4 may compute forwards again and reduce gradients in
+buckets."""
 
 _KINDS = {kind.value: kind for kind in OpKind}
 
@@ -218,7 +220,7 @@ class Schedule:
             }
             for worker in self.live_workers
         ]
-        return {"schema": PLAN_SCHEMA, "workers": workers}
+        return {"schema": plan_schema(self.problem, "workers"), "workers": workers}
 
     @classmethod
     def from_plan(cls, plan: Mapping[str, Any]) -> Schedule:
@@ -228,7 +230,7 @@ class Schedule:
             PlanningError: when ``plan`` is not a plan, or has a schema that this version cannot read.
         """
         problem = problem_of(plan)
-        if plan["schema"] != PLAN_SCHEMA:
+        if BODIES[plan["schema"]] != "workers":
             raise PlanningError(f"a plan with schema {plan['schema']} does not list its operations: use load_plan.")
         try:
             with collector_paused():
@@ -259,17 +261,26 @@ class Schedule:
         }
 
 
+def plan_schema(problem: Problem, body: str) -> int:
+    """The oldest version of the plan file's format that can say all of a plan for ``problem``; ``body`` as in
+    :data:`BODIES`.
+    """
+    newer = bool(problem.costs.buckets) or (problem.memory is not None and problem.memory.checkpoint is not None)
+    versions = sorted(version for version, has in BODIES.items() if has == body)
+    return versions[-1 if newer else 0]
+
+
 def problem_of(plan: Mapping[str, Any]) -> Problem:
-    """What a plan file's content is the plan of, in either schema.
+    """What a plan file's content is the plan of, in any schema.
 
     Raises:
         PlanningError: when it does not say so, or has a schema that this version cannot read.
     """
     schema = plan.get("schema") if isinstance(plan, Mapping) else None
-    if schema not in (PLAN_SCHEMA, CODED_SCHEMA):
+    if schema not in list(BODIES):
         raise PlanningError(
-            f"a plan with schema {schema!r} cannot be read: this version reads schemas {PLAN_SCHEMA} and "
-            f"{CODED_SCHEMA}. Compute the plan again, or update lightning-recycle."
+            f"a plan with schema {schema!r} cannot be read: this version reads schemas {min(BODIES)} to "
+            f"{max(BODIES)}. Compute the plan again, or update lightning-recycle."
         )
     try:
         limit, memory = plan["in_flight_limit"], plan.get("memory")

@@ -14,6 +14,7 @@ from lightning_recycle.control.protocol.messages import Measured
 from lightning_recycle.planning import Costs, Grid, PlanLibrary, Problem, Technique, Worker, heuristic
 from lightning_recycle.planning.contingencies import usual_limit
 from lightning_recycle.planning.footprint import Footprint
+from lightning_recycle.planning.result import proven
 
 GRID = Grid(2, 2, 8)
 ALL: frozenset[Worker] = frozenset()
@@ -119,6 +120,22 @@ def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: RunPlanne
     (ready,) = plans.better()
     assert ready.details["gain"] < 0
     assert max(map(ready.schedule.peak_in_flight, ready.schedule.live_workers)) == 1
+
+
+def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_first_one(
+    planner: RunPlanner, plans: RunPlans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was kept as the plan for those who train now, although they had refused it."""
+    plans.operation_seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
+    first = plans.schedules[-1].period
+    longer = heuristic(Problem(GRID, Costs.uniform(2), in_flight_limit=(1, 1)))
+    monkeypatch.setattr(planner, "_made", lambda problem, *_: proven(longer.under(problem), "heuristic"))
+    for rank in range(4):
+        plans.measured(Measured(rank, footprint(after_forward=50, after_backward=50)))
+    three_steps(planner, plans)
+    assert plans.better() == []
+    assert planner.plan(ALL, plans.operation_seconds).period == first < longer.period
+    assert planner.source == "ahead"
 
 
 @pytest.mark.parametrize("recompute", [True, False])

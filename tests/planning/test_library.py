@@ -130,7 +130,7 @@ def short_column(_: dict[str, Any], workers: list[Any]) -> None:
         (edited(shift, right_checksum=True), "breaks"),
         (edited(short_column, right_checksum=True), "damaged"),
         (edited(other_workers, right_checksum=True), "breaks"),
-        (edited(lambda header, _: header["plan"].update(schema=3), right_checksum=True), "schema 3"),
+        (edited(lambda header, _: header["plan"].update(schema=5), right_checksum=True), "schema 5"),
     ],
 )
 def test_a_damaged_file_is_reported_once_and_replaced(

@@ -51,6 +51,38 @@ def test_a_plan_of_an_older_version_does_not_say_who_found_it(tmp_path: Path, ba
     assert p.load_plan(path).found_by == author
 
 
+CHECKPOINT = p.Memory((4.0,) * 4, (0.0,) * 4, (1.0,) * 4, (1.0,) * 4, (0.1,) * 4)
+
+
+@pytest.mark.parametrize("coded_from", [1, 100_000])
+@pytest.mark.parametrize(
+    ("problem", "newer"),
+    [
+        (PROBLEM, False),
+        (replace(PROBLEM, in_flight_limit=(4, 4, 4, 4)), False),
+        (replace(PROBLEM, memory=replace(CHECKPOINT, checkpoint=None)), False),
+        (replace(PROBLEM, memory=CHECKPOINT), True),
+        (replace(PROBLEM, costs=replace(PROBLEM.costs, reduce=(1.0,) * 4, buckets=(3,) * 4)), True),
+    ],
+)
+def test_what_older_versions_cannot_read_has_a_schema_that_they_refuse(
+    tmp_path: Path, problem: p.Problem, newer: bool, coded_from: int
+) -> None:
+    """They know 1 and 2, and neither R nor checkpoints nor buckets: such a file looked damaged to them."""
+    schedule = p.heuristic(problem, coded_from=coded_from)
+    path = tmp_path / "plan.json"
+    p.save_plan(path, schedule)
+    data = json.loads(path.read_text())
+    assert (data["schema"] > 2) is newer
+    assert p.load_plan(path).schedule == schedule
+    data["schema"] = 2 if "lane" in data else 1  # as they wrote it
+    path.write_text(json.dumps(data))
+    assert p.load_plan(path).schedule == schedule
+    library = p.PlanLibrary(tmp_path / "library")
+    library.put(schedule)
+    assert p.PlanLibrary(tmp_path / "library").get(problem) == schedule
+
+
 def changed(**values: object) -> Callable[[dict[str, Any]], None]:
     return lambda data: data.update(values)
 
@@ -62,7 +94,8 @@ def overlap(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed(schema=3), "schema 3 cannot be read.*update"),
+        (changed(schema=5), "schema 5 cannot be read.*reads schemas 1 to 4.*update"),
+        (changed(schema=[1]), "cannot be read"),
         (changed(schema=2), "damaged"),
         (overlap, r"breaks \d+ rule\(s\), the first: .*Compute it again"),
         (changed(status="perfect"), "'perfect'"),

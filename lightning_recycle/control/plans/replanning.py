@@ -449,7 +449,9 @@ class RunPlanner:
         except Exception as error:  # the plan that runs goes on
             log.warning("No plan was found for the memory that was measured: %s", error)
             return
-        self._ready.keep(ReadyPlan(found.schedule, "better", final=not self.improves))
+        ready = self._ready.find(problem)
+        if ready is None or not _keeps_to(ready.schedule, problem) or _shorter(found.schedule, ready.schedule):
+            self._ready.keep(ReadyPlan(found.schedule, "better", final=not self.improves))
         self._better.put(found)
         self.on_better()
 
@@ -482,6 +484,11 @@ def _will_do(schedule: Schedule, problem: Problem) -> bool:
 def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
     """Whether ``schedule`` fits into the memory of ``problem``."""
     return schedule.problem.memories == problem.memories or schedule.fits(problem)
+
+
+def _shorter(schedule: Schedule, other: Schedule) -> bool:
+    """Whether ``schedule`` has a shorter period than ``other`` has under the same costs."""
+    return schedule.period < retime(other, schedule.problem.costs).period * (1 - 1e-9)
 
 
 def _names(workers: Iterable[Worker]) -> str:
