@@ -5,6 +5,7 @@
     .venv/bin/python benchmarks/planner.py --quick      # the paper's models only
     .venv/bin/python benchmarks/planner.py --optima 200 # the heuristic against proven optima of random small problems
     .venv/bin/python benchmarks/planner.py --hard       # problems where a solver finds more than the heuristic
+    .venv/bin/python benchmarks/planner.py --sides      # small grids, short memory: is the plan loose, or the bound?
     .venv/bin/python benchmarks/planner.py --scale      # 1,536 to 16,384 workers: planning, storing, loading, using
 
 Every plan is made in a process of its own, on one core, which also reports its peak memory; the time is that of
@@ -46,6 +47,7 @@ from lightning_recycle.planning import (
     Worker,
     heuristic,
     load_plan,
+    lower_bound,
     normalized_problem,
     save_plan,
     solve,
@@ -62,6 +64,18 @@ LARGE = ((Grid(24, 64, 128), 0.05), (Grid(32, 64, 128), 0.25))
 # pipeline.
 PAPER = (("GPT-3 Medium", Grid(16, 2, 16)), ("GPT-3 3.35B", Grid(8, 4, 16)), ("GPT-3 6.7B", Grid(4, 8, 32)))
 SCALE = ((Grid(24, 64, 128), (0.05,)), (Grid(32, 64, 128), (0.05,)), (Grid(256, 64, 256), (0.01, 0.05)))
+# Of the shape of 24 x 64 x 128 with 5 % failed and S or 2 S - 1 in flight: grid, failures, limit.
+SIDES = (
+    *(
+        (Grid(2, 3, 6), 1, 3),
+        (Grid(2, 4, 8), 2, 4),
+        (Grid(3, 4, 8), 2, 4),
+        (Grid(3, 4, 8), 4, 4),
+        (Grid(4, 4, 8), 2, 4),
+    ),
+    *((Grid(4, 4, 8), 4, 4), (Grid(3, 5, 10), 3, 5), (Grid(3, 5, 10), 5, 5), (Grid(4, 5, 10), 5, 5)),
+    *((Grid(3, 4, 8), 4, 7), (Grid(4, 5, 10), 6, 9)),
+)
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
 
 EXAMPLE = Grid(3, 4, 6)
@@ -77,6 +91,7 @@ def main() -> None:
     parser.add_argument("--solvers", action="store_true", help="the running example with each installed solver")
     parser.add_argument("--optima", type=int, metavar="N", help="the heuristic's gap on N random small problems")
     parser.add_argument("--hard", action="store_true", help="each solver against the heuristic")
+    parser.add_argument("--sides", action="store_true", help="bound, optimum and heuristic of small grids")
     parser.add_argument("--scale", action="store_true", help="plans for thousands of workers")
     parser.add_argument("--quick", action="store_true", help="without the large grids")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for a solver (default: 300)")
@@ -97,6 +112,9 @@ def main() -> None:
         return
     if arguments.optima:
         console.print(optima_table(range(arguments.optima), min(arguments.time_limit, 20.0)))
+        return
+    if arguments.sides:
+        console.print(sides_table(min(arguments.time_limit, 100.0)))
         return
     if arguments.hard:
         console.print(hard_table(arguments.backends.split(","), min(arguments.time_limit, 60.0)))
@@ -306,6 +324,23 @@ def optima_table(seeds: Iterable[int], seconds: float) -> Table:
         exact = sum(gap < 1e-9 for gap in gaps)
         mean, worst = sum(gaps) / len(gaps), max(gaps)
         table.add_row(proof, str(len(gaps)), str(exact), f"{100 * mean:.2f}%", f"{100 * worst:.2f}%")
+    return table
+
+
+def sides_table(seconds: float) -> Table:
+    """What CP-SAT finds and proves between the lower bound and the heuristic's plan."""
+    table = Table(title=f"F : B : W = 1 : 1.1 : 0.9, communication 0.1; CP-SAT, {seconds:g} s", box=None)
+    for name in ("grid", "failed", "limit", "bound", "proven", "found", "heuristic", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for grid, failures, limit in SIDES:
+        costs = Costs.uniform(grid.stages, 1.0, 1.1, 0.9, communication=0.1)
+        problem = normalized_problem(Problem(grid, costs, in_flight_limit=(limit,) * grid.stages), failures)
+        schedule = heuristic(problem)
+        result = ExactPlanner("cpsat", time_limit=seconds, threads=1, least_gap=0.0).improve(schedule)
+        table.add_row(
+            *(str(grid), str(failures), str(limit), f"{lower_bound(problem):.1f}", f"{result.lower_bound:.1f}"),
+            *(f"{result.schedule.period:.1f}", f"{schedule.period:.1f}", f"{result.solver.seconds:.0f}"),
+        )
     return table
 
 

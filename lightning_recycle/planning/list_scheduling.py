@@ -18,15 +18,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes
 
-__all__ = ["FUSE", "FUSE_FOR_FORWARD", "SPLIT", "Rule", "play"]
+__all__ = ["FUSE", "FUSE_FOR_FORWARD", "NO_EXPRESS", "SPLIT", "Express", "Rule", "play"]
 
 SPLIT, FUSE_FOR_FORWARD, FUSE = 0, 1, 2
 """How a backward is run where it may be split: as B and W if B fits into memory; only if an F still fits beside it; or
 always as BW."""
+
+
+@dataclass(frozen=True, slots=True)
+class Express:
+    """What of a worker's part nothing may get in the way of: the first gradient, without which stages with little
+    memory are idle, and the way of the last micro-batches to the last stage and back, after which the step is over.
+
+    Args:
+        first_backwards: so many backwards that come first are waited for, whatever else could begin.
+        last_backwards: so many that come last, too.
+        forward_first: so many last F go before any B.
+        awaited: so many last F are waited for where they would go before what could begin instead, if that costs less
+            than `patience` times what they would wait.
+        patience: see ``awaited``.
+    """
+
+    first_backwards: int = 0
+    last_backwards: int = 0
+    forward_first: int = 0
+    awaited: int = 0
+    patience: float = 0.0
+
+
+NO_EXPRESS = Express()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +71,7 @@ class Rule:
             the gradient of that F.
         patience: a worker stays idle until the next backward arrives if that costs it less time than so many times
             what the backward would wait for an F (the first number) or a W (the second) begun now; 0 for never.
+        express: what is not to wait at all, at the beginning and at the end.
     """
 
     soft: tuple[int, ...]
@@ -57,6 +83,7 @@ class Rule:
     coupling: tuple[int, ...] | None = None
     patience: tuple[float, float] = (0.0, 0.0)
     keep: tuple[int, ...] | None = None
+    express: Express = NO_EXPRESS
 
 
 def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
@@ -97,9 +124,19 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             for_weight = [memory.delta(OpKind.BACKWARD_WEIGHT, stage) for stage in range(stages)]
         room = [memory.room(rank % stages) for rank in range(workers)]
     # When backwards will arrive that are under way, if anybody is to wait for them.
-    patient = any(rule.patience)
+    express = rule.express
+    expressed = express != NO_EXPRESS
+    patient = any(rule.patience) or expressed
     for_f, for_w = rule.patience
     expected: list[list[float]] = [[] for _ in range(workers if patient else 0)]
+    # The same of forwards, and what each worker has still to begin and has begun, if any are express.
+    coming: list[list[float]] = [[] for _ in range(workers if expressed else 0)]
+    forwards_left, backwards_left, backwards_begun = [0] * workers, [0] * workers, [0] * workers
+    if expressed:
+        for row in ranks[:stages]:
+            for rank in row:
+                forwards_left[rank] += 1
+                backwards_left[rank] += 1
     # Events: an operation ends (its code), its result arrives at the next stage (code + size), or a stage begins.
     size = codes.size
     events: list[tuple[float, int]] = []
@@ -127,7 +164,8 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             held = in_flight[rank]
             may_forward = forwards[rank] and credit[rank] > 0
             fits = held < hard[rank] and (not bounded or for_forward[stage] <= room[rank])
-            if may_forward and credit[rank] > urgent_above[rank] and (fits or weights[rank]):
+            urgent = credit[rank] > urgent_above[rank] or (expressed and forwards_left[rank] <= express.forward_first)
+            if may_forward and urgent and (fits or weights[rank]):
                 kind = FORWARD if fits else WEIGHT
             elif backwards[rank]:
                 kind = BACKWARD
@@ -146,14 +184,39 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                 kind = WEIGHT
             else:
                 continue
+            if (
+                expressed
+                and coming[rank]
+                and forwards_left[rank] <= express.awaited
+                and (kind == WEIGHT or (urgent and kind != FORWARD))
+                and fits
+                and credit[rank] > 0
+            ):
+                waiting = weights[rank] if kind == WEIGHT else backwards[rank]
+                idle = coming[rank][0] - now
+                if idle < express.patience * (times[kind * stages + stage][waiting[0] % n] - idle) - together:
+                    continue
             if patient and expected[rank] and kind in (FORWARD, WEIGHT):
                 waiting, most = (forwards[rank], for_f) if kind == FORWARD else (weights[rank], for_w)
+                if expressed:
+                    if kind == FORWARD and forwards_left[rank] <= express.forward_first:
+                        most = 0.0
+                    elif (
+                        backwards_begun[rank] < express.first_backwards
+                        or backwards_left[rank] <= express.last_backwards
+                    ):
+                        most = inf
                 idle = expected[rank][0] - now
-                if idle < most * (times[kind * stages + stage][waiting[0] % n] - idle):
+                left = times[kind * stages + stage][waiting[0] % n] - idle
+                if left > together and idle < most * left:
                     continue
             if kind == FORWARD:
                 number = heappop(forwards[rank]) % n
                 credit[rank] -= 1
+                if expressed:
+                    forwards_left[rank] -= 1
+                    if stage < last:
+                        heappush(coming[ranks[stage + 1][number]], now + times[kind * stages + stage][number] + comm)
                 in_flight[rank] = held = held + 1
                 if bounded:
                     room[rank] -= for_forward[stage]
@@ -165,6 +228,8 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                     room[rank] -= for_weight[stage]
             else:
                 number = heappop(backwards[rank]) % n
+                backwards_begun[rank] += 1
+                backwards_left[rank] -= 1
                 credit[rank] += 1
                 if bounded:  # a worker runs one operation at a time: what this one frees may as well count at once
                     room[rank] -= for_backward[stage] if kind == BACKWARD else -for_forward[stage]
@@ -206,6 +271,8 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                     continue
             if kind == FORWARD:
                 rank = ranks[stage + 1][number]
+                if expressed:
+                    heappop(coming[rank])
                 heappush(forwards[rank], tickets[number])
             else:
                 rank = ranks[stage - 1][number]

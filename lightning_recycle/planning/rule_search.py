@@ -13,7 +13,10 @@ Concept: the quality of a list schedule depends on its rule far more than on luc
 - where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), and how many
   micro-batches a stage has on their way to the last stage and back before it prefers backwards (*keep*). With
   backwards first these become fewer and fewer, until F and B alternate; after its last F a stage then waits for
-  gradients, and the last stages, which set the pace of all gradients, do not get forwards at the pace they could run.
+  gradients, and the last stages, which set the pace of all gradients, do not get forwards at the pace they could run;
+- where durations differ, whether the first gradient and the last micro-batches wait at any stage (*express*). With
+  memory for as many micro-batches as there are stages, an F that waits for half an operation at each stage is late by
+  as much as a third of the iteration, and its gradient is what the first stage waits for at the end.
 
 A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse.
 
@@ -35,7 +38,15 @@ from typing import NamedTuple
 from lightning_recycle.planning import cancellation
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.list_scheduling import FUSE, FUSE_FOR_FORWARD, SPLIT, Rule, play
+from lightning_recycle.planning.list_scheduling import (
+    FUSE,
+    FUSE_FOR_FORWARD,
+    NO_EXPRESS,
+    SPLIT,
+    Express,
+    Rule,
+    play,
+)
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing
 
 __all__ = ["Solution", "search"]
@@ -45,9 +56,14 @@ _SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
 _DELAYS = (0.5, 0.25, 1.0)  # of a stage's start, as a fraction of the time until its first micro-batch can arrive
 # Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.
 _PATIENCES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5))
+_EXPRESS_PATIENCE = (0.3, 0.7)  # the same where forwards are awaited too
 # Of the micro-batches that a stage can send out until its first gradient comes back. 24 x 64 x 128 with 5 % failed and
 # F : B : W = 1 : 1.1 : 0.9: 3.5 % above the lower bound instead of 4.5 %.
 _KEEPS = (0.85, 0.7, 0.95)
+# What is express, of the micro-batches of a pipeline, and what is kept then, of those in a round trip. The same grid
+# with S in flight: 2.8 % above the lower bound instead of 6.2 %.
+_EXPRESS_BACKWARDS, _EXPRESS_FORWARDS, _AWAITED_FORWARDS, _AWAITING = 1 / 32, 0.3, 0.5, 1.6
+_EXPRESS_KEEP = 0.6087
 _COUPLING_CHANGES = 0.2  # of the random changes, where backwards may be split or fused to save memory
 _FEWEST_PLAYS, _FEWEST_PATIENT_PLAYS = 3, 2  # however large the grid; those with patience take longer
 _MOST_FRUITLESS = 600  # plays in a row without a better schedule
@@ -65,8 +81,8 @@ class Solution:
 
 
 class _Point(NamedTuple):
-    """A position of the hill climb: a number of stages, and indices of three caps, a delay, a coupling, a patience and
-    what is kept."""
+    """A position of the hill climb: a number of stages, and indices of three caps, a delay, a coupling, a patience,
+    what is kept and what is express."""
 
     soft: int
     hard: int
@@ -76,6 +92,7 @@ class _Point(NamedTuple):
     coupling: int = 0
     patience: int = 0
     keep: int = 0
+    express: int = 0
 
 
 def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solution:
@@ -129,10 +146,22 @@ class _Search:
         costs = problem.costs
         work = {*costs.forward, *costs.backward_input, *(() if codes.fused else costs.backward_weight)}
         uneven = len(work) > 1 or costs.communication or problem.worker_factors
-        self.patiences = _PATIENCES if uneven else _PATIENCES[:1]
+        self.patiences: tuple[tuple[float, float], ...] = _PATIENCES if uneven else _PATIENCES[:1]
         self.keeps: list[tuple[int, ...] | None] = [None]
+        self.expresses = [NO_EXPRESS]
         if uneven and self.stages > 1:
-            self.keeps += [_kept(problem.costs, codes.durations, share) for share in _KEEPS]
+            trips = _round_trips(problem.costs, codes.durations)
+            self.keeps += [tuple(round(share * trip) for trip in trips) for share in _KEEPS]
+            own, counts = _round_trips(problem.costs, codes.durations, itself=True), problem.live_counts()
+            share = _EXPRESS_KEEP * grid.pipelines
+            self.keeps.append(tuple(int(share * trip / live) for trip, live in zip(own, counts, strict=True)))
+            self.patiences = (*_PATIENCES, _EXPRESS_PATIENCE)
+            backwards = max(1, round(_EXPRESS_BACKWARDS * grid.microbatches))
+            forwards, awaited = (int(share * grid.microbatches) for share in (_EXPRESS_FORWARDS, _AWAITED_FORWARDS))
+            self.expresses += [
+                Express(backwards, backwards),
+                Express(1, backwards, forwards, awaited, _AWAITING),
+            ]
         fewest = _FEWEST_PATIENT_PLAYS if uneven else _FEWEST_PLAYS
         self.plays_left = max(fewest, effort // operations) if effort else 1
 
@@ -141,7 +170,11 @@ class _Search:
         delayed = self.few and len(self.patiences) == 1
         first = _Point(0, 0, 0, 0, min(int(delayed), len(self.delays) - 1))
         if self.few and len(self.keeps) > 1:  # the same at unequal durations; patience alone comes second
-            first = first._replace(patience=len(self.patiences) - 1, keep=1)
+            kept = self.keeps[1]
+            short = kept is not None and self.limit[0] < kept[0]
+            limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
+            patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, express=limited)
+            first = self._awaiting if short else patient
         self._try(self._template(first))
         for sequence in starts:
             if not self._finished:
@@ -194,6 +227,11 @@ class _Search:
             peak[rank] = max(peak[rank], count[rank])
         return sum(peak)
 
+    @property
+    def _awaiting(self) -> _Point:
+        """Where forwards are awaited: best where memory holds them back."""
+        return _Point(0, 0, 0, 0, 0, 0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
+
     def _template(self, point: _Point) -> Rule:
         soft, hard, ahead = self.caps[point.soft], self.caps[point.hard], self.caps[point.ahead]
         first = tuple(stage < point.split for stage in range(self.stages))
@@ -207,6 +245,7 @@ class _Search:
             self.couplings[point.coupling],
             self.patiences[point.patience],
             self.keeps[point.keep],
+            self.expresses[point.express],
         )
 
     def _climb(self, at: _Point) -> None:
@@ -225,8 +264,9 @@ class _Search:
             return self.ruled is not before
 
         last, stages = len(self.caps) - 1, self.stages
+        patient = range(1, min(len(self.patiences), len(_PATIENCES)))
         for start in (
-            *(_Point(0, 0, 0, 0, 0, patience=patience) for patience in reversed(range(1, len(self.patiences)))),
+            *(_Point(0, 0, 0, 0, 0, patience=patience) for patience in reversed(patient)),
             _Point(0, 0, 0, 0, min(1, len(self.delays) - 1)),
             _Point(0, 0, 0, 0, 0),
             _Point(min(1, last), 0, 0, stages // 2, 0),
@@ -234,7 +274,8 @@ class _Search:
             _Point(0, 0, min(1, last), 0, 0),
             _Point(0, min(2, last), 0, 1, 0),
             # The last: where memory is short, keeping changes nothing, and plays are better spent on the others.
-            *(_Point(0, 0, 0, 0, 0, patience=len(self.patiences) - 1, keep=keep) for keep in range(1, len(self.keeps))),
+            *(_Point(0, 0, 0, 0, 0, patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
+            *((self._awaiting,) if len(self.expresses) > 1 else ()),
         ):
             better(start)
         while any(better(point) for point in self._neighbours(at)):
@@ -251,6 +292,7 @@ class _Search:
         yield from (at._replace(coupling=coupling) for coupling in range(len(self.couplings)))
         yield from (at._replace(patience=patience) for patience in range(len(self.patiences)))
         yield from (at._replace(keep=keep) for keep in range(len(self.keeps)))
+        yield from (at._replace(express=express) for express in range(len(self.expresses)))
 
     def _changed(self, rule: Rule) -> Rule:
         """``rule`` with one or two random changes, or a random template, or all micro-batches shuffled a little."""
@@ -297,20 +339,21 @@ def _most_held(codes: Codes) -> tuple[int, ...]:
     return tuple(map(int, most))
 
 
-def _kept(costs: Costs, durations: Sequence[float], share: float) -> tuple[int, ...]:
-    """Per stage, ``share`` of the forwards that a worker can run until the gradient of its first one arrives.
+def _round_trips(costs: Costs, durations: Sequence[float], itself: bool = False) -> tuple[float, ...]:
+    """Per stage, how many forwards a worker can run until the gradient of its first one arrives.
 
     Args:
         costs: of the stages.
         durations: by kind and stage; see ``Codes``.
-        share: between 0 and 1.
+        itself: whether to count F and B of the stage itself, too.
     """
-    stages, trip, keep = costs.stages, 0.0, []
+    stages, trip, trips = costs.stages, 0.0, []
     for stage in reversed(range(stages)):
         forward, backward = durations[FORWARD * stages + stage], durations[BACKWARD * stages + stage]
-        keep.append(round(share * trip / forward) if forward else 0)
-        trip += forward + backward + 2 * costs.communication
-    return tuple(reversed(keep))
+        own = forward + backward + 2 * costs.communication
+        trips.append((trip + own * itself) / forward if forward else 0.0)
+        trip += own
+    return tuple(reversed(trips))
 
 
 def _ranks(values: list[float]) -> tuple[int, ...]:

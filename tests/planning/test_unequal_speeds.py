@@ -56,7 +56,7 @@ def test_factors_of_the_dead_and_factors_of_one_change_no_order(problem: p.Probl
             p.Problem(
                 p.Grid(3, 4, 6), UNEVEN, frozenset({p.Worker(0, 1), p.Worker(2, 3)}), p.Technique(), (5, 5, 4, 4)
             ),
-            "7e8c2e41cd2282a1",
+            "6edd58d321701ee0",
         ),
         (p.Problem(p.Grid(2, 2, 4), p.Costs.uniform(2), in_flight_limit=(3, 3)), "21813906c29f19f5"),
         (
