@@ -6,7 +6,6 @@ Times are in seconds since the epoch, durations in seconds. Each entry is also o
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -154,8 +153,8 @@ class History:
             self._count_step()
         level = logging.DEBUG if kind == "step" else logging.INFO
         if _events.isEnabledFor(level):
-            fields = dataclasses.asdict(event)
-            _events.log(level, "%s", json.dumps(plain(fields)), extra={"event": fields})
+            fields = plain(event)
+            _events.log(level, "%s", json.dumps(fields), extra={"event": fields})
 
     def _count_step(self) -> None:
         self._steps_kept += 1

@@ -48,9 +48,13 @@ def orphans(variable: str, value: str) -> dict[int, str]:
 
 
 def left_after_a_while(
-    before: Collection[int], variable: str, value: str, orphans_before: Collection[int] = ()
+    before: Collection[int],
+    variable: str,
+    value: str,
+    orphans_before: Collection[int] = (),
+    seconds: float = 5.0,
 ) -> dict[int, str]:
-    """Descendants and orphans that were not there before, and do not end within five seconds."""
+    """Descendants and orphans that were not there before, and do not end within ``seconds``."""
     left: dict[int, str] = {}
 
     def all_gone() -> bool:
@@ -59,5 +63,5 @@ def left_after_a_while(
         left |= {pid: command for pid, command in orphans(variable, value).items() if pid not in orphans_before}
         return not left
 
-    wait_for(all_gone, 5.0)
+    wait_for(all_gone, seconds)
     return left
