@@ -90,6 +90,7 @@ def test_pods_that_are_deleted_and_a_node_that_is_lost_change_nothing(
     mine[1].terminate()  # its pod is deleted
     said = mine[1].communicate(timeout=300)[0]
     assert mine[1].returncode == EXIT_LEFT, said
+    await_line(spare, "step")  # it has the place; without it the next loss would be that of a whole stage
     await_line(mine[0], "step", 9)
     b.kill()  # the node is lost, and its pods come up elsewhere
     late = [pod(a, output) for _ in range(2)]
