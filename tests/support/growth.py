@@ -22,26 +22,26 @@ class AwaitReplacement(L.Callback):
     """Before each of ``steps``, waits until no worker is missing or the roster is about to change.
 
     Training goes on before, at ``pace`` seconds per step, so a replacement starts while the survivors train; and it
-    does not end before the replacement has come, however slow the machine is. A roster that is about to change, or a
-    plan, must not be waited for: then the step after it waits.
+    does not end before the replacement has come, however slow the machine is. While the roster is about to change, or
+    the plan, nobody may wait: then the next step does, unless the roster has changed by then.
     """
 
     def __init__(self, steps: Collection[int], pace: float = 0.02) -> None:
         self._steps = frozenset(steps)
         self._pace = pace
-        self._waits_next = False
+        self._interrupted_in = -1  # the generation in which a wait was cut short
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         client = strategy.session.client
         time.sleep(self._pace)
-        if not self._waits_next and trainer.global_step not in self._steps:
+        if self._interrupted_in != strategy.generation and trainer.global_step not in self._steps:
             return
-        self._waits_next = False
+        self._interrupted_in = -1
         deadline = time.monotonic() + LONGEST_WAIT
         while len(strategy.live_workers) < strategy.grid.num_workers and time.monotonic() < deadline:
             if client.interrupted or client.member.is_paused:
-                self._waits_next = True
+                self._interrupted_in = strategy.generation
                 return
             time.sleep(0.005)
 
