@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.sampling import LONG_SAMPLE, chooses_by_default
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a script: its children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-_LONG_SAMPLE = 5  # of the tests marked `long`, in a run of all tests
-_BY_DEFAULT = "not exhaustive"  # the marker expression of pyproject.toml
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
@@ -29,10 +27,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves a seeded sample of the long tests in a run of many; ``make test-long`` runs all of them."""
-    if config.getoption("markexpr") != _BY_DEFAULT:
+    if not chooses_by_default(config):
         return
     long = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("exhaustive")]
-    sample = set(random.Random(0).sample(sorted(item.nodeid for item in long), min(_LONG_SAMPLE, len(long))))
+    sample = set(random.Random(0).sample(sorted(item.nodeid for item in long), min(LONG_SAMPLE, len(long))))
     left = {item for item in long if item.nodeid not in sample}
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=left)

@@ -95,7 +95,7 @@ def damage(path: tuple[object, ...], value: object) -> Callable[[dict[str, objec
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damage(("schema",), 3), r"schema 3 cannot be read.*update"),
+        (damage(("schema",), 5), r"schema 5 cannot be read.*update"),
         (damage(("grid",), {"pipelines": 3}), "damaged"),
         (damage(("grid", "stages"), 0), r"stages=0"),
         (damage(("failed",), [[9, 9]]), r"outside the grid"),

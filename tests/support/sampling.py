@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-__all__ = ["sampled"]
+__all__ = ["LONG_SAMPLE", "chooses_by_default", "sampled"]
+
+LONG_SAMPLE = 5
+"""How many of the tests marked ``long`` are in a run of all tests."""
+
+
+def chooses_by_default(config: pytest.Config) -> bool:
+    """Whether the command line leaves it to pyproject.toml which marked tests run."""
+    options = config.getini("addopts")
+    return bool(config.getoption("markexpr") == options[options.index("-m") + 1])
 
 
 def sampled(cases: Iterable[Any], count: int, seed: int = 0) -> list[Any]:
