@@ -9,15 +9,29 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
+import time
 from collections.abc import Mapping
+from typing import Any
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["address_from", "http_address", "http_address_from_environment", "listen_at", "machine_name", "shown"]
+__all__ = [
+    "accept",
+    "address_from",
+    "http_address",
+    "http_address_from_environment",
+    "listen_at",
+    "machine_name",
+    "shown",
+]
+
+log = logging.getLogger(__name__)
 
 _ANY_IPV6 = "::"
+_PAUSE_AFTER_ERROR = 0.1  # seconds
 
 
 def machine_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -104,6 +118,20 @@ def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
         raise ConfigurationError(
             f"A coordinator cannot listen at {shown(address)} ({error.strerror or error}): {remedy}."
         ) from error
+
+
+def accept(listening: socket.socket, who: str) -> tuple[socket.socket, Any] | None:
+    """The next connection at ``listening``, with its address. None if it has gone again, or cannot be accepted, for
+    example because there are no descriptors left: then ``who`` is named in a warning, and a moment passes.
+    """
+    try:
+        return listening.accept()
+    except BlockingIOError:  # it has gone again
+        return None
+    except OSError as error:
+        log.warning("%s could not accept a connection: %s", who, error)
+        time.sleep(_PAUSE_AFTER_ERROR)
+        return None
 
 
 def _is_name(host: str) -> bool:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_recycle.control.addresses import listen_at, shown
+from lightning_recycle.control.addresses import accept, listen_at, shown
 from lightning_recycle.control.connection import HANDSHAKE_SECONDS, NonBlockingConnection
 from lightning_recycle.control.handshake import VERSION, Handshake, Refused, Role, VersionMismatch
 from lightning_recycle.control.inbox import Inbox
@@ -27,7 +27,6 @@ __all__ = ["Listener"]
 
 log = logging.getLogger(__name__)
 
-_PAUSE_AFTER_ERROR = 0.1  # seconds
 _STRANGERS = 64  # at the same time, besides one for each worker
 _LONGEST_SELECT = 1.0  # seconds
 
@@ -116,14 +115,10 @@ class Listener:
                 self._refuse(stranger, f"it proved nothing within {self._handshake_seconds:g} s")
 
     def _accept(self) -> None:
-        try:
-            sock, address = self._socket.accept()
-        except BlockingIOError:  # it has gone again
+        accepted = accept(self._socket, "The coordinator")
+        if accepted is None:
             return
-        except OSError as error:
-            log.warning("The coordinator could not accept a connection: %s", error)
-            time.sleep(_PAUSE_AFTER_ERROR)
-            return
+        sock, address = accepted
         if len(self._strangers) >= self._max_strangers:
             self._refuse(next(iter(self._strangers.values())), "too many others came after it")
         sock.setblocking(False)

@@ -25,6 +25,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,9 +101,10 @@ class NcclTransport:
         with self._lock:
             if cancelled.is_set():  # and the next generation may be connecting already
                 raise CommunicationError(f"Generation {generation} was aborted.")
-            self._courier = courier = _Courier(
-                self._rank, generation, self._library, self._streams, outgoing, incoming, self._device, links, cancelled
+            payloads = partial(
+                Payloads, self._rank, generation, self._library, self._streams, outgoing, incoming, self._device
             )
+            self._courier = courier = _Courier(payloads, generation, self._streams, links, cancelled)
         courier.start()
         courier.wait_for(lambda: courier.connected)
 
@@ -182,6 +184,13 @@ class NcclTransport:
 class _Courier:
     """The thread that owns the communicators of one generation.
 
+    Args:
+        payloads: makes what moves the payloads, given how it tells notes and that something has finished.
+        generation: the number of the generation.
+        streams: of the device.
+        links: the connections to the workers that it exchanges payloads with.
+        cancelled: set when the generation is aborted.
+
     Attributes:
         peers: workers that it exchanges payloads with.
         connected: whether payloads can be exchanged.
@@ -189,22 +198,16 @@ class _Courier:
 
     def __init__(
         self,
-        rank: int,
+        payloads: Callable[[Callable[[int, Note], None], Callable[[], None]], Payloads],
         generation: int,
-        library: NcclLibrary,
         streams: Streams,
-        outgoing: Mapping[int, bytes],
-        incoming: Mapping[int, bytes],
-        device: torch.device,
         links: Mapping[int, socket.socket],
         cancelled: threading.Event,
     ) -> None:
         self._generation, self._cancelled, self._streams = generation, cancelled, streams
-        self.peers = frozenset(outgoing)
+        self.peers = frozenset(links)
         self._links = {peer: _Link(sock) for peer, sock in links.items()}
-        self._payloads = Payloads(
-            rank, generation, library, streams, outgoing, incoming, device, self._tell, self._notify
-        )
+        self._payloads = payloads(self._tell, self._notify)
         self._asked: deque[Callable[[], None]] = deque()  # by the main thread
         self._changed = threading.Condition()
         self._failure: Exception | None = None

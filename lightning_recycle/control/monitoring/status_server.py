@@ -35,7 +35,7 @@ from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any
 
-from lightning_recycle.control.addresses import listen_at, shown
+from lightning_recycle.control.addresses import accept, listen_at, shown
 from lightning_recycle.control.monitoring import exposition
 from lightning_recycle.control.monitoring.monitor import Monitor, NothingToShow
 from lightning_recycle.control.monitoring.own_runs import listen_here
@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 _MOST_CONNECTIONS = 16  # at the same time, for each address
 _CONNECTION_SECONDS = 10.0  # for the whole of it, however slowly the other side speaks
 _READ_SECONDS = 5.0
-_PAUSE_AFTER_ERROR = 0.1
 
 # Nothing from elsewhere, nothing but this page, and no other page may show it.
 _HEADERS = {
@@ -113,14 +112,10 @@ class StatusServer:
                             _cut(connection)
 
     def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except BlockingIOError:  # it has gone again
+        accepted = accept(listener, "The status server")
+        if accepted is None:
             return
-        except OSError as error:
-            log.warning("The status server could not accept a connection: %s", error)
-            time.sleep(_PAUSE_AFTER_ERROR)
-            return
+        connection, _ = accepted
         with self._lock:
             full = sum(at is listener for at, _ in self._open.values()) >= _MOST_CONNECTIONS
             if not full:
