@@ -8,7 +8,9 @@ Four workers on 2 x 2 train with ``recycle-coordinator``, each a process of its 
 coordinator gets SIGKILL and is started again at once, at the same address; several times in a run, also while it goes
 on from the kill before, at the start and while the results are delivered. The weights of each run must be those of
 training on one device without kills, in float64 to 1e-10. What counts is the *stall*: the longest time between two
-steps around a kill, less the time from the kill until the new process listens, and less the usual time of a step.
+steps around a kill, less the time from the kill until the new process listens, and less the usual time of a step. A
+stall that the next kill cuts short ends there, and the next one begins; *without a step* is the whole time between two
+steps, with all kills in it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import os
 import random
 import signal
@@ -113,6 +116,8 @@ class Result:
 
     kills: int = 0
     stalls: list[float] = field(default_factory=list)
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds between two steps with at least one kill between them, and how many there were."""
     restarts: list[float] = field(default_factory=list)
     difference: float = 0.0
     errors: list[str] = field(default_factory=list)
@@ -174,17 +179,36 @@ class _Run:
         """Whether a coordinator has seen the run's end."""
         return "The run finished." in (self.folder / "coordinator.log").read_text(errors="replace")
 
-    def stall(self, killed: float, listens: float) -> float:
-        """The longest time between two new steps around a kill, less what is not this project's."""
+    def _pauses(self) -> list[tuple[float, float]]:
+        """When a step was begun for the first time, and when the next one was."""
         firsts: dict[int, float] = {}
         for moment, step in sorted(self.steps):
             firsts.setdefault(step, moment)
-        moments = sorted(firsts.values())
-        gaps = [(before, after) for before, after in itertools.pairwise(moments)]
-        usual = statistics.median(after - before for before, after in gaps)
-        # Steps may go on for a moment; from what its coordinator has told before.
-        around = [after - max(before, killed) for before, after in gaps if before < listens + 2.0 and after > killed]
-        return max(0.0, max(around, default=0.0) - (listens - killed) - usual)
+        return list(itertools.pairwise(sorted(firsts.values())))
+
+    def stalls(self, kills: Sequence[tuple[float, float]]) -> list[float]:
+        """For each (killed, listens): the longest time between two new steps around it, less what is not this
+        project's. It ends at the next kill.
+        """
+        pauses, found = self._pauses(), []
+        usual = statistics.median(after - before for before, after in pauses)
+        ends = [killed for killed, _ in kills[1:]] + [math.inf]
+        for (killed, listens), end in zip(kills, ends, strict=True):
+            # Steps may go on for a moment; from what its coordinator has told before.
+            around = [
+                min(after, end) - max(before, killed)
+                for before, after in pauses
+                if before < min(listens + 2.0, end) and after > killed
+            ]
+            found.append(max(0.0, max(around, default=0.0) - (listens - killed) - usual))
+        return found
+
+    def gaps(self, kills: Sequence[tuple[float, float]]) -> list[tuple[float, int]]:
+        """The times between two steps that have kills in them, and how many."""
+        counted = [
+            (after - before, sum(before < kill < after for kill, _ in kills)) for before, after in self._pauses()
+        ]
+        return [(seconds, count) for seconds, count in counted if count]
 
     def words(self) -> str:
         files = sorted(self.folder.glob("*.log"))
@@ -256,14 +280,19 @@ def _disturb(run: _Run, kills: int, chance: random.Random, result: Result, death
     codes = [worker.wait(PATIENCE) for worker in run.workers]
     if codes.count(0) != WORKERS or (run.coordinator.wait(60) != 0 and not run.has_finished):
         raise RuntimeError(f"the workers ended with {codes}, {died} were killed")
-    result.stalls += [run.stall(*times) for times in measured if times[0] > run.steps[0][0]]
+    measured = [times for times in measured if times[0] > run.steps[0][0]]
+    result.stalls += run.stalls(measured)
+    result.gaps += run.gaps(measured)
 
 
 def table(result: Result) -> Table:
     found = Table(title=f"{result.kills} kills of the coordinator; weights off by {result.difference:.1e} at most")
     for name in ("seconds", "median", "90 %", "most"):
         found.add_column(name, justify="right")
-    for name, values in (("stall of the training", result.stalls), ("start of the process", result.restarts)):
+    rows = {"stall of the training": result.stalls, "start of the process": result.restarts}
+    for count in sorted({count for _, count in result.gaps}):
+        rows[f"without a step, {count} in it"] = [seconds for seconds, found in result.gaps if found == count]
+    for name, values in rows.items():
         ordered = sorted(values) or [0.0]
         shown = (statistics.median(ordered), ordered[int(0.9 * (len(ordered) - 1))], ordered[-1])
         found.add_row(name, *(f"{value:.2f}" for value in shown))

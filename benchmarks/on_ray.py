@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import PipelineModule, RayReCycle, ReCycleStrategy, ray_worker
 
 STEPS, KILLED_AT, CHECKPOINT_EVERY = 60, 29, 20
-STEP_SECONDS, BATCH = 0.05, 16
+STEP_SECONDS, BATCH = 0.3, 16  # Ray Train asks its workers for new checkpoints every other second
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,

@@ -20,15 +20,14 @@ never returns, a tensor that is gone when its kernel runs, two transfers of diff
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import random
 import select
 import socket
 import struct
-import tempfile
 import threading
 import time
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -581,23 +580,24 @@ class SocketNetwork:
         self._listeners: dict[bytes, socket.socket] = {}
 
     def unique_id(self) -> bytes:
-        path = tempfile.mktemp(prefix="fake_nccl_")
+        # An abstract address (Linux) is gone with its process, also with a killed one; a file would stay.
+        address = b"\0fake-nccl-" + uuid.uuid4().hex.encode()
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
+        listener.bind(address)
         listener.listen(1)
         listener.setblocking(False)
-        unique_id = path.encode().ljust(UNIQUE_ID_BYTES, b"\0")
+        unique_id = address.ljust(UNIQUE_ID_BYTES, b"\0")
         self._listeners[unique_id] = listener
         return unique_id
 
     def join(self, unique_id: bytes, size: int, rank: int) -> _SocketMeeting:
         assert size == 2
-        return _SocketMeeting(unique_id.rstrip(b"\0").decode(), rank, self._listeners.pop(unique_id, None))
+        return _SocketMeeting(unique_id.rstrip(b"\0"), rank, self._listeners.pop(unique_id, None))
 
 
 class _SocketMeeting:
-    def __init__(self, path: str, rank: int, listener: socket.socket | None) -> None:
-        self._path, self._rank, self._listener = path, rank, listener
+    def __init__(self, address: bytes, rank: int, listener: socket.socket | None) -> None:
+        self._address, self._rank, self._listener = address, rank, listener
         self._socket: socket.socket | None = None
 
     def wires(self) -> dict[int, Wire] | None:
@@ -608,7 +608,7 @@ class _SocketMeeting:
         else:
             sock = socket.socket(socket.AF_UNIX)
             try:
-                sock.connect(self._path)
+                sock.connect(self._address)
             except OSError:  # its maker has ended
                 sock.close()
                 return None
@@ -620,5 +620,3 @@ class _SocketMeeting:
             self._socket.close()
         if self._listener is not None:
             self._listener.close()
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
