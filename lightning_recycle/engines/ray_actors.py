@@ -9,6 +9,7 @@ actor takes its place.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -209,22 +210,23 @@ class CoordinatorActor:
     # ------------------------------------------------------------------ the thread that serves
 
     def _serve(self) -> None:
+        what = "The coordinator could not be started"
         try:
-            reception = Reception(self._address, self._key, self._grid.num_workers)
-            self._journal = _journal(self._address, self._key)
-            serving = _ObservedServing(self, reception, self._given, self._journal)
-            self._go_on(serving)
-            while not self._seen.failed:
-                if serving.meet():
-                    serving.serve()
-                    serving.begin_next()
+            with contextlib.closing(Reception(self._address, self._key, self._grid.num_workers)) as reception:
+                what = "The coordinator failed"
+                self._journal = _journal(self._address, self._key)
+                serving = _ObservedServing(self, reception, self._given, self._journal)
                 self._go_on(serving)
-            reception.close()
+                while not self._seen.failed:
+                    if serving.meet():
+                        serving.serve()
+                        serving.begin_next()
+                    self._go_on(serving)
         except SupersededError as error:
             log.error("This actor ends without a word: %s.", error)
         except Exception as error:
-            log.exception("The coordinator could not be started")
-            self._end(Failed(f"The coordinator could not be started: {type(error).__name__}: {error}"), [])
+            log.exception(what)
+            self._end(Failed(f"{what}: {type(error).__name__}: {error}"), [])
 
     def _go_on(self, serving: Serving) -> None:
         """The next run is about to be served, or the one that an earlier process served."""

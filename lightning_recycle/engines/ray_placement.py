@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Node", "homes", "room", "stand_in"]
+__all__ = ["Node", "homes", "needs_of_worker", "room", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Node:
 
     name: str
     free: Mapping[str, float]
+
+
+def needs_of_worker(use_gpu: bool, given: Mapping[str, float] | None) -> dict[str, float]:
+    """What is reserved of each resource for a worker: one CPU, perhaps one GPU, unless ``given`` says otherwise."""
+    return {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {}), **(given or {})}
 
 
 def room(node: Node, needs: Mapping[str, float]) -> int:

@@ -51,6 +51,7 @@ from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, S
 from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.copies import check_copies
 from lightning_recycle.engines.discovery import Discovered, discover
+from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.crews import crew_of
 from lightning_recycle.launch.delivery import Extras
@@ -313,7 +314,8 @@ class SupervisorLauncher(_Launcher):
             Monitor(Path(sys.argv[0]).name, _samples_per_step(call, setup)),
             _shown_at(options.status),
         )
-        payload, resources = (call, Settings.capture()), _resources(options, trainer)
+        payload, use_gpu = (call, Settings.capture()), trainer.strategy.root_device.type != "cpu"
+        resources = needs_of_worker(use_gpu, options.resources_per_worker)
         with (
             served(monitor, http, shows),
             crew_of(options.engine, worker_main, payload, grid, resources, options.start_timeout) as crew,
@@ -489,12 +491,6 @@ def _folder_for_results() -> Iterator[str | None]:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # usually it was not needed
-
-
-def _resources(options: Options, trainer: pl.Trainer) -> dict[str, float]:
-    """What an engine that shares out resources reserves for a worker."""
-    on_cpu = trainer.strategy.root_device.type == "cpu"
-    return {"CPU": 1.0, **({} if on_cpu else {"GPU": 1.0}), **(options.resources_per_worker or {})}
 
 
 def _smaller_grid(grid: Grid, workers: int) -> Grid | None:

@@ -27,6 +27,7 @@ from lightning_recycle.control.history import Event
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.state import Finished
 from lightning_recycle.control.terms import Given
+from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.engines.ray_run import RayRun, RunEnd
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.delivery import Extras, StagePart
@@ -149,7 +150,7 @@ class RayReCycle:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.grid = Grid(num_pipelines, pipeline_parallel_size, num_microbatches)
-        self.resources_per_worker = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {}), **(resources_per_worker or {})}
+        self.resources_per_worker = needs_of_worker(use_gpu, resources_per_worker)
         for resource, amount in self.resources_per_worker.items():
             if not is_number(amount, 0.0):
                 raise ConfigurationError(

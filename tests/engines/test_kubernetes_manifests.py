@@ -17,6 +17,7 @@ KEY = "a secret of 16 bytes or more"
 NAME = "jobset.sigs.k8s.io/jobset-name"
 JOB = "jobset.sigs.k8s.io/replicatedjob-name"
 
+PROBES = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
 JOBSET = {  # of jobset.x-k8s.io/v1alpha2, as far as the manifest uses it
     "successPolicy": {"operator", "targetReplicatedJobs"},
     "failurePolicy": {"maxRestarts", "rules", "restartStrategy"},
@@ -76,6 +77,16 @@ def test_the_coordinator_listens_where_the_others_look() -> None:
     assert host == "0.0.0.0"
     (service,) = of_kind("Service")
     assert port == service["spec"]["ports"][0]["port"] == container("coordinator")["ports"][0]["containerPort"]
+
+
+def test_the_probes_ask_for_pages_that_the_coordinator_has_where_it_has_them() -> None:
+    _, *options = container("coordinator")["command"]
+    ports = {port["name"]: port["containerPort"] for port in container("coordinator")["ports"]}
+    asked = {name: container("coordinator")[name]["httpGet"] for name in PROBES}
+    assert {name: get["path"] for name, get in asked.items()} == PROBES
+    http = address_from(_parser().parse_args(options).http, "--http")
+    for get in asked.values():
+        assert http == ("0.0.0.0", ports[get["port"]])
 
 
 def test_the_network_policy_lets_pass_what_is_needed_and_no_more() -> None:

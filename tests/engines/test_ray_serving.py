@@ -1,6 +1,7 @@
 """The coordinator's actor without Ray: what its runs are to be, and how it goes on where another process was killed."""
 
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lightning_recycle.control.journal import Journal, Process, default_path
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.messages import StopReason, Wants
 from lightning_recycle.control.protocol.revival import Kept, Over
+from lightning_recycle.control.protocol.state import Failed
 from lightning_recycle.control.reception import Reception
 from lightning_recycle.control.terms import Given
 from lightning_recycle.engines import ray_actors
@@ -106,6 +108,34 @@ def test_an_actor_that_is_started_again_asks_for_workers_of_the_same_run(
     assert seen == Observation(1, os.getpid(), positions=dict.fromkeys(range(4)), begun=True)
     actor.forget()
     assert not list(tmp_path.rglob("coordinator-*"))
+
+
+def test_an_error_while_it_serves_is_not_called_one_of_its_start_and_closes_its_port(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(self: RayServing) -> bool:
+        raise RuntimeError("no room on the device")
+
+    monkeypatch.setattr(RayServing, "meet", fail)
+    monkeypatch.setattr(ray_actors, "RunGauges", _NoGauges)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    address = ("127.0.0.1", free_port("127.0.0.1"))
+    actor = CoordinatorActor(GRID, address, KEY, Given(2, 2, 6), "test")
+    assert wait_for(lambda: actor.observe(-1, 0.0).failed, PATIENCE)
+    ended = actor.outcome(0)
+    assert ended is not None
+    assert ended[0] == Failed("The coordinator failed: RuntimeError: no room on the device")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, PATIENCE).close()
+
+
+def test_a_port_that_is_taken_is_an_error_of_its_start(monkeypatch: pytest.MonkeyPatch, reception: Reception) -> None:
+    monkeypatch.setattr(ray_actors, "RunGauges", _NoGauges)
+    actor = CoordinatorActor(GRID, reception.listener.address, KEY, Given(2, 2, 6), "test")
+    assert wait_for(lambda: actor.observe(-1, 0.0).failed, PATIENCE)
+    ended = actor.outcome(0)
+    assert ended is not None
+    assert "could not be started" in str(ended[0])
 
 
 def test_results_of_a_process_that_was_killed_are_missed_with_a_word(

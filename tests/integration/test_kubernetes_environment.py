@@ -67,6 +67,15 @@ def pod(node: Machine, output: Path) -> "subprocess.Popen[str]":
     return node.start(*script, **variables)
 
 
+def status_of(node: Machine, probe: str) -> int:
+    """What a probe of the coordinator's container gets on its node."""
+    get = container("coordinator")[probe]["httpGet"]
+    (port,) = (port["containerPort"] for port in container("coordinator")["ports"] if port["name"] == get["port"])
+    url = f"http://{node.address}:{port}{get['path']}"
+    script = f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=60).status)"
+    return int(node.start(sys.executable, "-c", script).communicate(timeout=120)[0])
+
+
 def test_pods_that_are_deleted_and_a_node_that_is_lost_change_nothing(
     nodes: tuple[Machine, Machine, Names], tmp_path: Path
 ) -> None:
@@ -83,6 +92,8 @@ def test_pods_that_are_deleted_and_a_node_that_is_lost_change_nothing(
     command = [sys.executable, "-m", "lightning_recycle.control.standalone", *options, *patient]
     served = a.start(*command, **environment("coordinator", {}, KEY))
     await_listening(served)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert status_of(a, probe) == 200  # from the node, as the kubelet asks
     (service,) = of_kind("Service")
     names.add(service["metadata"]["name"], a.address)
     await_line(mine[0], "step", 3)
