@@ -1,7 +1,8 @@
-"""A worker is killed on Ray: RayReCycle and Ray Train with RayDDPStrategy, side by side, on the same model and data.
+"""A worker is killed on Ray: RayReCycle, engine="ray" and Ray Train with RayDDPStrategy, on the same model and data.
 
     python benchmarks/on_ray.py                # two workers each: 2 pipelines of 1 stage, and 2 DDP ranks
-    python benchmarks/on_ray.py --stages 2     # RayReCycle with 2 x 2 workers
+    python benchmarks/on_ray.py --stages 2     # this package with 2 x 2 workers
+    python benchmarks/on_ray.py --only engine
 
 Both train on a Ray of this machine. In step ``KILLED_AT`` one worker kills itself; measured is the time until anybody
 ends a later step, and how many steps ran again. Ray Train restarts all workers from the newest checkpoint, which is
@@ -90,6 +91,16 @@ def recycle(directory: str) -> None:
     trainer.fit(Model(), loader())
 
 
+def engine(directory: str, stages: int) -> int:
+    """The script that trains with ``engine="ray"``; returns how many steps ran again."""
+    strategy = ReCycleStrategy(stages, 4, engine="ray", restart_workers=True)
+    trainer = L.Trainer(
+        strategy=strategy, devices=2 * stages, callbacks=[Killed(directory)], enable_checkpointing=False, **QUIET
+    )
+    trainer.fit(Model(), loader())
+    return sum(event.kind == "redone" for event in strategy.history)
+
+
 def ddp(config: dict[str, Any]) -> None:
     """What a worker of Ray Train runs."""
     import ray.train
@@ -136,17 +147,22 @@ def measured(directory: Path) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A worker is killed on Ray.")
     parser.add_argument("--stages", type=int, default=1)
-    parser.add_argument("--only", choices=("recycle", "ddp"), default=None)
+    parser.add_argument("--only", choices=("recycle", "engine", "ddp"), default=None)
     options = parser.parse_args()
     ray.init(address="local", num_cpus=6, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
     print(f"{'':28} {'kill to next step s':>20} {'steps run again':>16}")
-    if options.only != "ddp":
+    if options.only in (None, "recycle"):
         directory = Path(tempfile.mkdtemp())
         result = RayReCycle(2, options.stages, 4).fit(recycle, str(directory))
         seconds, _ = measured(directory)
         again = sum(event.kind == "redone" for event in result.history)
         print(f"{f'RayReCycle 2 x {options.stages}':28} {seconds:20.2f} {again:16d}")
-    if options.only != "recycle":
+    if options.only in (None, "engine"):
+        directory = Path(tempfile.mkdtemp())
+        again = engine(str(directory), options.stages)
+        name = f'engine="ray" 2 x {options.stages}'
+        print(f"{name:28} {measured(directory)[0]:20.2f} {again:16d}")
+    if options.only in (None, "ddp"):
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
 
