@@ -42,13 +42,7 @@ def process_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "lightning_recycle.strategy",
-            "lightning_recycle.launch.worker_process",
-            "lightning_recycle.launch.preloaded",
-        ]
-    )
+    context.set_forkserver_preload(["lightning_recycle.launch.preloaded"])
     return context
 
 

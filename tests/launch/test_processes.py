@@ -1,5 +1,6 @@
 """Worker processes of this machine, as the launching process holds them."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -65,6 +66,16 @@ def test_workers_outlive_their_fork_server() -> None:
         later = crew.start(SECONDS, "started by a new fork server")
         assert ends.describe_exit(SECONDS)
         lose(later)
+
+
+def exit_with_what_is_wrong(_: object) -> None:
+    frozen, imported = gc.get_freeze_count() > 100_000, "lightning_recycle.strategy" in sys.modules
+    sys.exit(None if frozen and imported and gc.isenabled() else f"{gc.get_freeze_count()}, {imported}")
+
+
+def test_the_collector_of_a_worker_works_and_leaves_alone_what_was_imported_for_it() -> None:
+    with Crew(exit_with_what_is_wrong, None) as crew:
+        assert crew.start(None, "worker").describe_exit(SECONDS) == "it exited with code 0"
 
 
 def test_an_exit_status_of_255_is_one() -> None:
