@@ -29,6 +29,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lightning_recycle.process_spaces import process_space
+
 __all__ = [
     "delete",
     "link",
@@ -241,10 +243,7 @@ def _is_left(path: Path, machine: str, pid: int) -> bool:
 @cache
 def _machine() -> str:
     """Tells apart where a process id means different processes: machines, their boots, and containers."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # only Linux has them
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.stat("/proc/self/ns/pid").st_ino)]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{socket.gethostname()} {process_space()}".encode()).hexdigest()[:8]
 
 
 # ------------------------------------------------------------------ folders

@@ -32,7 +32,6 @@ from typing import Any, NoReturn, TypeVar
 from lightning_recycle.control.addresses import shown
 from lightning_recycle.control.connection import connect
 from lightning_recycle.control.payload import pack, unpack_all
-from lightning_recycle.control.process_spaces import process_space
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
@@ -41,6 +40,7 @@ from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.reconnection import connections
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 from lightning_recycle.planning.program import Program
+from lightning_recycle.process_spaces import process_space
 
 __all__ = [
     "EXIT_INTERRUPTED",

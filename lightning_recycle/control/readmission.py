@@ -18,10 +18,10 @@ from enum import Enum
 
 from lightning_recycle.control.journal import Journal, Process, SupersededError
 from lightning_recycle.control.options import CoordinatorOptions
-from lightning_recycle.control.process_spaces import has_ended
 from lightning_recycle.control.protocol import messages, revival
 from lightning_recycle.control.protocol.state import MembershipState, initial_state
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.process_spaces import has_ended
 
 __all__ = ["NOBODY_SECONDS", "Place", "Readmission", "describe"]
 

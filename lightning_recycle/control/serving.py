@@ -20,13 +20,13 @@ from collections.abc import Callable
 from lightning_recycle.control.coordinator import Coordinator, Positions
 from lightning_recycle.control.journal import Journal
 from lightning_recycle.control.plans.replanning import RunPlanner
-from lightning_recycle.control.process_spaces import has_ended
 from lightning_recycle.control.protocol.messages import StopReason, Unfit, Wants
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.control.readmission import NOBODY_SECONDS
 from lightning_recycle.control.reception import Reception
 from lightning_recycle.control.terms import Given, Terms, difference, settle
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.process_spaces import has_ended
 
 __all__ = ["Serving"]
 

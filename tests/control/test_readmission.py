@@ -11,12 +11,12 @@ import pytest
 
 from lightning_recycle.control.journal import Journal, Process, SupersededError
 from lightning_recycle.control.options import CoordinatorOptions
-from lightning_recycle.control.process_spaces import has_ended, process_space
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.messages import EndRun, Hello, Leave, Returned
 from lightning_recycle.control.protocol.revival import Kept, events, order
 from lightning_recycle.control.readmission import Place, Readmission
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.process_spaces import has_ended, process_space
 
 GRID = Grid(2, 2, 1)
 OPTIONS = CoordinatorOptions(heartbeat_timeout=5.0, last_holder_timeout=300.0)
