@@ -143,7 +143,9 @@ class Worker:
         self.layers = [layer.to(self.device) for layer in job.build(place.stage)]
         self.parameters = [p for layer in self.layers for p in layer.parameters()]
         self.optimizer = job.optimizer(self.parameters)
-        self.client = ControlClient(rank, address, key, heartbeat_interval=min(_BEAT_SECONDS, job.heartbeat_timeout / 5))
+        self.client = ControlClient(
+            rank, address, key, heartbeat_interval=min(_BEAT_SECONDS, job.heartbeat_timeout / 5)
+        )
         self.communicator = Communicator(
             rank,
             HOST,

@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def show_operations(linears: int, microbatches: int, steps: int, profile: bool) -> None:
     reference = bare(linears, microbatches)
-    table = Table(title=f"{linears} linear layers, {microbatches} micro-batches: microseconds, medians (goal: {GOAL:g})")
+    table = Table(title=f"{linears} linear layers, {microbatches} micro-batches; median microseconds (goal: {GOAL:g})")
     for heading in ("backward", "operation", "all", "bare", "executor"):
         table.add_column(heading, justify="left" if heading in ("backward", "operation") else "right")
     profiles = []

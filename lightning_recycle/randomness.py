@@ -42,11 +42,7 @@ def derive_seed(*parts: int) -> int:
 @contextmanager
 def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
     """Lends torch's default generator of ``device`` to be re-seeded, and restores its state afterwards."""
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        generator = torch.cuda.default_generators[index]
-    else:
-        generator = torch.default_generator
+    generator = _default_generator(device)
     state = generator.get_state()
     try:
         yield generator
@@ -54,31 +50,44 @@ def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
         generator.set_state(state)
 
 
-@contextmanager
-def microbatch_randomness(
-    device: torch.device, seed: int, step: int, microbatch: int
-) -> Iterator[Callable[[int], None]]:
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+class microbatch_randomness:
     """Lends torch's default generator of ``device`` to the layers of one micro-batch.
 
-    The function that it yields re-seeds the generator for the layer with the given index; layers that are run by the
-    user's code are announced by :func:`draw_for_layer`. The latter is global to the process, not thread-local: autograd
-    runs the backward of CUDA operations, in which layers may run again, in its own threads.
+    Within the block it is a function that re-seeds the generator for the layer with the given index; layers that are
+    run by the user's code are announced by :func:`draw_for_layer`. The latter is global to the process, not
+    thread-local: autograd runs the backward of CUDA operations, in which layers may run again, in its own threads.
     """
-    global _draw_for, _seed_of
-    with layer_randomness(device) as generator:
 
-        def seed_of(layer: int) -> int:
-            return derive_seed(seed, step, microbatch, layer)
+    __slots__ = ("_address", "_generator", "_previous", "_state")
 
-        def draw_for(layer: int) -> None:
-            generator.manual_seed(seed_of(layer))
+    def __init__(self, device: torch.device, seed: int, step: int, microbatch: int) -> None:
+        self._generator = _default_generator(device)
+        self._address = (seed, step, microbatch)
 
-        previous = _draw_for, _seed_of
-        _draw_for, _seed_of = draw_for, seed_of
-        try:
-            yield draw_for
-        finally:
-            _draw_for, _seed_of = previous
+    def __enter__(self) -> Callable[[int], None]:
+        global _draw_for, _seed_of
+        self._state = self._generator.get_state()
+        self._previous = _draw_for, _seed_of
+        _draw_for, _seed_of = self._draw_for, self._seed_of
+        return self._draw_for
+
+    def __exit__(self, *_: object) -> None:
+        global _draw_for, _seed_of
+        _draw_for, _seed_of = self._previous
+        self._generator.set_state(self._state)
+
+    def _seed_of(self, layer: int) -> int:
+        return derive_seed(*self._address, layer)
+
+    def _draw_for(self, layer: int) -> None:
+        self._generator.manual_seed(derive_seed(*self._address, layer))
 
 
 def draw_for_layer(layer: int) -> None:

@@ -179,7 +179,7 @@ class Executor:
         self._program: tuple[Task, ...] = ()
         self._idle_peer = False
         self._incoming: dict[Task, Incoming] = {}
-        self._losses: dict[int, float] = {}
+        self._losses: dict[int, float | Tensor] = {}  # on a device: whoever reads one waits for it
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
         self._place = (0, "")  # the step and the operation to which an exception belongs
@@ -266,7 +266,8 @@ class Executor:
                 if self._is_last and not forwards_left:
                     if step == self.version:
                         self._settle()
-                    self._client.send(messages.Losses(self._client.rank, step, self._losses, self._outputs))
+                    losses = {index: float(loss) for index, loss in self._losses.items()}
+                    self._client.send(messages.Losses(self._client.rank, step, losses, self._outputs))
             elif kind is OpKind.RECOMPUTE:
                 self._recompute(step, task)
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
@@ -304,7 +305,7 @@ class Executor:
             output = stage.forward(step, task.index, inputs, target, decoupled=split, recomputed=task.recomputed)
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
-                self._losses[task.index] = float(loss)
+                self._losses[task.index] = loss.clone() if loss.is_cuda else float(loss)
                 if self._host.records_outputs:
                     with self._client.busy("a hook that sees outputs"):
                         self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
@@ -338,6 +339,7 @@ class Executor:
 
     def _reduce(self, step: int) -> None:
         self._settle()
+        self._timings.await_device(self._client.progressed)
         with self._client.waiting("peers"), self._measured(OpKind.REDUCE):
             self._reduction.finish()
             self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
@@ -370,23 +372,22 @@ class Executor:
         known = self._client.await_loss(number)
         result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow)
         self.accumulated.add(number, step.share)
-        started = time.perf_counter()
-        if self._shadow is not None:
-            self._shadow.update()
-        if guesses:
-            self._host.keep_optimizer()
-        # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
-        self.version += 1
-        self._reduced = False
-        if guesses:
-            assert self._guesses is not None
-            self._guesses.unsettled = True
-        else:
-            self._payload = None
-        self._is_past = True
-        with self._client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
-            step.apply(result)
-        self._timings.add(OpKind.STEP, time.perf_counter() - started)
+        with self._timings.measure(OpKind.STEP, self._communicator.device):
+            if self._shadow is not None:
+                self._shadow.update()
+            if guesses:
+                self._host.keep_optimizer()
+            # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
+            self.version += 1
+            self._reduced = False
+            if guesses:
+                assert self._guesses is not None
+                self._guesses.unsettled = True
+            else:
+                self._payload = None
+            self._is_past = True
+            with self._client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
+                step.apply(result)
         step.result = result
         measured, facts = self._timings.take_step(), self._host.describe_step(number)
         seconds = dict(self._timings.seconds)
@@ -755,6 +756,7 @@ class Executor:
                 self._place = (step + 1, _READING)
                 data.handle.loader.read_ahead(data.handle)
                 self._place = (step, task.label)
+        self._timings.await_device(self._client.progressed)
         with self._client.waiting(f"rank {task.source}"):
             value = self._communicator.receive(self._incoming[task])
         if self._meter is not None and task.op.kind is OpKind.FORWARD:
