@@ -1,9 +1,12 @@
 """Decoupled back-propagation: weight gradients computed later than input gradients.
 
-Inside :class:`intercept_linear` every ``F.linear`` on a trainable leaf weight becomes an autograd function that, while
-a :class:`WeightGradQueue` is active, returns only the input gradient and queues the weight and bias gradients.
-Parameters that are not captured get their gradient from autograd at once, so every module stays correct; the values are
-bit-identical either way, because the queued computation is the one autograd would have done.
+Inside :class:`intercept_linear` every product with a trainable leaf weight (``F.linear``, or ``torch.addmm`` as in
+Hugging Face's ``Conv1D``) becomes an autograd function that, while a :class:`WeightGradQueue` is active, returns only
+the input gradient and queues the weight and bias gradients. The weight may be a part of a leaf, as the packed
+projections of ``nn.MultiheadAttention`` are where query, key and value differ. Under autocast the product is that of
+the cast tensors, as torch's own would be. Parameters that are not captured get their gradient from autograd at once, so
+every module stays correct; the values are bit-identical either way, because the queued computation is the one autograd
+would have done.
 
 The active queue is global to the process, not thread-local: autograd runs the backward of CUDA operations in its own
 threads.
@@ -14,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,35 @@ from torch import Tensor, nn
 __all__ = ["WeightGradQueue", "defer_weight_grad", "intercept_linear"]
 
 _active: WeightGradQueue | None = None
+_HALVED = (torch.float32, torch.float16, torch.bfloat16)  # what autocast turns into its own dtype
+
+
+class _Part(NamedTuple):
+    """Which part of a contiguous parameter a view of it is."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same part of ``tensor``, which is contiguous and has the shape of the parameter."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class _Queued(NamedTuple):
+    """A gradient that waits: of all of ``parameter``, or of a part.
+
+    It is computed in the dtype of autocast, which gradients of all of a parameter keep until they are added if they
+    have one cast of it in common; others do not (``widened``).
+    """
+
+    parameter: nn.Parameter
+    part: _Part | None
+    compute: Callable[[], Tensor]
+    widened: bool = False
+
+    def gradient(self) -> Tensor:
+        return self.compute().to(self.parameter.dtype) if self.widened else self.compute()
 
 
 class WeightGradQueue:
@@ -32,7 +64,7 @@ class WeightGradQueue:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
+        self._pending: list[_Queued] = []
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -41,7 +73,7 @@ class WeightGradQueue:
     def collecting(self) -> Iterator[None]:
         """While active, :func:`defer_weight_grad` queues here instead of computing.
 
-        ``F.linear`` stays intercepted, because activation checkpointing runs the forward again here.
+        Products stay intercepted, because activation checkpointing runs the forward again here.
         """
         global _active
         previous, _active = _active, self
@@ -51,41 +83,60 @@ class WeightGradQueue:
         finally:
             _active = previous
 
-    def add(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> None:
-        self._pending.append((parameter, compute))
+    def add(
+        self,
+        parameter: nn.Parameter,
+        compute: Callable[[], Tensor],
+        part: _Part | None = None,
+        widened: bool = False,
+    ) -> None:
+        self._pending.append(_Queued(parameter, part, compute, widened))
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the queued computations hold, as far as they are variables of the functions."""
-        cells = (cell for _, compute in self._pending for cell in getattr(compute, "__closure__", None) or ())
+        cells = (cell for queued in self._pending for cell in getattr(queued.compute, "__closure__", None) or ())
         return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, Tensor)]
 
     def parameters(self) -> list[nn.Parameter]:
         """Those whose gradients wait, once for each gradient."""
-        return [parameter for parameter, _ in self._pending]
+        return [queued.parameter for queued in self._pending]
 
     @torch.no_grad()
     def flush(self, done: Callable[[nn.Parameter], None] | None = None) -> None:
         """Computes every queued gradient, in the order of the backward, and adds it to ``parameter.grad``.
 
-        Gradients of the same parameter are summed first, as in autograd: the bits depend on the order. ``done`` is
-        called with each parameter as soon as it has all of them.
+        Gradients of the same parameter, or of the same part of it, are summed first, as in autograd: the bits depend on
+        the order. ``done`` is called with each parameter as soon as it has all of them.
         """
-        uses = Counter(id(parameter) for parameter, _ in self._pending)
-        partial: dict[int, Tensor] = {}
-        for parameter, compute in self._pending:
-            key = id(parameter)
-            grad = partial.pop(key) + compute() if key in partial else compute()
-            uses[key] -= 1
-            if uses[key]:
+        uses = Counter(id(queued.parameter) for queued in self._pending)
+        of_part = Counter((id(queued.parameter), queued.part) for queued in self._pending)
+        partial: dict[tuple[int, _Part | None], Tensor] = {}
+        for queued in self._pending:
+            parameter, part = queued.parameter, queued.part
+            key = (id(parameter), part)
+            grad = partial.pop(key) + queued.gradient() if key in partial else queued.gradient()
+            uses[id(parameter)] -= 1
+            of_part[key] -= 1
+            if of_part[key]:
                 partial[key] = grad
                 continue
-            if parameter.grad is None:
-                parameter.grad = grad
-            else:
-                parameter.grad += grad
-            if done is not None:
+            _accumulate(parameter, part, grad)
+            if done is not None and not uses[id(parameter)]:
                 done(parameter)
         self._pending.clear()
+
+
+def _accumulate(parameter: nn.Parameter, part: _Part | None, grad: Tensor) -> None:
+    """Adds ``grad``, whose dtype may be that of autocast, to the gradient of ``parameter``."""
+    if parameter.grad is None:
+        if part is None:
+            parameter.grad = grad.to(parameter.dtype)
+            return
+        parameter.grad = torch.zeros_like(parameter)
+    if part is None:
+        parameter.grad += grad
+    else:
+        part.of(parameter.grad).add_(grad)
 
 
 def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor | None:
@@ -114,40 +165,107 @@ def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) ->
     return None
 
 
+def _defer(ctx: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+    """As :func:`defer_weight_grad`, for a parameter or a part of one."""
+    if _active is None:
+        return compute()
+    if isinstance(weight, nn.Parameter):
+        _active.add(weight, compute, widened=not ctx.shares_cast)
+        return None
+    base = weight._base
+    assert isinstance(base, nn.Parameter)
+    offset = int(weight.storage_offset() - base.storage_offset())
+    _active.add(base, compute, _Part(tuple(weight.shape), weight.stride(), offset), widened=True)
+    return None
+
+
 class _Linear(torch.autograd.Function):
-    """``F.linear`` whose backward offers the weight and bias gradients to :func:`defer_weight_grad`."""
+    """``F.linear`` whose backward offers the weight and bias gradients to :func:`defer_weight_grad`.
+
+    ``x`` is (..., in), ``weight`` (out, in); they and ``bias`` are cast to the dtype of ``x``, as by autocast.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
-        return _linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.weight, ctx.bias, ctx.shares_cast = weight, bias, torch.is_autocast_cache_enabled()
+        factor = _cast(weight, x)
+        ctx.save_for_backward(x, *(() if factor is weight else (factor,)))
+        return _linear(x, factor, None if bias is None else _cast(bias, x))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
-        (x,) = ctx.saved_tensors
+        x, *cast = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         flat_grad = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_x = flat_grad.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_x = flat_grad.mm(cast[0] if cast else weight).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_weight = grad_bias = None
         if ctx.needs_input_grad[1]:
-            grad_weight = defer_weight_grad(weight, lambda: flat_grad.t().mm(x.reshape(-1, x.shape[-1])))
+            grad_weight = _defer(ctx, weight, lambda: flat_grad.t().mm(x.reshape(-1, x.shape[-1])))
         if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = defer_weight_grad(bias, lambda: flat_grad.sum(0))
+            grad_bias = _defer(ctx, bias, lambda: flat_grad.sum(0))
         return grad_x, grad_weight, grad_bias
 
 
+class _Addmm(torch.autograd.Function):
+    """The same for ``torch.addmm(bias, x, weight)``: ``x`` is (rows, in), ``weight`` (in, out), ``bias`` (out,)."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight, ctx.bias, ctx.shares_cast = weight, bias, torch.is_autocast_cache_enabled()
+        factor = _cast(weight, x)
+        ctx.save_for_backward(x, *(() if factor is weight else (factor,)))
+        return _addmm(_cast(bias, x), x, factor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        x, *cast = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        grad_x = grad.mm((cast[0] if cast else weight).t()) if ctx.needs_input_grad[1] else None
+        grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_weight = _defer(ctx, weight, lambda: x.t().mm(grad))
+        if ctx.needs_input_grad[0]:
+            grad_bias = _defer(ctx, bias, lambda: grad.sum(0))
+        return grad_bias, grad_x, grad_weight
+
+
+def _cast(parameter: Tensor, x: Tensor) -> Tensor:
+    return parameter if parameter.dtype == x.dtype else parameter.to(x.dtype)
+
+
 def _deferrable(parameter: Tensor | None) -> bool:
-    """Whether a gradient of ``parameter`` may be added behind autograd's back: an unobserved leaf."""
-    return parameter is None or (
-        isinstance(parameter, nn.Parameter)
-        and not parameter._backward_hooks
-        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
+    """Whether a gradient of ``parameter`` may be added behind autograd's back: an unobserved leaf, or a part of one."""
+    if parameter is None:
+        return True
+    leaf: Tensor | None = parameter
+    if not isinstance(parameter, nn.Parameter):
+        leaf = parameter._base
+        if (
+            not isinstance(leaf, nn.Parameter)
+            or parameter.dtype != leaf.dtype
+            or parameter._backward_hooks
+            or parameter.retains_grad
+            or not leaf.is_contiguous()
+        ):
+            return False
+    return not leaf._backward_hooks and not getattr(leaf, "_post_accumulate_grad_hooks", None)  # type: ignore[union-attr]
+
+
+def _dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The dtype in which their product is computed; None if that is not for us to say."""
+    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        if input.is_leaf and input.requires_grad:  # autocast casts it once for all uses, and adds their gradients first
+            return None
+        return torch.get_autocast_dtype(device) if all(dtype in _HALVED for dtype in dtypes) else None
+    return dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else None
 
 
 _linear = F.linear
+_addmm = torch.addmm
 
 
 def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -159,24 +277,41 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
         and _deferrable(weight)
         and _deferrable(bias)
         and input.dim() >= 2
-        and input.dtype == weight.dtype
-        and not torch.is_autocast_enabled(input.device.type)
+        and (dtype := _dtype(input, weight, bias)) is not None
     ):
-        return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return]
+        return _Linear.apply(input.to(dtype), weight, bias)  # type: ignore[no-any-return]
     return _linear(input, weight, bias)
+
+
+def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
+    """``torch.addmm``, through :class:`_Addmm` where it is a layer: a bias, an input, a weight."""
+    if len(args) == 3 and not options and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        bias, input, weight = args
+        if (
+            weight.requires_grad
+            and isinstance(weight, nn.Parameter)
+            and isinstance(bias, nn.Parameter)
+            and bias.shape == weight.shape[1:]
+            and _deferrable(weight)
+            and _deferrable(bias)
+            and (dtype := _dtype(input, weight, bias)) is not None
+        ):
+            return _Addmm.apply(bias, input.to(dtype), weight)  # type: ignore[no-any-return]
+    return _addmm(*args, **options)
 
 
 @contextmanager
 def intercept_linear() -> Iterator[None]:
-    """Within the block, ``torch.nn.functional.linear`` on trainable parameters is deferrable.
+    """Within the block, ``torch.nn.functional.linear`` and ``torch.addmm`` on trainable parameters are deferrable.
 
-    The function is replaced in its module, where ``nn.Linear`` and ``nn.MultiheadAttention`` look it up at each call;
-    code that imported it by name is not intercepted, but still correct. A ``TorchFunctionMode`` would catch that
-    too, but sends every torch function through Python (measured: 5 to 18 % of a transformer block of width 128
-    to 64).
+    The functions are replaced in their modules, where ``nn.Linear``, ``nn.MultiheadAttention`` and ``Conv1D`` look them
+    up at each call; code that imported one by name is not intercepted, but still correct. A ``TorchFunctionMode`` would
+    catch that too, but sends every torch function through Python (measured: 5 to 18 % of a transformer block of width
+    128 to 64).
     """
-    previous, F.linear = F.linear, _deferrable_linear
+    previous = F.linear, torch.addmm
+    F.linear, torch.addmm = _deferrable_linear, _deferrable_addmm
     try:
         yield
     finally:
-        F.linear = previous
+        F.linear, torch.addmm = previous

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,6 +57,45 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Across(nn.Module):
+    """Attention of a decoder: its packed projection is used in parts. With ``three``, query, key and value differ."""
+
+    def __init__(self, *, three: bool = False, width: int = WIDTH) -> None:
+        super().__init__()
+        self.three = three
+        sizes = {} if width == WIDTH else {"kdim": width, "vdim": width}
+        self.attention = nn.MultiheadAttention(WIDTH, 3, batch_first=True, **sizes)
+        self.memory = nn.Linear(WIDTH, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory(x.sin())
+        value = memory.flip(1) if self.three else memory
+        return self.attention(x, memory, value, need_weights=False)[0]
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's: the weight is (in, out), and the bias comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH)), nn.Parameter(torch.randn(3 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+class Halves(nn.Module):
+    """Uses one part of its weight twice, the other transposed, and a row of it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.weight.chunk(2)
+        return F.linear(F.linear(x, first).tanh(), first) + F.linear(x, second.t())
 
 
 class Turned(nn.Module):
@@ -123,6 +163,11 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "linear without bias": lambda: nn.Linear(WIDTH, 7, bias=False),
     "two layers": lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)),
     "attention": Attention,
+    "attention across": Across,
+    "attention of three": lambda: Across(three=True),
+    "attention with other widths": lambda: Across(width=7),
+    "Conv1D": lambda: nn.Sequential(Conv1D(), nn.GELU()),
+    "parts of a weight": Halves,
     "transformer block": lambda: nn.TransformerEncoderLayer(WIDTH, 3, 24, dropout=0.0, batch_first=True),
     "shared weight": Tied,
     "shared with an embedding": TiedEmbedding,
@@ -198,7 +243,8 @@ def test_split_backward_gives_the_bits_of_the_fused_one(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in MODULES if n not in ("attention", "transformer block", "input that is not contiguous")]
+    "name",
+    [n for n in MODULES if not n.startswith(("attention", "transformer")) and n != "input that is not contiguous"],
 )
 def test_split_backward_gives_the_bits_of_the_fused_one_for_matrices(name: str) -> None:
     assert_split_is_fused(name, torch.float64, [(WIDTH, WIDTH)])
@@ -221,23 +267,95 @@ def test_bfloat16_gradients_have_the_same_bits() -> None:
         assert_split_is_fused(name, torch.bfloat16, [(4, 6, WIDTH)])
 
 
-def test_autocast_gradients_have_the_same_bits() -> None:
+def under_autocast(name: str, dtype: torch.dtype, *, decoupled: bool) -> tuple[dict[str, Tensor | None], set[str]]:
+    """Gradients after two micro-batches, and the names of the parameters whose gradients waited."""
+    torch.manual_seed(1)
+    module = MODULES[name]()
+    names = {id(p): n for n, p in module.named_parameters()}
+    found: dict[str, Tensor | None] = {}
+    deferred: set[str] = set()
+    for index in range(2):
+        x, queue = torch.randn(3, 5, WIDTH).requires_grad_(), WeightGradQueue()
+        with torch.autocast("cpu", dtype=dtype), intercept_linear() if decoupled else nullcontext():
+            output = module(x.sin())
+        with queue.collecting() if decoupled else nullcontext():
+            output.float().square().sum().backward()
+        deferred |= {names[id(p)] for p in queue.parameters()}
+        queue.flush()
+        found[f"input {index}"] = x.grad
+    return {**found, **{name: p.grad for name, p in module.named_parameters()}}, deferred
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear",
+        "two layers",
+        "attention",
+        "attention across",
+        "attention of three",
+        "attention with other widths",
+        "Conv1D",
+        "parts of a weight",
+        "shared weight",
+        "frozen bias",
+        "checkpointing",
+        "parametrized weight",
+    ],
+)
+def test_under_autocast_the_split_backward_gives_the_bits_of_the_fused_one(name: str, dtype: torch.dtype) -> None:
+    expected, _ = under_autocast(name, dtype, decoupled=False)
+    actual, deferred = under_autocast(name, dtype, decoupled=True)
+    assert_same_bits(actual, expected)
+    if name != "parametrized weight":
+        trained = {n for n, p in MODULES[name]().named_parameters() if p.requires_grad}
+        assert deferred == trained, "their gradients do not wait for W"
+
+
+def test_without_the_cache_of_autocast_the_bits_are_the_same_too() -> None:
     def run(*, decoupled: bool) -> dict[str, Tensor | None]:
         torch.manual_seed(1)
-        module, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
-        queue = WeightGradQueue()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            if decoupled:
-                with intercept_linear():
-                    output = module(x)
-            else:
-                output = module(x)
-        with queue.collecting():
+        module, x, queue = Tied(), torch.randn(64, WIDTH), WeightGradQueue()
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+        with autocast, intercept_linear() if decoupled else nullcontext():
+            output = module(x)
+        with queue.collecting() if decoupled else nullcontext():
             output.float().square().sum().backward()
+        assert len(queue) == (4 if decoupled else 0)
         queue.flush()
-        return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+        return {name: p.grad for name, p in module.named_parameters()}
 
     assert_same_bits(run(decoupled=True), run(decoupled=False))
+
+
+def test_what_waits_of_a_part_is_known() -> None:
+    """The memory meter counts it."""
+    x, grad = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
+    weight, queue = nn.Parameter(torch.randn(2 * WIDTH, WIDTH)), WeightGradQueue()
+    with intercept_linear():
+        output = F.linear(x, weight.chunk(2)[0])
+    with queue.collecting():
+        output.backward(grad)
+    assert {tensor.data_ptr() for tensor in queue.tensors()} == {x.data_ptr(), grad.data_ptr()}
+
+
+def test_an_input_that_is_learned_and_used_twice_has_the_same_bits_under_autocast() -> None:
+    def run(*, decoupled: bool) -> Tensor:
+        torch.manual_seed(1)
+        first, second, learned = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64), nn.Parameter(torch.randn(64, WIDTH))
+        with torch.autocast("cpu", dtype=torch.bfloat16), intercept_linear() if decoupled else nullcontext():
+            (first(learned) * second(learned)).float().sum().backward()
+        assert learned.grad is not None
+        return learned.grad
+
+    assert torch.equal(run(decoupled=True), run(decoupled=False))
+
+
+def test_double_precision_is_left_alone_by_autocast() -> None:
+    module, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(4, WIDTH, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16), intercept_linear():
+        assert module(x).dtype == torch.float64
 
 
 def test_a_one_dimensional_input_works() -> None:
@@ -315,6 +433,70 @@ def test_an_exception_in_b_does_not_leave_the_queue_active() -> None:
     assert module.weight.grad is not None
 
 
+def deferred_names(module: nn.Module, *inputs: Any) -> tuple[set[str], set[str]]:
+    """Names of the trained matrices, and of the parameters whose gradients wait after B."""
+    queue = WeightGradQueue()
+    with intercept_linear():
+        output = module(*inputs)
+    output = output[0] if isinstance(output, tuple) else output
+    with queue.collecting():
+        output.square().sum().backward()
+    names = {id(p): n for n, p in module.named_parameters()}
+    matrices = {n for n, p in module.named_parameters() if p.dim() == 2}
+    return matrices, {names[id(p)] for p in queue.parameters()}
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.startswith(("attention", "transformer", "Conv1D"))])
+def test_the_weights_of_attention_wait_for_w(name: str) -> None:
+    matrices, deferred = deferred_names(MODULES[name](), torch.randn(2, 5, WIDTH, requires_grad=True))
+    assert matrices
+    assert matrices <= deferred
+
+
+def test_the_weights_of_a_decoder_wait_for_w() -> None:
+    decoder = nn.TransformerDecoderLayer(WIDTH, 3, 24, dropout=0.0, batch_first=True)
+    x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 4, WIDTH)
+    matrices, deferred = deferred_names(decoder, x, memory)
+    assert len(matrices) == 6
+    assert matrices <= deferred
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_the_weights_of_hugging_face_blocks_wait_for_w(kind: str, attention: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    make = {
+        "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=11),
+        "llama": lambda: transformers.LlamaConfig(num_key_value_heads=1, vocab_size=11, **sizes),
+        "bert": lambda: transformers.BertConfig(vocab_size=11, **sizes),
+    }
+    model = transformers.AutoModel.from_config(make[kind](), attn_implementation=attention).eval()
+    queue = WeightGradQueue()
+    with intercept_linear():
+        output = model(torch.arange(10).view(2, 5)).last_hidden_state
+    with queue.collecting():
+        output.square().sum().backward()
+    names = {id(p): n for n, p in model.named_parameters()}
+    left = {n for n, p in model.named_parameters() if p.dim() == 2 and p.grad is not None}
+    assert all("emb" in name or "wte" in name or "wpe" in name for name in left), "computed in B"
+    assert {names[id(p)].split(".")[-2] for p in queue.parameters()} >= {
+        "gpt2": {"c_attn", "c_proj", "c_fc"},
+        "llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        "bert": {"query", "key", "value", "dense"},
+    }[kind]
+
+
+def test_a_product_that_is_no_layer_is_left_alone() -> None:
+    a, b, c = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
+    with intercept_linear():
+        torch.addmm(a, b, c, beta=2.0).sum().backward()
+    assert torch.equal(a.grad, torch.full((4, 4), 2.0))  # type: ignore[arg-type]
+    out = torch.empty(4, 4)
+    with intercept_linear(), torch.no_grad():
+        assert torch.addmm(a, b, c, out=out) is out
+
+
 def test_without_gradients_nothing_is_intercepted() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     with intercept_linear(), torch.no_grad():
@@ -335,17 +517,21 @@ def test_activations_are_held_until_flush_and_released_by_it() -> None:
     assert grad_is() is None
 
 
-def test_a_compiler_sees_the_layers_alone() -> None:
+@pytest.mark.parametrize(
+    ("make", "name"), [(lambda: nn.Linear(WIDTH, 4), "linear"), (Conv1D, "addmm")], ids=["linear", "Conv1D"]
+)
+def test_a_compiler_sees_the_layers_alone(make: Callable[[], nn.Module], name: str) -> None:
     seen: list[str] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    layer = nn.Linear(4, 4)
+    torch.compiler.reset()
+    layer = make()
     compiled = torch.compile(layer, backend=backend)
     with intercept_linear():
-        compiled(torch.randn(2, 4)).sum().backward()
+        compiled(torch.randn(2, WIDTH)).sum().backward()
     assert len(seen) == 1
-    assert "linear" in seen[0]
+    assert name in seen[0]
     assert layer.weight.grad is not None
