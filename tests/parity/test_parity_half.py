@@ -73,6 +73,13 @@ class Piped(PipelineModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Fused(Piped):
+    """Its optimizer takes the scale into account by itself."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
 class InHalf(Piped):
     """In float32, of which autocast makes float16."""
 
@@ -181,6 +188,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "clipped by norm": (Piped, {"gradient_clip_val": 0.1}),
     "clipped by value": (Piped, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
     "accumulated": (Piped, {"accumulate_grad_batches": 2}),
+    "fused": (Fused, {}),
     "ordinary": (Ordinary, {"strategy": {"pipeline": "net"}}),
 }
 KILLS = {
@@ -197,6 +205,7 @@ KILLS = {
     [
         ("plain", ""),
         ("clipped by norm", "reducing it"),
+        ("fused", "skipping the step"),
         *sampled([(name, kill) for name in CASES for kill in KILLS], 4),
     ],
 )
