@@ -45,8 +45,10 @@ test-oldest: ## run a smoke set with the oldest versions that are allowed (PYTHO
 test-exhaustive: $(STAMP) ## run every case of the matrices that `make test` samples
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
 
-gpu: $(STAMP) ## run what needs a CUDA device, and say what could not run
-	$(BIN)/python -m pytest -q -rs -m gpu tests/runtime $(ARGS)
+gpu: $(STAMP) ## run what needs a CUDA device, one is enough, and say what could not run (some minutes)
+	$(BIN)/python benchmarks/gpu.py --only nccl
+	$(BIN)/python -m pytest -q -rs -m gpu tests $(ARGS)
+	$(BIN)/python benchmarks/gpu.py --quick
 
 test-slurm: $(STAMP) ## run jobs on a SLURM cluster of this machine's own (apt-get install slurmctld slurmd slurm-client munge)
 	$(BIN)/python -m pytest -q -m slurm tests/engines $(ARGS)

@@ -171,7 +171,8 @@ class Worker:
             host,
             staggered=job.staggered,
         )
-        self._data = _Data(job.example().to(self.device))
+        self.example = job.example().to(self.device)
+        self._data = _Data(self.example)
         self.client.await_announcement(_PATIENCE)
         self.executor.regroup()
 
@@ -184,13 +185,18 @@ class Worker:
 class Run:
     """The coordinator of a job, and a process for each worker that runs ``body(worker)``.
 
-    ``body`` is called with a :class:`Worker` and a pipe, to which it sends what it has measured.
+    ``body`` is called with a :class:`Worker` and a pipe, to which it sends what it has measured. The plan for the
+    failure of the workers ``expected`` is made ahead.
     """
 
-    def __init__(self, job: Job, body: Callable[[Worker, Connection], None], threads: int = 1) -> None:
+    def __init__(
+        self, job: Job, body: Callable[[Worker, Connection], None], threads: int = 1, expected: Sequence[int] = ()
+    ) -> None:
         logging.getLogger("lightning_recycle").setLevel(logging.ERROR)
         planner = RunPlanner(job.grid, "heuristic", Technique(decoupled=job.decoupled, staggered=job.staggered))
         planner.prepare()
+        if expected:
+            planner.plan(frozenset(map(job.grid.worker, expected)), {})
         patient = dict.fromkeys(("start_timeout", "report_timeout", "last_holder_timeout"), _PATIENCE)
         options = CoordinatorOptions(heartbeat_timeout=job.heartbeat_timeout, **patient)
         self.coordinator = Coordinator(job.grid, planner, options, staggered=job.staggered)

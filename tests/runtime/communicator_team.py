@@ -186,9 +186,10 @@ def fake_transport(rank: int) -> NcclTransport:
 
 def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
     """Payloads by NCCL; where there are more members than devices, several share one."""
-    if rank >= torch.cuda.device_count():
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30 and newer
-        os.environ["NCCL_HOSTID"] = f"member{rank}"  # before, a device of another machine is another one
+    if torch.cuda.nccl.version() >= (2, 30):
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # for all who share one
+    elif rank >= torch.cuda.device_count():
+        os.environ["NCCL_HOSTID"] = f"member{rank}"  # a device of another machine is another one
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     gloo = GlooTransport(timedelta(seconds=60))

@@ -1,0 +1,45 @@
+"""The benchmarks of the host loop and of devices run, the latter tiny and on the processor."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_what_the_host_does_between_operations_is_measured() -> None:
+    shown = run("host_loop.py", "--microbatches", "5", "--steps", "2", "--linears", "1", "--profile")
+    for kind in ("F", "BW", "B", "W", "REDUCE", "STEP"):
+        assert re.search(rf"(fused|split) +│ {kind} +│ +\d+\.\d", shown), shown
+    assert "post_receive" in shown
+    assert "run_backward" in shown
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_what_is_measured_on_the_processor_says_that_it_is_nothing_of_a_device() -> None:
+    shown = run("gpu.py", "--device", "cpu", "--quick")
+    assert shown.count("NOT figures of a GPU") == 2
+    could_not = set(re.findall(r"^could not run: ([^:]+):", shown, re.MULTILINE))
+    assert could_not == {"NCCL", "MFU", "memory peaks"}
+
+
+def test_without_a_device_nothing_is_measured_and_nothing_fails() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    assert "there is no CUDA device" in run("gpu.py")

@@ -1,0 +1,105 @@
+"""Training on CUDA devices, which workers share where there are too few (make gpu).
+
+None of these tests has run on a device yet. What they are made of has, on the processor.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support.device_models import Compiled, Heavy, SharedDevices, Taken, Wide
+from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, STEPS, dataset
+from support.training import QUIET, TOLERANCE, difference, failures, plain_loop
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+MEGABYTE = 1 << 20
+PIPELINES, STAGES = 2, 2
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+KILLS = [
+    pytest.param([], id="undisturbed"),
+    pytest.param([Fault("kill", pipeline=1, stage=0, step=3)], id="kill in a forward"),
+    pytest.param([Fault("kill", pipeline=0, stage=1, step=4, at="reduce")], id="kill in a reduction"),
+]
+
+
+def train(model: Any, device: str, faults: Any = (), strategy: Any = None, **options: Any) -> L.Trainer:
+    accelerator: Any = SharedDevices() if device == "cuda" else "cpu"
+    arguments = {"pipeline_parallel_size": STAGES, "num_microbatches": GLOBAL_MICROBATCHES // PIPELINES}
+    run = L.Trainer(
+        accelerator=accelerator,
+        devices=PIPELINES * STAGES,
+        strategy=ReCycleStrategy(**{**arguments, **(strategy or {})}),
+        callbacks=[FaultInjectionCallback(list(faults)), *options.pop("callbacks", [])],
+        **{"max_steps": STEPS, **QUIET, **options},
+    )
+    tensors = (t.to(next(iter(model.state_dict().values())).dtype) for t in dataset().tensors)
+    run.fit(model, DataLoader(TensorDataset(*tensors), GLOBAL_BATCH // PIPELINES))
+    return run
+
+
+def regroup_seconds(run: L.Trainer) -> float:
+    """From the failure until the others were connected again."""
+    times = {event.kind: event.time for event in run.strategy.history}
+    return float(times["regrouped"] - times["failure"])
+
+
+@pytest.mark.parametrize("faults", KILLS)
+@pytest.mark.parametrize(
+    ("device", "transport"),
+    [
+        pytest.param("cpu", "gloo", marks=pytest.mark.long),
+        pytest.param("cuda", "gloo", marks=pytest.mark.gpu),
+        pytest.param("cuda", "nccl", marks=pytest.mark.gpu),
+    ],
+)
+def test_weights_are_those_of_one_process(device: str, transport: str, faults: list[Fault]) -> None:
+    model = Wide().double()
+    expected = plain_loop(model, dataset())
+    run = train(model, device, faults, {"transport": transport})
+    assert failures(run) == [(fault.pipeline, fault.stage) for fault in faults]
+    if faults:
+        print(f"{transport}: connected {regroup_seconds(run):.3f} s after the failure")
+    assert difference({name: t.cpu() for name, t in model.state_dict().items()}, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), CUDA])
+def test_half_precision_trains_and_survives(device: str) -> None:
+    model = Wide()
+    run = train(model, device, [Fault("kill", pipeline=1, stage=0, step=3)], precision="bf16-mixed")
+    assert failures(run) == [(1, 0)]
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+
+
+@pytest.mark.gpu
+def test_a_survivor_takes_no_more_than_its_plan_says(tmp_path: Path) -> None:
+    limit = 64 * MEGABYTE
+    model = Heavy().double()
+    run = train(
+        model,
+        "cuda",
+        [Fault("kill", pipeline=1, stage=0, step=5)],
+        {"memory": limit},
+        callbacks=[Taken(tmp_path)],
+    )
+    assert failures(run) == [(1, 0)]
+    print("before:", Taken.read(tmp_path, 4), "after:", Taken.read(tmp_path, 3), "limit:", limit)
+    assert max(Taken.read(tmp_path, 3)) <= limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_layers_train_the_same(mode: str) -> None:
+    """With "reduce-overhead" each layer is a CUDA graph, and several micro-batches are in flight."""
+    model, plain = Compiled(mode).double(), Wide().double()
+    expected = plain_loop(plain, dataset())
+    run = train(model, "cuda", [Fault("kill", pipeline=1, stage=0, step=4)])
+    assert failures(run) == [(1, 0)]
+    trained = {name.replace("_orig_mod.", ""): tensor.cpu() for name, tensor in model.state_dict().items()}
+    assert difference(trained, expected) < TOLERANCE
