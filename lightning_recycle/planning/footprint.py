@@ -29,8 +29,8 @@ MemoryLimit: TypeAlias = float | int | Literal["auto"]
 """Bytes of a worker that the training may hold, as an integer; a fraction of its share of the device; or "auto"."""
 
 _AUTO = 0.9
-"""Of the share of a device. The rest is for what is not measured: temporary tensors within an operation, messages on
-their way, and what an allocator cannot use."""
+"""Of the share of a device. The rest is for what is not measured: temporary tensors within an operation (on CUDA they
+are), messages on their way, and what an allocator cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Footprint:
         after_forward: what one micro-batch holds from F on.
         after_backward: what one micro-batch holds from B on, until W.
         checkpoint: what one micro-batch holds from F on, until R, if its forward is computed again.
+        temporary: what an operation takes besides while it runs, at most; 0 if that is not known.
     """
 
     place: str
@@ -56,6 +57,7 @@ class Footprint:
     after_forward: int
     after_backward: int
     checkpoint: int
+    temporary: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self)[1:]:
@@ -100,7 +102,8 @@ def memory_of(
     for stage, found in enumerate(by_stage):
         capacity.append(min(_allowed(footprint, sharing[footprint.place], limit) for footprint in found))
         most = -(-grid.global_microbatches // max(1, live[stage]))
-        fixed.append(max(footprint.fixed for footprint in found) + most * max(f.messages for f in found))
+        own = max(footprint.fixed + footprint.temporary for footprint in found)  # one operation runs at a time
+        fixed.append(own + most * max(footprint.messages for footprint in found))
     return Memory(
         tuple(capacity),
         tuple(fixed),

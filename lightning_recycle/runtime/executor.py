@@ -765,7 +765,8 @@ class Executor:
 
     def _measured(self, kind: OpKind) -> AbstractContextManager[None]:
         stretch = None if kind is OpKind.REDUCE else self.stretch_operation  # most of a REDUCE is waiting for peers
-        return self._timings.measure(kind, self._communicator.device, stretch)
+        timed = self._timings.measure(kind, self._communicator.device, stretch)
+        return timed if self._meter is None else self._meter.operation(timed)
 
     def _samples(self, step: int, task: Task) -> int:
         data = self._steps[step]

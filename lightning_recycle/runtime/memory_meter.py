@@ -1,7 +1,9 @@
 """Measures what a worker holds: once, in the second step that it runs, on every micro-batch of that step.
 
-What a micro-batch holds after F is what autograd saves (or, on CUDA, what the allocator gave out meanwhile); after B it
-is what the queued weight gradients hold; after an F that is computed again it would be the stage's input. In that step
+What a micro-batch holds after F is what autograd saves (or, on CUDA, what the allocator gave out meanwhile, and the
+input of the stage); after B it is what the queued weight gradients hold; after an F that is computed again it would be
+the stage's input. On CUDA the allocator also says what an operation takes besides while it runs, by its peak; that is
+reset for each operation of the step that is measured (``torch.cuda.reset_peak_memory_stats``). In that step
 every backward is split, also where the plan fuses it, so that both are known. The values are the same, and one step is
 a little slower. A step with forwards that are computed again is not measured: others have measured the stage before.
 
@@ -11,7 +13,7 @@ Knows tensors, but neither schedules nor peers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -49,6 +51,7 @@ class MemoryMeter:
         self._overhead = max(0, process_bytes(device) - storage_bytes(held()))
         self._own: set[int] = set()
         self._after_forward = self._after_backward = self._checkpoint = self._received = self._sent = 0
+        self._temporary = 0
 
     @property
     def splits(self) -> bool:
@@ -69,6 +72,26 @@ class MemoryMeter:
         self._measures = step is not None and len(self._steps) == _MEASURED
         if self._measures:
             self._own = {tensor.untyped_storage().data_ptr() for tensor in chain(self._held(), buffers)}
+
+    @contextmanager
+    def operation(self, timed: AbstractContextManager[None]) -> Iterator[None]:
+        """Wraps each operation, which is ``timed``; measures what it takes while it runs besides what was there before,
+        or is afterwards.
+        """
+        with timed:
+            if self._measures and self._device.type == "cuda":
+                with self._peak():
+                    yield
+            else:
+                yield
+
+    @contextmanager
+    def _peak(self) -> Iterator[None]:
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        peak, after = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
+        self._temporary = max(self._temporary, peak - max(before, after))
 
     @contextmanager
     def forward(self, keep: Callable[[], Kept]) -> Iterator[None]:
@@ -115,17 +138,20 @@ class MemoryMeter:
         """What was measured, once the step that is measured has been applied."""
         if not self._measures:
             return None
-        # Activations and gradients have the same size; each message has a buffer at both ends, in host memory.
-        staged = 2 * (self._received + self._sent) if self._device.type == "cpu" else 0
+        # Activations and gradients have the same size; each message has a buffer at both ends, in host memory. On a
+        # device its tensors are the stage's input, which is there before the F that is measured.
+        on_host = self._device.type == "cpu"
+        staged, received = (2 * (self._received + self._sent), 0) if on_host else (0, self._received)
         return Footprint(
             place=device_place(self._device),
             capacity=device_bytes(self._device),
             overhead=self._overhead,
             fixed=storage_bytes(self._held()),
             messages=staged,
-            after_forward=self._after_forward,
+            after_forward=self._after_forward + received,
             after_backward=self._after_backward,
             checkpoint=self._checkpoint,
+            temporary=self._temporary,
         )
 
 

@@ -55,6 +55,11 @@ def test_survivors_have_buffers_for_the_messages_of_the_dead() -> None:
     assert memory_of(GRID, {Worker(0, 1)}, everywhere(), "auto").fixed == (115, 130)
 
 
+def test_there_is_room_for_what_one_operation_takes_while_it_runs() -> None:
+    footprints = everywhere() | {Worker(1, 0): footprint(fixed=90, temporary=40)}
+    assert memory_of(GRID, (), footprints, "auto").fixed == (145, 115)
+
+
 def test_what_the_process_needs_may_be_more_than_its_share() -> None:
     assert memory_of(GRID, (), everywhere(overhead=5000), "auto").capacity == (0, 0)
 

@@ -1,8 +1,10 @@
 """What a worker measures of its memory."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,3 +121,79 @@ def test_the_limit_of_a_container_or_job_counts(
     assert whole > 1 << 28
     found = machine_bytes(tmp_path / "cgroup", tmp_path / "membership")
     assert found == (whole if limit is None else limit)
+
+
+class Allocator:
+    """In the place of that of a device."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak = 0
+
+    def take(self, size: int) -> None:
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+    def reset(self, *_: object) -> None:
+        self.peak = self.allocated
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    found = Allocator()
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: found.allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: found.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", found.reset)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (9_000_000, 10_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=10_000_000))
+    return found
+
+
+def on_device(allocator: Allocator, step: int, meter: MemoryMeter) -> None:
+    """F, B and W of one micro-batch, as the allocator of a device sees them."""
+    stage = Stage([nn.Tanh()], 1, 0, CPU)
+    value = torch.randn(250)  # 1,000 bytes
+    meter.begin(step)
+    allocator.take(1_000)
+    meter.received(value)
+    with meter.operation(nullcontext()), meter.forward(partial(stage.kept, value)):
+        allocator.take(5_000)
+        allocator.take(-2_000)  # 2,000 bytes besides what it holds afterwards
+    with meter.operation(nullcontext()), meter.backward(lambda: [torch.empty(100)]):
+        allocator.take(700)  # while the activations are there
+        allocator.take(-700 - 3_600)
+    with meter.operation(nullcontext()):
+        allocator.take(2_500)
+        allocator.take(-2_500 - 400)
+
+
+def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhile(allocator: Allocator) -> None:
+    parameters = [torch.zeros(100)]
+    meter = MemoryMeter(torch.device("cuda", 0), lambda: parameters)
+    for step in range(2):
+        assert meter.footprint() is None
+        allocator.take(50_000)  # in a step before, or in a STEP: none of these
+        allocator.take(-50_000)
+        on_device(allocator, step, meter)
+    found = meter.footprint()
+    assert found is not None
+    assert (found.after_forward, found.after_backward, found.checkpoint) == (4_000, 400, 1_000)
+    assert found.temporary == 2_500
+    assert (found.capacity, found.overhead, found.fixed, found.messages) == (10_000_000, 999_600, 400, 0)
+    assert found.place.endswith("/cuda:0")
+
+
+def test_an_operation_that_fails_counts_for_nothing(allocator: Allocator) -> None:
+    meter = MemoryMeter(torch.device("cuda", 0), list)
+
+    def fail() -> None:
+        with meter.operation(nullcontext()):
+            allocator.take(10)
+            raise KeyError
+
+    for step in range(2):
+        meter.begin(step)
+        with pytest.raises(KeyError):
+            fail()
+    found = meter.footprint()
+    assert found is not None
+    assert found.temporary == 0
