@@ -53,8 +53,10 @@ class _Queued(NamedTuple):
     compute: Callable[[], Tensor]
     widened: bool = False
 
-    def gradient(self) -> Tensor:
-        return self.compute().to(self.parameter.dtype) if self.widened else self.compute()
+    @property
+    def key(self) -> Any:
+        """The same for gradients that are summed first."""
+        return id(self.parameter) if self.part is None else (id(self.parameter), self.part)
 
 
 class WeightGradQueue:
@@ -108,21 +110,25 @@ class WeightGradQueue:
         Gradients of the same parameter, or of the same part of it, are summed first, as in autograd: the bits depend on
         the order. ``done`` is called with each parameter as soon as it has all of them.
         """
-        uses = Counter(id(queued.parameter) for queued in self._pending)
-        of_part = Counter((id(queued.parameter), queued.part) for queued in self._pending)
-        partial: dict[tuple[int, _Part | None], Tensor] = {}
+        left = Counter(queued.key for queued in self._pending)
+        uses = Counter(id(queued.parameter) for queued in self._pending) if done is not None else Counter()
+        partial: dict[Any, Tensor] = {}
         for queued in self._pending:
-            parameter, part = queued.parameter, queued.part
-            key = (id(parameter), part)
-            grad = partial.pop(key) + queued.gradient() if key in partial else queued.gradient()
-            uses[id(parameter)] -= 1
-            of_part[key] -= 1
-            if of_part[key]:
+            parameter, key = queued.parameter, queued.key
+            grad = queued.compute()
+            if queued.widened:
+                grad = grad.to(parameter.dtype)
+            if key in partial:
+                grad = partial.pop(key) + grad
+            left[key] -= 1
+            if left[key]:
                 partial[key] = grad
-                continue
-            _accumulate(parameter, part, grad)
-            if done is not None and not uses[id(parameter)]:
-                done(parameter)
+            else:
+                _accumulate(parameter, queued.part, grad)
+            if done is not None:
+                uses[id(parameter)] -= 1
+                if not uses[id(parameter)]:
+                    done(parameter)
         self._pending.clear()
 
 
@@ -188,14 +194,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight, ctx.bias, ctx.shares_cast = weight, bias, torch.is_autocast_cache_enabled()
-        factor = _cast(weight, x)
-        ctx.save_for_backward(x, *(() if factor is weight else (factor,)))
-        return _linear(x, factor, None if bias is None else _cast(bias, x))
+        if weight.dtype == x.dtype:
+            ctx.save_for_backward(x)
+            return _linear(x, weight, bias)
+        cast = weight.to(x.dtype)
+        ctx.save_for_backward(x, cast)
+        return _linear(x, cast, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
-        x, *cast = ctx.saved_tensors
+        x, *cast = ctx.saved_tensors  # if there is a cast weight, it is that
         weight, bias = ctx.weight, ctx.bias
         flat_grad = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = flat_grad.mm(cast[0] if cast else weight).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -213,9 +222,12 @@ class _Addmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight, ctx.bias, ctx.shares_cast = weight, bias, torch.is_autocast_cache_enabled()
-        factor = _cast(weight, x)
-        ctx.save_for_backward(x, *(() if factor is weight else (factor,)))
-        return _addmm(_cast(bias, x), x, factor)
+        if weight.dtype == x.dtype:
+            ctx.save_for_backward(x)
+            return _addmm(bias, x, weight)
+        cast = weight.to(x.dtype)
+        ctx.save_for_backward(x, cast)
+        return _addmm(bias.to(x.dtype), x, cast)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -231,15 +243,11 @@ class _Addmm(torch.autograd.Function):
         return grad_bias, grad_x, grad_weight
 
 
-def _cast(parameter: Tensor, x: Tensor) -> Tensor:
-    return parameter if parameter.dtype == x.dtype else parameter.to(x.dtype)
-
-
 def _deferrable(parameter: Tensor | None) -> bool:
     """Whether a gradient of ``parameter`` may be added behind autograd's back: an unobserved leaf, or a part of one."""
     if parameter is None:
         return True
-    leaf: Tensor | None = parameter
+    leaf: Any = parameter
     if not isinstance(parameter, nn.Parameter):
         leaf = parameter._base
         if (
@@ -250,18 +258,19 @@ def _deferrable(parameter: Tensor | None) -> bool:
             or not leaf.is_contiguous()
         ):
             return False
-    return not leaf._backward_hooks and not getattr(leaf, "_post_accumulate_grad_hooks", None)  # type: ignore[union-attr]
+    return not leaf._backward_hooks and not getattr(leaf, "_post_accumulate_grad_hooks", None)
 
 
-def _dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The dtype in which their product is computed; None if that is not for us to say."""
-    dtypes = (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    device = input.device.type
-    if torch.is_autocast_enabled(device):
-        if input.is_leaf and input.requires_grad:  # autocast casts it once for all uses, and adds their gradients first
-            return None
-        return torch.get_autocast_dtype(device) if all(dtype in _HALVED for dtype in dtypes) else None
-    return dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else None
+def _as_computed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``input`` in the dtype in which the product is computed; None if that is not for us to say."""
+    dtype, device = input.dtype, input.device.type
+    if not torch.is_autocast_enabled(device):
+        return input if dtype == weight.dtype and (bias is None or dtype == bias.dtype) else None
+    if input.is_leaf and input.requires_grad:  # autocast casts it once for all uses, and adds their gradients first
+        return None
+    if dtype in _HALVED and weight.dtype in _HALVED and (bias is None or bias.dtype in _HALVED):
+        return input.to(torch.get_autocast_dtype(device))
+    return None
 
 
 _linear = F.linear
@@ -277,9 +286,9 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
         and _deferrable(weight)
         and _deferrable(bias)
         and input.dim() >= 2
-        and (dtype := _dtype(input, weight, bias)) is not None
+        and (x := _as_computed(input, weight, bias)) is not None
     ):
-        return _Linear.apply(input.to(dtype), weight, bias)  # type: ignore[no-any-return]
+        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
     return _linear(input, weight, bias)
 
 
@@ -294,9 +303,9 @@ def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
             and bias.shape == weight.shape[1:]
             and _deferrable(weight)
             and _deferrable(bias)
-            and (dtype := _dtype(input, weight, bias)) is not None
+            and (x := _as_computed(input, weight, bias)) is not None
         ):
-            return _Addmm.apply(bias, input.to(dtype), weight)  # type: ignore[no-any-return]
+            return _Addmm.apply(bias, x, weight)  # type: ignore[no-any-return]
     return _addmm(*args, **options)
 
 
