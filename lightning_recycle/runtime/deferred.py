@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_recycle.runtime.compiled_linear import define_linear
+
 __all__ = ["WeightGradQueue", "defer_weight_grad", "intercept_linear"]
 
 _active: WeightGradQueue | None = None
@@ -277,11 +279,41 @@ _linear = F.linear
 _addmm = torch.addmm
 
 
+def _defer_compiled(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> bool:
+    """Queues the gradients of a compiled product, if they can wait."""
+    parameters = (weight,) if bias is None else (weight, bias)
+    if _active is None or not all(isinstance(p, nn.Parameter) and _deferrable(p) for p in parameters):
+        return False
+    x, grad = x.clone(), grad.clone()
+    assert isinstance(weight, nn.Parameter)
+    _active.add(weight, lambda: grad.t().mm(x), widened=True)
+    if isinstance(bias, nn.Parameter):
+        _active.add(bias, lambda: grad.sum(0), widened=True)
+    return True
+
+
+_compiled_linear = define_linear(_defer_compiled)
+
+
+def _linear_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` as ``torch.compile`` is to see it."""
+    kind, dtypes = input.device.type, (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    if _compiled_linear is not None and isinstance(weight, nn.Parameter) and torch.is_grad_enabled():
+        if torch.is_autocast_enabled(kind):
+            if all(dtype in _HALVED for dtype in dtypes):
+                return _compiled_linear(input.to(torch.get_autocast_dtype(kind)), weight, bias)
+        elif dtypes[0] == dtypes[1] == dtypes[2]:
+            return _compiled_linear(input, weight, bias)
+    return _linear(input, weight, bias)
+
+
 def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``, through :class:`_Linear` where possible."""
+    if torch.compiler.is_compiling():
+        in_graph = weight.requires_grad and input.dim() >= 2
+        return _linear_in_graph(input, weight, bias) if in_graph else _linear(input, weight, bias)
     if (
         weight.requires_grad
-        and not torch.compiler.is_compiling()  # the compiled backward has no W: the detour would only be traced too
         and torch.is_grad_enabled()
         and _deferrable(weight)
         and _deferrable(bias)
@@ -293,7 +325,7 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
-    """``torch.addmm``, through :class:`_Addmm` where it is a layer: a bias, an input, a weight."""
+    """``torch.addmm``, through :class:`_Addmm` where it is a layer: a bias, an input, a weight. Not compiled."""
     if len(args) == 3 and not options and not torch.compiler.is_compiling() and torch.is_grad_enabled():
         bias, input, weight = args
         if (
