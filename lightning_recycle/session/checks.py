@@ -19,6 +19,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.session.interruption import saves_on_exception
 
 __all__ = [
+    "check_graphs",
     "check_loaders",
     "check_optimizers",
     "check_trained",
@@ -27,6 +28,7 @@ __all__ = [
     "warn_of_lost_compilation",
 ]
 
+_GRAPHED = "make_graphed_callables.<locals>"  # in the name of the forward of what it returns
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
@@ -94,6 +96,21 @@ def check_trained(module: pl.LightningModule, trains: bool) -> None:
         raise ConfigurationError(
             f"No parameter of {type(module).__name__} requires a gradient, so there is nothing to train: set"
             " requires_grad = True for those that are to be trained."
+        )
+
+
+def check_graphs(module: pl.LightningModule, stages: int) -> None:
+    """Raises UnsupportedFeatureError for layers of a pipeline that torch replays from one CUDA graph.
+
+    Such a graph has one set of activations. In a pipeline the next micro-batch goes forward before the previous one has
+    come back, and its gradients would be those of other activations, without an error.
+    """
+    graphed = (name for name, part in module.named_modules() if _GRAPHED in getattr(part.forward, "__qualname__", ""))
+    if stages > 1 and (name := next(graphed, None)) is not None:
+        raise UnsupportedFeatureError(
+            f"{type(module).__name__}.{name} was made by torch.cuda.make_graphed_callables, which has room for the"
+            " activations of one micro-batch; a pipeline has several in flight. Use torch.compile(layer,"
+            ' mode="reduce-overhead"), or one stage.'
         )
 
 

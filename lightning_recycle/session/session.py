@@ -52,7 +52,7 @@ from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.runtime.transport_choice import transport_for
 from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.checks import check_optimizers, check_trained
+from lightning_recycle.session.checks import check_graphs, check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.commitment import needs_of
 from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
@@ -266,6 +266,7 @@ class Session:
         strategy.model_to_device()
         self.parts.check_parameters(self.worker.stage, self.grid.stages)
         if self._fitting:
+            check_graphs(self.module, self.grid.stages)
             with empty_optimizers():
                 strategy.setup_optimizers(trainer)
         strategy.setup_precision_plugin()

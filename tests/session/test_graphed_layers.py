@@ -1,0 +1,54 @@
+"""Layers that are replayed from one CUDA graph are refused where several micro-batches are in flight."""
+
+from types import CodeType
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.session.checks import check_graphs
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def make_graphed_callables(module: nn.Module) -> None:
+    """What torch's does to a module, without a device."""
+
+    def make_graphed_forward() -> Any:
+        def new_fwd(*args: Any) -> None: ...
+
+        return new_fwd
+
+    module.forward = make_graphed_forward()  # type: ignore[method-assign]
+
+
+def test_a_graphed_layer_of_a_pipeline_is_an_error_that_names_it() -> None:
+    module = Module()
+    check_graphs(module, 2)
+    make_graphed_callables(module.layers[1])
+    with pytest.raises(UnsupportedFeatureError, match=r"Module\.layers\.1 .*reduce-overhead"):
+        check_graphs(module, 2)
+
+
+def test_with_one_stage_it_is_allowed() -> None:
+    module = Module()
+    make_graphed_callables(module.layers[1])
+    check_graphs(module, 1)
+
+
+def test_torch_still_replaces_the_forward_of_what_it_is_given() -> None:
+    """The name is how such a layer is known."""
+    code: Any = torch.cuda.make_graphed_callables.__code__
+
+    def functions(code: CodeType) -> set[str]:
+        inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        return {code.co_name}.union(*(functions(found) for found in inner))
+
+    assert {"make_graphed_callables", "make_graphed_forward", "new_fwd"} <= functions(code)
