@@ -80,6 +80,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _READING = "reading data"
+_NOTHING = nullcontext()
 _WHOLE_STEP = Share()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
@@ -300,7 +301,7 @@ class Executor:
             inputs = self._receive(step, task)
         stage, meter = self._stage, self._meter
         split = task.decoupled or (meter is not None and meter.splits)
-        watched = nullcontext() if meter is None else meter.forward(lambda: stage.kept(inputs))
+        watched = _NOTHING if meter is None else meter.forward(lambda: stage.kept(inputs))
         with self._profiled(step), self._measured(OpKind.FORWARD), watched:
             output = stage.forward(step, task.index, inputs, target, decoupled=split, recomputed=task.recomputed)
             if self._is_last:
@@ -330,7 +331,7 @@ class Executor:
                 with self._reduction.during_backward(task):
                     input_grads = self._stage.backward(task.index, grads)
             else:
-                with nullcontext() if meter is None else meter.backward(lambda: self._stage.waiting(task.index)):
+                with _NOTHING if meter is None else meter.backward(lambda: self._stage.waiting(task.index)):
                     input_grads = self._stage.backward_input(task.index, grads)
                 if kind is OpKind.BACKWARD:
                     self._stage.backward_weight(task.index)
@@ -730,7 +731,7 @@ class Executor:
     # ------------------------------------------------------------------ profiling
 
     def _profiled(self, step: int) -> AbstractContextManager[None]:
-        return self._profiler.forward(step) if self._profiler is not None else nullcontext()
+        return self._profiler.forward(step) if self._profiler is not None else _NOTHING
 
     def _finish_profile(self, profiler: StageProfiler) -> None:
         measured = profiler.profile(self._timings.seconds)

@@ -23,6 +23,7 @@ from lightning_recycle.runtime.kept_inputs import Kept
 __all__ = ["Stage"]
 
 Value = Tensor | tuple[Tensor | None, ...]
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Stage:
         seed: int,
         device: torch.device,
         loss: Callable[[Any, Any], Tensor | None] | None = None,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        forward_context: Callable[[], AbstractContextManager[Any]] = lambda: _NOTHING,
         evaluation_layers: Sequence[nn.Module] | None = None,
         forward_layers: Sequence[nn.Module] | None = None,
         loss_name: str = "loss",
@@ -187,7 +188,7 @@ class Stage:
             )
         if self._takes_target:
             inputs = (inputs, *target)
-        with self._forward_context(), intercept_linear() if decoupled else nullcontext():
+        with self._forward_context(), intercept_linear() if decoupled else _NOTHING:
             output = self._run(self._layers, held.step, microbatch, inputs)
         held.outputs = output if isinstance(output, tuple) else (output,)
         return output
