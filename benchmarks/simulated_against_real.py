@@ -325,6 +325,10 @@ def simulated(
         detection=DETECTION,
         regroup=REGROUP,
         rejoin=REJOIN,
+        agreement=0.0,  # both are part of REGROUP
+        lookup=0.0,
+        connect=0.0,
+        checkpoint="memory",
         effort=DEFAULT_EFFORT,
     )
 

@@ -312,7 +312,7 @@ def restart_table() -> Iterable[Table]:
             writing = model.transformer.state_bytes() / 1e9
             every = 600 * max(1, round(math.sqrt(2 * writing * hours * 3600) / 600))
             slow, fast = (
-                repeat(model, Cluster.of(model), Restart(every, restart=start), source, "3d", range(10)).ratio
+                repeat(model, Cluster.of(model), Restart(checkpoint="synchronous", checkpoint_every=every, restart=start), source, "3d", range(10)).ratio
                 for start in (300.0, 60.0)
             )
             ahead = f"{100 * (goal - max(slow, fast)):+.1f} points"

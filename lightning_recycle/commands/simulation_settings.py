@@ -54,7 +54,7 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         ConfigurationError: when a value is impossible.
     """
     model = model_from(config["model"])
-    policy = _instance("policy", config["policy"], Policy)
+    policy = _instance("policy", _scheduled(config["policy"], config["schedule"]), Policy)
     failures = _instance("failures", config["failures"], FailureSource)
     extra = config["cluster"]["extra_nodes"]
     cluster = Cluster.of(
@@ -107,6 +107,11 @@ def workers_from(name: str, pairs: Any) -> frozenset[Worker]:
     if not fine:
         raise ConfigurationError(f"{name}={pairs!r}: give a list of [pipeline,stage], e.g. '{name}=[[1,2]]'.")
     return frozenset(Worker(*pair) for pair in pairs)
+
+
+def _scheduled(policy: Mapping[str, Any], schedule: Any) -> Mapping[str, Any]:
+    """The policy's settings with the schedule for all policies, where one is given."""
+    return policy if schedule is None or "schedule" not in policy else {**policy, "schedule": schedule}
 
 
 def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:

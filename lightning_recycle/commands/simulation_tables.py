@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from lightning_recycle.visualize.report import duration_text, failures_text, policy_text
+from lightning_recycle.visualize.report import assumptions_text, cost_text, duration_text, failures_text, policy_text
 
 __all__ = ["line", "overview", "single"]
 
@@ -77,11 +77,15 @@ def _training(result: Result) -> Table:
     for name, value in (
         ("model", f"{model['name']}, {model['parameters'] / 1e9:.3g} billion parameters; {grid}"),
         ("cluster", f"{cluster['nodes']} nodes of {cluster['gpus_per_node']} {model['gpu']}"),
+        ("assumed", assumptions_text(result)),
         ("policy", policy_text(result)),
         ("failures", f"{failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
         ("runs", f"{runs} of {duration_text(result['duration'])}"),
         ("throughput", f"{result['throughput']:.2f} samples/s{spread}"),
         ("throughput / 1F1B fault-free", ratio),
+        ("of what live GPUs could do", f"{result['fraction_of_ideal']:.3f}"),
+        ("goodput, ETTR, MFU", f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}"),
+        ("cost", cost_text(result)),
     ):
         table.add_row(name, value)
     if result["note"]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lightning_recycle.arguments import is_number
+from lightning_recycle.arguments import at_least, is_number
 from lightning_recycle.commands.simulation_settings import Scenario, grid_from, scenario_from, workers_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, HeuristicPlanner, Problem, normalized_problem, solve
@@ -23,7 +23,7 @@ from lightning_recycle.visualize.report import SECTION_NAMES
 
 __all__ = ["RESULT_SCHEMA", "run_task"]
 
-RESULT_SCHEMA = 1
+RESULT_SCHEMA = 2
 
 
 def run_task(config: Mapping[str, Any], command: str) -> dict[str, Any]:
@@ -61,6 +61,11 @@ def _training(config: Mapping[str, Any]) -> dict[str, Any]:
         "ratio": found.ratio,
         "ratio_per_gpu": found.ratio_per_gpu,
         "deviation": found.deviation,
+        "fraction_of_ideal": found.fraction_of_ideal,
+        "goodput": statistics.fmean(result.goodput for result in found.results),
+        "ettr": statistics.fmean(result.ettr for result in found.results),
+        "mfu": statistics.fmean(result.mfu for result in found.results),
+        "cost": _cost(found.results, config["price"]),
         "node_failures": found.failures,
         "note": _note(found.results),
         "losses": _means(result.losses() for result in found.results),
@@ -89,6 +94,10 @@ def _asked(scenario: Scenario) -> dict[str, Any]:
             "stages": model.grid.stages,
             "microbatches": model.grid.microbatches,
             "global_batch": model.global_batch,
+            "microbatch": model.microbatch,
+            "efficiency": model.efficiency,
+            "network_bandwidth": model.network_bandwidth,
+            "recompute": model.recompute,
         },
         "cluster": {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpus": cluster.gpus},
         "policy": _described(scenario.policy),
@@ -102,6 +111,20 @@ def _described(instance: Any) -> dict[str, Any]:
     settings, usual = asdict(instance), asdict(type(instance)())
     changed = [name for name in settings if settings[name] != usual[name]]
     return {"name": type(instance).__name__, "settings": settings, "changed": changed}
+
+
+def _cost(results: tuple[SimulationResult, ...], prices: Mapping[str, Any]) -> dict[str, Any]:
+    """Dollars of a run and of a thousand samples, for each price of a GPU hour."""
+    samples = statistics.fmean(result.samples for result in results)
+    found: dict[str, Any] = {}
+    for name, price in prices.items():
+        dollars = statistics.fmean(result.dollars(at_least("price", name, price)) for result in results)
+        found[name] = {
+            "per_gpu_hour": price,
+            "dollars": dollars,
+            "per_thousand_samples": 1000 * dollars / samples if samples else None,
+        }
+    return found
 
 
 def _note(results: tuple[SimulationResult, ...]) -> str | None:
@@ -127,7 +150,7 @@ def _planner(config: Mapping[str, Any]) -> dict[str, Any]:
     if not is_number(failed, 0) or failed >= 1:
         raise ConfigurationError(f"task.failed={failed!r}: give the failed fraction of the workers, from 0 to below 1.")
     planner = HeuristicPlanner(task["effort"])
-    count = round(failed * grid.num_workers)
+    count = max(round(failed * grid.num_workers), int(failed > 0))
     started, begun = time.perf_counter(), time.process_time()
     problem = normalized_problem(Problem(grid, Costs.uniform(grid.stages)), count)
     result = solve(problem, planner)

@@ -3,7 +3,7 @@
 >>> from lightning_recycle.simulation import Cluster, Poisson, Recycle, get_model, simulate
 >>> model = get_model("gpt3_6_7b")
 >>> result = simulate(model, Cluster.of(model), Recycle(), Poisson(mtbf="2h"), duration="6h", seed=1)
->>> sum(result.accounting.fractions().values())
+>>> round(sum(result.accounting.fractions().values()), 9)
 1.0
 """
 
@@ -26,9 +26,11 @@ from lightning_recycle.simulation.failures import (
 from lightning_recycle.simulation.measured import MeasuredModel
 from lightning_recycle.simulation.policies import (
     Bamboo,
+    CommonPolicy,
     DropReplica,
     ElasticLayers,
     FaultFree,
+    Merge,
     Oobleck,
     Policy,
     Recycle,
@@ -49,6 +51,7 @@ __all__ = [
     "Bamboo",
     "Cause",
     "Cluster",
+    "CommonPolicy",
     "Correlated",
     "DropReplica",
     "ElasticLayers",
@@ -60,6 +63,7 @@ __all__ = [
     "Gpu",
     "Interval",
     "MeasuredModel",
+    "Merge",
     "Oobleck",
     "Outage",
     "Poisson",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
@@ -31,7 +32,10 @@ from lightning_recycle.simulation.run_result import Event, Interval, SimulationR
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 
-__all__ = ["simulate"]
+__all__ = ["mean_time_between_failures", "simulate"]
+
+_FILL = "fill"
+_SAMPLES = 8
 
 
 def simulate(
@@ -62,7 +66,8 @@ def simulate(
             f"{model.name} needs {model.gpus} GPUs, the cluster has {cluster.gpus}: use Cluster.of(model)."
         )
     changes = () if policy.ignores_failures else failures.changes(cluster, seconds, seed)
-    run = _Run(Context(model, cluster), policy, changes, as_ticks(seconds))
+    mtbf = None if policy.ignores_failures else mean_time_between_failures(failures, cluster, seconds)
+    run = _Run(Context(model, cluster, mtbf), policy, changes, as_ticks(seconds))
     run.play()
     return SimulationResult(
         model=model.name,
@@ -72,10 +77,34 @@ def simulate(
         samples=samples_of(run.spans),
         fault_free_throughput=model.global_batch / model.fault_free_seconds(),
         fault_free_gpus=model.gpus,
+        bubble_free_throughput=model.global_batch / model.useful_gpu_seconds,
+        flops_per_sample=sum(model.transformer.flops()),
+        peak_flops=model.device.peak_flops,
         accounting=account(run.spans, cluster.gpus),
         intervals=tuple(map(_interval, run.spans)),
         events=tuple(run.events),
     )
+
+
+def mean_time_between_failures(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
+    """Seconds between two failures of the cluster on average; None when nothing fails after the beginning.
+
+    What an operator knows from the past: the mean of eight runs with other seeds, where the source is random.
+    """
+    try:
+        return _counted(failures, cluster, duration)  # type: ignore[arg-type]
+    except TypeError:  # a source that cannot be hashed
+        return _counted.__wrapped__(failures, cluster, duration)
+
+
+@lru_cache(maxsize=1024)
+def _counted(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
+    count = sum(
+        bool(change.down) and change.tick > 0
+        for seed in range(_SAMPLES)
+        for change in failures.changes(cluster, duration, 1_000_000 + seed)
+    )
+    return _SAMPLES * duration / count if count else None
 
 
 @dataclass
@@ -98,8 +127,10 @@ class _Run:
         self.pauses: list[tuple[str, int]] = []  # what is left of them, the next one last; label and end
         self.pending: _Pending | None = None
         self.alarm: int | None = None
-        self.checkpoint = 0  # when the newest one was complete
-        self.checkpointing = False
+        self.checkpoint = 0  # the state to which a loss goes back
+        self.taken = 0  # the newest state of which a checkpoint was begun
+        self.readable = 0  # when it can be loaded
+        self.checkpointing: bool | None = None  # in a pause: whether a checkpoint is written (or was loaded: False)
         self.origin = 0  # a step begins here, and every step's duration later
         self.begun = 0  # when the first of them really began
         if self.changes and self.changes[-1].tick == 0:
@@ -141,8 +172,11 @@ class _Run:
                 self._start_steps()
         elif not self.pauses and self.configuration.running and self._checkpoint_due() == self.now:
             stall = as_ticks(self.configuration.checkpoint_seconds)
-            self.checkpointing = True
-            self.pauses = [("checkpoint", self.now + stall)]
+            if stall:
+                self.checkpointing = True
+                self.pauses = [("checkpoint", self.now + stall)]
+            else:
+                self._begin_checkpoint(loaded=False)
         elif self.pending is not None and self.pending.tick <= self.now:
             reaction, self.pending = self.pending.reaction, None
             self._switch(reaction)
@@ -187,17 +221,24 @@ class _Run:
         old, self.configuration = self.configuration, reaction.configuration
         interrupted = reaction.lost is Loss.STEP or bool(reaction.pauses) or not reaction.configuration.running
         if reaction.lost is Loss.CHECKPOINT:
-            self._undo(self.checkpoint)
+            self.taken, self.readable = self._newest_checkpoint(), self.now  # one half written is never complete
+            self._undo(self.taken)
         elif interrupted:
             self._undo(self._step_begin(old))
         resumed = bool(self.pauses) and reaction.lost is Loss.NOTHING
         until = self.pauses[0][1] if resumed else self.now
         if not resumed:
             # Loaded state is as good as a checkpoint that has just been written.
-            self.pauses, self.checkpointing = [], reaction.lost is Loss.CHECKPOINT
+            self.pauses, self.checkpointing = [], False if reaction.lost is Loss.CHECKPOINT else None
+        elif reaction.pauses and self.pauses[0][0] == _FILL:
+            until = max(self.now, self.pauses[1][1] if len(self.pauses) > 1 else self.now)
+            del self.pauses[0]  # it follows the new pauses instead
         for pause in reaction.pauses:
             until += as_ticks(pause.seconds)
             self.pauses.insert(0, (pause.label, until))
+        fill = as_ticks(self.configuration.fill_seconds)
+        if fill and interrupted and self.now and self.configuration.running:
+            self.pauses.insert(0, (_FILL, until + fill))
         if self.pauses:
             return
         if reaction.lost is Loss.NOTHING and old.running and self.configuration.running and self.now:
@@ -206,10 +247,21 @@ class _Run:
             self._start_steps()
 
     def _start_steps(self) -> None:
-        """The first step begins now; a checkpoint that was being written or loaded is complete."""
+        """The first step begins now."""
         self.origin = self.begun = self.now
-        if self.checkpointing:
-            self.checkpoint, self.checkpointing = self.now, False
+        if self.checkpointing is not None:
+            self._begin_checkpoint(loaded=not self.checkpointing)
+            self.checkpointing = None
+
+    def _begin_checkpoint(self, *, loaded: bool) -> None:
+        """A checkpoint of the state of this moment can be loaded later, or at once where it was itself loaded."""
+        self.checkpoint = self._newest_checkpoint()
+        self.taken = self.now
+        self.readable = self.now + (0 if loaded else as_ticks(self.configuration.checkpoint_writing))
+
+    def _newest_checkpoint(self) -> int:
+        """The newest state that can be loaded now."""
+        return self.taken if self.readable <= self.now else self.checkpoint
 
     def _carry_on(self, old: Configuration) -> None:
         """The step in progress continues at another speed; work already done stays done."""
@@ -233,7 +285,7 @@ class _Run:
         if every is None:
             return None
         step = _step(self.configuration)
-        due = max(self.checkpoint + as_ticks(every), self.now)
+        due = max(self.taken + as_ticks(every), self.readable, self.now)
         found = self.origin - (self.origin - due) // step * step
         return found if found > self.begun else found + step
 
@@ -249,6 +301,14 @@ class _Run:
         else:
             state = State.TRAINING if configuration.running else State.STOPPED
             label = configuration.label
+        last = self.spans[-1] if self.spans else None
+        if (
+            last
+            and (last.state, last.label, last.live_gpus) == (state, label, live)
+            and (last.configuration is configuration)
+        ):
+            self.spans[-1] = last.part(last.begin, until, state)  # as after a checkpoint that stops nothing
+            return
         self.spans.append(Span(self.now, until, state, label, configuration, live))
 
     def _undo(self, since: int) -> None:

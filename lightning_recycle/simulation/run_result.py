@@ -108,6 +108,9 @@ class SimulationResult:
         accounting: where the GPU time went.
         intervals: the timeline.
         events: failures and repairs.
+        bubble_free_throughput: samples/s of one GPU that computes F, B and W all the time.
+        flops_per_sample: floating-point operations of a sample, without those that are done again.
+        peak_flops: of one GPU, per second.
     """
 
     model: str
@@ -120,6 +123,9 @@ class SimulationResult:
     accounting: Accounting
     intervals: tuple[Interval, ...]
     events: tuple[Event, ...]
+    bubble_free_throughput: float = 0.0
+    flops_per_sample: float = 0.0
+    peak_flops: float = 1.0
 
     @property
     def throughput(self) -> float:
@@ -135,6 +141,33 @@ class SimulationResult:
     def ratio_per_gpu(self) -> float:
         """The same per GPU of the cluster, idle spares included."""
         return self.ratio * self.fault_free_gpus / self.gpus
+
+    @property
+    def fraction_of_ideal(self) -> float:
+        """Throughput relative to what the live GPUs would achieve without bubbles, pauses and work done twice."""
+        live = self.accounting.total - self.accounting.failed
+        return self.accounting.useful / live if live else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Fraction of the GPU time, failed GPUs included, that was spent on samples that count."""
+        return self.accounting.fractions()["useful"]
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: fraction of the duration in which steps were trained that were not lost."""
+        trained = (each.end - each.begin for each in self.intervals if each.state is State.TRAINING)
+        return sum(trained) / self.duration
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: operations of the samples over the peak of all GPUs of the cluster."""
+        return self.throughput * self.flops_per_sample / (self.peak_flops * self.gpus)
+
+    def dollars(self, per_gpu_hour: float) -> float:
+        """Cost of the GPUs while they are live; one that is down is given back."""
+        live = self.accounting.total - self.accounting.failed
+        return per_gpu_hour * live / TICKS_PER_SECOND / 3600
 
     @property
     def failures(self) -> int:
@@ -161,5 +194,9 @@ class SimulationResult:
         data["intervals"] = [{**asdict(interval), "state": interval.state.value} for interval in self.intervals]
         data["throughput"] = self.throughput
         data["ratio"] = self.ratio
+        data["fraction_of_ideal"] = self.fraction_of_ideal
+        data["goodput"] = self.goodput
+        data["ettr"] = self.ettr
+        data["mfu"] = self.mfu
         data["losses"] = dict(self.losses())
         return data

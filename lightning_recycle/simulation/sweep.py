@@ -6,6 +6,7 @@ a tenth of the throughput.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,6 +43,16 @@ class Repetitions:
     def ratio_per_gpu(self) -> float:
         """Mean of the same per GPU of the cluster."""
         return statistics.fmean(result.ratio_per_gpu for result in self.results)
+
+    @property
+    def fraction_of_ideal(self) -> float:
+        """Mean throughput relative to what the live GPUs would achieve without bubbles and pauses."""
+        return statistics.fmean(result.fraction_of_ideal for result in self.results)
+
+    @property
+    def error(self) -> float:
+        """Half of the 95 % interval of the mean ratio (normal approximation); 0 for a single run."""
+        return 1.96 * self.deviation / math.sqrt(len(self.results))
 
     @property
     def deviation(self) -> float:

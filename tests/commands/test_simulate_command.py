@@ -5,9 +5,10 @@ import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -70,11 +71,14 @@ def test_what_is_written_is_what_the_simulator_says(one: tuple[str, Path]) -> No
     assert [run["throughput"] for run in result["runs"]] == [each.throughput for each in expected.results]
     assert result["policy"] == {
         "name": "Restart",
-        "settings": {
-            "checkpoint_every": 1800.0, "storage": 31250000.0, "detection": 5.0, "restart": 120.0, "elastic": True,
-        },
+        "settings": asdict(Restart(restart="2min")),
         "changed": ["restart"],
-    }  # fmt: skip
+    }
+    assert result["policy"]["settings"]["schedule"] == "1f1b"
+    assert result["mfu"] == pytest.approx(fmean(each.mfu for each in expected.results))
+    assert result["model"]["efficiency"] == model.efficiency
+    dollars = result["cost"]["on_demand"]["dollars"]
+    assert dollars == pytest.approx(fmean(each.dollars(4.10) for each in expected.results))
     assert sum(result["gpu_seconds"].values()) == pytest.approx(32 * 6 * 3600)
     assert sum(result["losses"].values()) == pytest.approx(result["fault_free_throughput"] - result["throughput"])
 
@@ -85,7 +89,10 @@ def test_what_is_printed_is_what_is_written(one: tuple[str, Path]) -> None:
     lines = {line.split("  ")[0].strip(" │"): line for line in out.splitlines()}
     assert f"{result['throughput']:.2f} samples/s" in out
     assert f"{result['ratio']:.3f}" in out
-    assert "Restart (2 min)" in out
+    assert "Restart (1F1B, 2 min)" in out
+    for shown in ("global batch 128", "of the peak of an A100-80GB", "100 Gb/s", "per 1,000 samples"):
+        assert shown in out
+    assert f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}" in out
     for cause, lost in result["losses"].items():
         if cause == "slower steps":  # the others stand in two tables
             assert f"{lost:.3f}" in lines[cause]
@@ -137,6 +144,13 @@ def test_a_sweep_over_all_failure_sources(tmp_path: Path) -> None:
     assert rates["scripted"]["node_failures"] == 0
     assert rates["fraction"]["node_failures"] == 2
     assert rates["trace"]["node_failures"] > 10
+
+
+def test_one_schedule_for_all_policies(tmp_path: Path) -> None:
+    simulate(tmp_path, "-m", *SMALL, "seeds=1", "policy=merge,recycle,fault_free", "schedule=planned,1f1b")
+    found = [result_in(folder) for folder in sorted(tmp_path.glob("multirun/simulate/*/[0-9]"))]
+    assert [each["policy"]["settings"]["schedule"] for each in found] == ["planned", "1f1b"] * 3
+    assert all(fast["ratio"] > slow["ratio"] for fast, slow in zip(found[::2], found[1::2], strict=True))
 
 
 def test_a_trace_is_replayed_to_its_end(tmp_path: Path) -> None:

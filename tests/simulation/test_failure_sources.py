@@ -90,6 +90,15 @@ def test_a_node_in_two_outages_is_back_after_the_last() -> None:
     ]
 
 
+def test_a_fraction_above_nothing_takes_at_least_one_node() -> None:
+    model = sim.get_model("gpt3_medium")
+    found = [
+        sim.simulate(model, sim.Cluster.of(model), sim.Merge(), sim.FailedFraction(part), "1h").failures
+        for part in (0.0, 0.01, 0.03, 0.05, 0.1)
+    ]
+    assert found == [0, 1, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("part", "count"), [(0.01, 10), (0.05, 51), (0.1, 102)])
 def test_failed_fraction_is_exact_and_final(part, count) -> None:
     cluster = sim.Cluster(1024)

@@ -57,7 +57,8 @@ def test_impossible_settings_are_refused(changes, message) -> None:
 @pytest.mark.parametrize(("staggered", "step", "degraded", "fill"), [(False, 19, 28, 0), (True, 18, 27, 1)])
 def test_the_first_step_after_a_stop_begins_with_empty_pipelines(staggered, step, degraded, fill) -> None:
     model = measured(Costs.uniform(2), network_latency=0.0, network_bandwidth=1e18)
-    policy = sim.Recycle(staggered=staggered, normalization=False, detection=1.0, regroup=2.0, rejoin=4.0)
+    own = {"detection": 1.0, "regroup": 2.0, "rejoin": 4.0, "agreement": 0.0, "lookup": 0.0, "connect": 0.0}
+    policy = sim.Recycle(staggered=staggered, normalization=False, **own)
     result = sim.simulate(model, sim.Cluster.of(model), policy, sim.Scripted([sim.Outage(50.0, (5,), 100.0)]), 300.0)
     begin = 53.0 + fill
     assert begin + 2 * degraded > 100  # when a step ends, the replacement has come
@@ -76,5 +77,6 @@ def test_a_rejoin_costs_what_a_failure_does_unless_said_otherwise() -> None:
     result = sim.simulate(
         model, sim.Cluster.of(model), sim.Recycle(regroup=2.0), sim.Scripted([sim.Outage(50.0, (5,), 100.0)]), 300.0
     )
-    (rejoin,) = [interval for interval in result.intervals if interval.label == "rejoin"]
-    assert rejoin.end - rejoin.begin == pytest.approx(2.0)
+    failure, rejoin = [interval for interval in result.intervals if interval.label == "regroup"]
+    assert failure.end - failure.begin == pytest.approx(2.0 + 5 * 0.0025)
+    assert rejoin.end - rejoin.begin == pytest.approx(2.0 + 6 * 0.0025)

@@ -18,7 +18,7 @@ class FailedFraction:
     """Nodes fail one by one, evenly spaced, until ``part`` of them are gone; none comes back.
 
     Args:
-        part: fraction of the nodes, rounded to whole nodes, e.g. 0.01, 0.05, 0.1.
+        part: fraction of the nodes, e.g. 0.01, 0.05, 0.1; rounded to whole nodes, at least one where it is above 0.
         within: time by which all have failed; with 0, all fail at the very beginning, so the run's throughput is that
             of the failed fraction.
     """
@@ -30,9 +30,13 @@ class FailedFraction:
         fraction("FailedFraction", "part", self.part)
         object.__setattr__(self, "within", as_seconds("FailedFraction(within)", self.within))
 
+    def count(self, nodes: int) -> int:
+        """Number of nodes that fail, of ``nodes``: 1 % of 32 is one node, which is 3.1 %."""
+        return max(round(self.part * nodes), int(self.part > 0))
+
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`."""
-        count = round(self.part * cluster.nodes)
+        count = self.count(cluster.nodes)
         nodes = Random(seed).sample(range(cluster.nodes), count)
         times = [float(self.within) * (number + 1) / count for number in range(count)]
         return changes_of([Outage(time, (node,)) for time, node in zip(times, nodes, strict=True)], duration)

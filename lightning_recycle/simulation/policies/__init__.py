@@ -1,9 +1,11 @@
 """Policies: ways to handle failures, one module each."""
 
 from lightning_recycle.simulation.policies.bamboo import Bamboo
+from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.drop_replica import DropReplica
 from lightning_recycle.simulation.policies.elastic_layers import ElasticLayers
 from lightning_recycle.simulation.policies.fault_free import FaultFree
+from lightning_recycle.simulation.policies.merge import Merge
 from lightning_recycle.simulation.policies.oobleck import Oobleck
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
@@ -21,6 +23,7 @@ from lightning_recycle.simulation.policies.varuna import Varuna
 
 __all__ = [
     "Bamboo",
+    "CommonPolicy",
     "Configuration",
     "Context",
     "DropReplica",
@@ -28,6 +31,7 @@ __all__ = [
     "FaultFree",
     "Happening",
     "Loss",
+    "Merge",
     "Oobleck",
     "Pause",
     "Policy",

@@ -25,9 +25,18 @@ from dataclasses import dataclass, replace
 
 from lightning_recycle.arguments import at_least, fraction
 from lightning_recycle.planning import Costs
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses, whole_pipelines
-from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
+from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
+from lightning_recycle.simulation.policies.policy import (
+    Configuration,
+    Context,
+    Happening,
+    Loss,
+    Pause,
+    Reaction,
+    stopped,
+)
+from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, whole_pipelines
+from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
 
 __all__ = ["Bamboo"]
@@ -42,8 +51,8 @@ class _Layout:
 
 
 @dataclass(frozen=True)
-class Bamboo:
-    """Bamboo.
+class Bamboo(CommonPolicy):
+    """Bamboo. Takes the arguments of ``CommonPolicy``, and:
 
     Args:
         slowdown: factor on the step time while a worker runs two stages.
@@ -53,7 +62,6 @@ class Bamboo:
         threshold: fraction of the active workers that may be without redundancy.
         state_copies: number of stages whose state a worker holds.
         activation_copies: number of stages whose activations a worker holds.
-        checkpoint_every: interval of checkpoints, for fatal failures; they are written in the background.
     """
 
     slowdown: float = 1.5
@@ -63,20 +71,15 @@ class Bamboo:
     threshold: float = 0.05
     state_copies: float = 2.0
     activation_copies: float = 2.0
-    checkpoint_every: Duration = "30min"
 
     def __post_init__(self) -> None:
-        for name in ("reconfigure", "rendezvous", "node_start", "checkpoint_every"):
+        super().__post_init__()
+        for name in ("reconfigure", "rendezvous", "node_start"):
             object.__setattr__(self, name, as_seconds(f"Bamboo({name})", getattr(self, name)))
         at_least("Bamboo", "slowdown", self.slowdown, 1.0)
         at_least("Bamboo", "state_copies", self.state_copies, 1.0)
         at_least("Bamboo", "activation_copies", self.activation_copies, 1.0)
         fraction("Bamboo", "threshold", self.threshold)
-
-    @property
-    def ignores_failures(self) -> bool:
-        """No."""
-        return False
 
     def memory_bytes(self, model: TrainingModel) -> float:
         """What the first stage's GPUs need: redundant state, and S micro-batches in flight, redundantly."""
@@ -103,7 +106,7 @@ class Bamboo:
         workers = live_workers(context, happening.live)
         if not before.teams:
             found = self._rebuilt(context, (), workers)
-            return Reaction(found, pauses(rendezvous=float(self.rendezvous))) if found.running else None
+            return Reaction(found, self._fatal(context)) if found.running else None
         alive = set(workers)
         gone = {
             (p, s) for p, team in enumerate(before.teams) for s, worker in enumerate(team) if worker not in alive
@@ -114,7 +117,8 @@ class Bamboo:
             return Reaction(current, wake=max(1e-3, float(self.node_start)))
         if happening.woken and self._should_reconfigure(context, before, alive):
             found = self._rebuilt(context, before.teams, workers)
-            return Reaction(found, pauses(reconfigure=float(self.reconfigure)), at_boundary=True)
+            steps = self.regrouping(len(workers), broken=False, reconfigure=float(self.reconfigure))
+            return Reaction(found, steps, at_boundary=True)
         return None
 
     def _lose(
@@ -125,11 +129,15 @@ class Bamboo:
         # Fatal: a lost position whose predecessor is lost as well; that covers a predecessor that does both stages.
         if any((p, (s - 1) % stages) in lost for p, s in gone) or any((p, (s + 1) % stages) in lost for p, s in gone):
             found = self._rebuilt(context, before.teams, workers)
-            steps = pauses(rendezvous=float(self.rendezvous)) if found.running else ()
+            steps = self._fatal(context) if found.running else ()
             return Reaction(found, steps, Loss.CHECKPOINT)
         slow = self._configuration(context, _Layout(before.teams, lost))
         # Asked again at once; that decision takes effect at the end of the step.
         return Reaction(slow, wake=1e-3)
+
+    def _fatal(self, context: Context) -> tuple[Pause, ...]:
+        """The pauses of a restart from a checkpoint, with Bamboo's own time for it."""
+        return pauses(rendezvous=float(self.rendezvous), load=self.checkpoint_costs(context).loading)
 
     def _should_reconfigure(self, context: Context, layout: _Layout, alive: set[int]) -> bool:
         stages = context.model.stages
@@ -148,12 +156,12 @@ class Bamboo:
 
     def _configuration(self, context: Context, layout: _Layout) -> Configuration:
         model = context.model
-        usual = whole_pipelines(context, layout.teams, "bamboo", checkpoint_every=float(self.checkpoint_every))
+        usual = whole_pipelines(context, self, layout.teams, "bamboo")
         if not usual.running:
             return replace(usual, layout=_Layout())
-        costs = model.costs()
         micro = -(-model.grid.global_microbatches // len(layout.teams))
-        seconds = one_f_one_b_seconds(_redundant(costs), micro) * (self.slowdown if layout.lost else 1.0)
+        step = self.pipeline_step(model, micro, _redundant(model.costs()), self._in_flight_limit(model))
+        seconds = step.seconds * (self.slowdown if layout.lost else 1.0)
         redundant = model.global_batch * model.sample_seconds[0] * model.tensor_parallel
         gpus = usual.gpus - len(layout.lost) * model.tensor_parallel
         work = usual.useful_gpu_seconds + usual.repeated_gpu_seconds + redundant
@@ -166,7 +174,16 @@ class Bamboo:
             gpus=gpus,
             repeated_gpu_seconds=usual.repeated_gpu_seconds + redundant,
             layout=layout,
+            fill_seconds=step.fill,
+            lead_seconds=step.lead,
         )
+
+    def _in_flight_limit(self, model: TrainingModel) -> tuple[int, ...]:
+        """Micro-batches that fit beside the redundant state, for a schedule that holds more than 1F1B."""
+        part = 1 / model.stages
+        free = model.memory_bytes - self.state_copies * model.state_bytes(part)
+        held = int(free // (self.activation_copies * model.activation_bytes(part)))
+        return (max(held, model.stages),) * model.stages
 
 
 def _redundant(costs: Costs) -> Costs:

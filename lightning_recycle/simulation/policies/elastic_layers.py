@@ -1,7 +1,8 @@
 """Elastic layers: re-route at once as ReCycle does, then move layers between stages until all are equally loaded.
 
-Source: the idea of ElasWave (2025) and Odyssey (2025), which are not public: "re-routing plus moving layers to
-rebalance stages". The first reaction and all its constants are those of the ReCycle policy.
+Source: the idea of ElasWave (arXiv 2510.00606) and of Odyssey (arXiv 2508.21613), re-routing and moving layers to
+rebalance the stages; the systems themselves are not modelled. The first reaction and all its constants are those of the
+ReCycle policy.
 
 Assumptions:
 
@@ -22,9 +23,10 @@ from functools import lru_cache
 from lightning_recycle.arguments import at_least
 from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.planned_steps import PlannedStep, planned_step
+from lightning_recycle.simulation.policies.common import pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Reaction
 from lightning_recycle.simulation.policies.recycle import Recycle
-from lightning_recycle.simulation.policies.workers import Placement, pauses
+from lightning_recycle.simulation.policies.workers import Placement
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
 
@@ -64,11 +66,11 @@ class ElasticLayers(Recycle):
             better, _ = self._balanced(context, current) if happening.woken else (None, 0.0)
             if better is None:
                 return None
-            return Reaction(better, pauses(change=float(self.change), fill=better.fill_seconds), at_boundary=True)
+            return Reaction(better, pauses(change=float(self.change)), at_boundary=True)
         better, seconds = self._balanced(context, reaction.configuration)
         if better is None:
             return reaction
-        before = sum(pause.seconds for pause in reaction.pauses)
+        before = sum(pause.seconds for pause in reaction.pauses) + reaction.configuration.fill_seconds
         return replace(reaction, wake=before + seconds)
 
     def _balanced(self, context: Context, found: Configuration) -> tuple[Configuration | None, float]:

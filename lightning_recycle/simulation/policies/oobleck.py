@@ -7,8 +7,8 @@ Assumptions:
 - Training starts on the fault-free grid, D pipelines of S workers, like the systems it is compared with.
 - A failure loses the step in progress. The pipeline that lost n workers becomes one of the template with n fewer; below
   n0 it borrows workers from the longest pipeline that can spare them; if none can, it merges with the shortest one.
-- All pipelines wait for the reconfiguration: ``reconfigure`` (the public simulator has 3 s for GPT-3 Medium, 6 s for
-  2.7B, 10 s for 6.7B; the largest is the default), and for the copies of missing layers with their optimizer
+- All pipelines wait for the reconfiguration (the public simulator has 3 s for GPT-3 Medium, 6 s for 2.7B, 10 s for
+  6.7B; here it is the recovery of all policies, some 10 s), and for the copies of missing layers with their optimizer
   state: each worker copies only what it lacks, over its own link, all in parallel.
 - At the start and after a restart, the fastest of a few instantiations is used instead of the best of all, whose number
   explodes with the nodes.
@@ -23,44 +23,30 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least
-from lightning_recycle.simulation.policies.oobleck_templates import cut, least_nodes, stage_ranges, step_seconds
+from lightning_recycle.simulation.policies.common import CommonPolicy
+from lightning_recycle.simulation.policies.oobleck_templates import cut, least_nodes, pipelines_step, stage_ranges
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, pauses
-from lightning_recycle.simulation.units import Duration, as_seconds
+from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers
 
 __all__ = ["Oobleck"]
 
 
 @dataclass(frozen=True)
-class Oobleck:
-    """Oobleck.
+class Oobleck(CommonPolicy):
+    """Oobleck. Takes the arguments of ``CommonPolicy``, and:
 
     Args:
-        detection: seconds from a failure to its detection.
-        reconfigure: seconds to agree on templates and to set up communicators.
         memory_factor: bytes of a stage's state per byte of its parameters.
         parameter_bytes: bytes of one parameter, for ``memory_factor``.
-        checkpoint_every: interval of background checkpoints, for the loss of all copies of a layer.
-        restart: seconds to restart from a checkpoint.
     """
 
-    detection: Duration = 5.0
-    reconfigure: Duration = 10.0
     memory_factor: float = 6.0
     parameter_bytes: float = 4.0
-    checkpoint_every: Duration = "30min"
-    restart: Duration = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("detection", "reconfigure", "checkpoint_every", "restart"):
-            object.__setattr__(self, name, as_seconds(f"Oobleck({name})", getattr(self, name)))
+        super().__post_init__()
         at_least("Oobleck", "memory_factor", self.memory_factor, above=True)
         at_least("Oobleck", "parameter_bytes", self.parameter_bytes, above=True)
-
-    @property
-    def ignores_failures(self) -> bool:
-        """No."""
-        return False
 
     def least_nodes(self, context: Context) -> int:
         """n0, at most the stages of the fault-free grid, which is known to fit."""
@@ -83,8 +69,7 @@ class Oobleck:
             found = self._configuration(context, self._anew(context, workers))
             if not found.running:
                 return Reaction(found, lost=Loss.CHECKPOINT) if before else None
-            detection = float(self.detection) if happening.down else 0.0
-            return Reaction(found, pauses(detect=detection, restart=float(self.restart)), Loss.CHECKPOINT)
+            return Reaction(found, self.restarting(context, broken=bool(happening.down)), Loss.CHECKPOINT)
         broken = not used.issubset(alive)
         if not broken and not happening.up:
             return None
@@ -94,10 +79,8 @@ class Oobleck:
             return None
         found = self._configuration(context, after)
         transfer = model.transfer_seconds(_missing(model.units, before, after))
-        if broken:
-            steps = pauses(detect=float(self.detection), reconfigure=float(self.reconfigure), transfer=transfer)
-            return Reaction(found, steps, Loss.STEP)
-        return Reaction(found, pauses(reconfigure=float(self.reconfigure), transfer=transfer), at_boundary=True)
+        steps = self.regrouping(len(workers), broken=broken, transfer=transfer)
+        return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
 
     def _anew(self, context: Context, workers: tuple[int, ...]) -> Teams:
         """The fastest of a few instantiations: even pipelines near the fault-free depth, or that depth and a rest."""
@@ -115,7 +98,7 @@ class Oobleck:
             found.append((*(model.stages,) * full, rest))
         sizes = min(
             (sizes for sizes in found or [(len(used),)] if max(sizes) <= model.units),
-            key=lambda sizes: step_seconds(model, sizes),
+            key=lambda sizes: pipelines_step(model, sizes),
         )
         ends = list(accumulate(sizes, initial=0))
         return tuple(used[begin:end] for begin, end in pairwise(ends))
@@ -156,17 +139,19 @@ class Oobleck:
             return stopped("too few workers", ())
         sizes = tuple(sorted(map(len, teams), reverse=True))
         shape = ", ".join(f"{sizes.count(size)} x {size}" for size in sorted(set(sizes), reverse=True))
-        return Configuration(
+        step = pipelines_step(model, sizes, self.schedule, self.effort)
+        found = Configuration(
             f"oobleck, {shape}",
-            step_seconds(model, sizes),
+            step.seconds,
             model.global_batch,
             sum(sizes) * model.tensor_parallel,
             model.useful_gpu_seconds,
             model.recomputed_gpu_seconds,
-            float(self.checkpoint_every),
-            0.0,
-            teams,
+            layout=teams,
+            fill_seconds=step.fill,
+            lead_seconds=step.lead,
         )
+        return self.with_checkpoints(context, found)
 
 
 def _held(units: int, teams: Teams) -> dict[int, tuple[int, int]]:

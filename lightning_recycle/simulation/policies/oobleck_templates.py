@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 
-from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
+from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep
+from lightning_recycle.simulation.schedules import pipeline_step
+from lightning_recycle.simulation.training_model import TrainingModel
 
-__all__ = ["cut", "iteration_estimate", "least_nodes", "share_batch", "stage_ranges", "step_seconds"]
+__all__ = ["cut", "iteration_estimate", "least_nodes", "pipelines_step", "share_batch", "stage_ranges"]
 
 
 def iteration_estimate(stages: Sequence[float]) -> float:
@@ -98,10 +100,22 @@ def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16384)
-def step_seconds(model: TrainingModel, sizes: tuple[int, ...]) -> float:
-    """Seconds of one step on pipelines of these sizes: 1F1B of the slowest with its share of the batch."""
-    costs = [model.costs(cut(model.units, size), pipelines=len(sizes)) for size in sizes]
+def pipelines_step(
+    model: TrainingModel, sizes: tuple[int, ...], schedule: str = "1f1b", effort: int = DEFAULT_EFFORT
+) -> PlannedStep:
+    """One step on pipelines of these sizes: that of the slowest with its share of the batch.
+
+    Pipelines are filled again together, and all have finished a step before the slowest begins the next but one.
+    """
+    units = [cut(model.units, size) for size in sizes]
+    costs = [model.costs(parts, pipelines=len(sizes)) for parts in units]
     slowest = [max(map(sum, zip(c.forward, c.backward_input, c.backward_weight, strict=True))) for c in costs]
     speeds = [1 / seconds for seconds in slowest]
     shares = share_batch(model.grid.global_microbatches, speeds)
-    return max(one_f_one_b_seconds(cost, share) for cost, share in set(zip(costs, shares, strict=True)))
+    steps = [
+        pipeline_step(schedule, cost, share, model.in_flight_limit(parts), effort)
+        for cost, share, parts in set(zip(costs, shares, units, strict=True))
+    ]
+    seconds = max(step.seconds for step in steps)
+    fill = max(step.seconds + step.fill for step in steps) - seconds
+    return PlannedStep(seconds, fill, max(step.lead for step in steps))

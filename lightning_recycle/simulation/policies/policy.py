@@ -34,10 +34,17 @@ class Loss(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The model and the machines it is trained on."""
+    """What is trained, on what.
+
+    Args:
+        model: the model.
+        cluster: the machines.
+        mtbf: seconds between two failures of the cluster on average, for checkpoint intervals; None when none happens.
+    """
 
     model: TrainingModel
     cluster: Cluster
+    mtbf: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,10 @@ class Configuration:
         repeated_gpu_seconds: computation of one step done twice: redundant or recomputed.
         checkpoint_every: seconds between checkpoints, taken at the next end of a step; None for none.
         checkpoint_seconds: how long training stands still for a checkpoint.
+        checkpoint_writing: how long it then takes, while training goes on, until the checkpoint can be loaded.
         layout: the policy's own data.
         fill_seconds: extra time of the first step after a stop, because later steps overlap (staggered optimizer).
-            The policy adds it to its pauses.
+            The engine adds it after every stop.
         lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
             only be stopped at the end of the next step.
     """
@@ -68,6 +76,7 @@ class Configuration:
     repeated_gpu_seconds: float = 0.0
     checkpoint_every: float | None = None
     checkpoint_seconds: float = 0.0
+    checkpoint_writing: float = 0.0
     layout: object = None
     fill_seconds: float = 0.0
     lead_seconds: float = 0.0

@@ -12,8 +12,9 @@ Assumptions:
 - Plans are ready when needed (the plan library), so planning takes no time.
 - A node that comes back waits for the end of the newest step any worker has begun (workers done with a step begin the
   next one), then copies its state while the others wait.
-- When all replicas of a stage fail at once, training restarts from the newest checkpoint. Checkpoints are written
-  in the background.
+- When all replicas of a stage fail at once, training restarts from the newest checkpoint.
+- With ``schedule="1f1b"`` dead workers' micro-batches are re-routed within a 1F1B schedule: fused backward, one
+  optimizer step for all stages. What re-routing adds over other policies *with the same schedule* is its own merit.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Problem, Technique, normalized_failures
-from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep, distribution, planned_step
+from lightning_recycle.simulation.planned_steps import PlannedStep, distribution, planned_step
+from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, pauses, place
+from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, place
+from lightning_recycle.simulation.schedules import ScheduleName
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
 
@@ -34,61 +36,47 @@ __all__ = ["Recycle"]
 
 
 @dataclass(frozen=True)
-class Recycle:
-    """ReCycle.
+class Recycle(CommonPolicy):
+    """ReCycle. Takes the arguments of ``CommonPolicy``, and:
 
     Args:
-        decoupled: split the backward into B and W.
-        staggered: each stage steps its optimizer on its own.
+        schedule: "planned": the techniques that are switched on, also without failures; "1f1b": none of the two that
+            make the schedule, from the first step on.
+        decoupled: split the backward into B and W, if planned.
+        staggered: each stage steps its optimizer on its own, if planned.
         adaptive: peers take over single micro-batches. Without it (and hence the other two), a dead worker costs its
             whole pipeline, whose batch the other pipelines share; survivors fill one another's gaps.
         normalization: move failures to the stages where they cost least.
         fault_free: schedule without failures: "planned" with the enabled techniques, as in this package, or "1f1b", as
-            in the paper.
-        detection: seconds from a failure to its detection; the heartbeat timeout.
-        regroup: seconds for new communicators and the new plan; an assumption, NCCL takes seconds at this size.
-        rejoin: seconds all wait for a returning node, besides copying its state; None: as ``regroup``.
-        checkpoint_every: interval of checkpoints, for the loss of a whole stage.
-        restart: seconds to restart from a checkpoint, after the loss of a whole stage.
-        effort: effort of the planner, in operations.
+            in the paper, whose system switches to planned schedules when something fails.
+        rejoin: seconds all wait for a returning node, besides copying its state; None: as for a failure.
     """
 
+    schedule: ScheduleName = "planned"
     decoupled: bool = True
     staggered: bool = True
     adaptive: bool = True
     normalization: bool = True
     fault_free: Literal["planned", "1f1b"] = "planned"
-    detection: Duration = 5.0
-    regroup: Duration = 5.0
-    checkpoint_every: Duration = "30min"
-    restart: Duration = 300.0
-    effort: int = DEFAULT_EFFORT
     rejoin: Duration | None = None
 
     def __post_init__(self) -> None:
-        for name in ("detection", "regroup", "checkpoint_every", "restart"):
-            object.__setattr__(self, name, as_seconds(f"{type(self).__name__}({name})", getattr(self, name)))
+        super().__post_init__()
         if self.rejoin is not None:
             object.__setattr__(self, "rejoin", as_seconds(f"{type(self).__name__}(rejoin)", self.rejoin))
-        at_least(type(self).__name__, "checkpoint_every", self.checkpoint_every, above=True)
-        whole(type(self).__name__, "effort", self.effort)
         if self.fault_free not in ("planned", "1f1b"):
             raise ConfigurationError(f"Recycle(fault_free={self.fault_free!r}): give 'planned' or '1f1b'.")
-        if not self.adaptive and (self.decoupled or self.staggered):
+        if not self.adaptive and (self.technique.decoupled or self.technique.staggered):
             raise ConfigurationError(
                 "Recycle(adaptive=False): the other techniques fill the bubbles with re-routed micro-batches; "
                 "switch decoupled and staggered off as well."
             )
 
     @property
-    def ignores_failures(self) -> bool:
-        """No."""
-        return False
-
-    @property
     def technique(self) -> Technique:
         """The techniques the planner may use."""
-        return Technique(self.decoupled, self.staggered)
+        planned = self.schedule == "planned"
+        return Technique(planned and self.decoupled, planned and self.staggered)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
@@ -106,20 +94,20 @@ class Recycle:
         broken = not {worker for worker, _ in before.positions}.issubset(workers)
         if not before.positions or len(held) < grid.stages or self._stage_lost(context, held):
             found = self._from_checkpoint(context, happening.live)
-            detection = float(self.detection) if broken else 0.0
-            restart = pauses(detect=detection, restart=float(self.restart)) if found.running else ()
-            return Reaction(found, restart, Loss.CHECKPOINT if before.positions else Loss.NOTHING)
+            steps = self.restarting(context, broken=broken) if found.running else ()
+            return Reaction(found, steps, Loss.CHECKPOINT if before.positions else Loss.NOTHING)
         goal = self._distribution(context, len(vacant)) if self.normalization else None
         after = place(grid, before, workers, goal)
         assert after is not None  # no stage is lost
         found = self.configuration(context, after)
         transfer = after.copies * context.model.transfer_seconds(1 / grid.stages)
-        fill = found.fill_seconds
         if broken:
-            steps = pauses(detect=float(self.detection), regroup=float(self.regroup), transfer=transfer, fill=fill)
-            return Reaction(found, steps, Loss.STEP)
-        rejoin = float(self.regroup if self.rejoin is None else self.rejoin)
-        return Reaction(found, pauses(rejoin=rejoin, transfer=transfer, fill=fill), at_boundary=True)
+            return Reaction(found, self.regrouping(len(workers), broken=True, transfer=transfer), Loss.STEP)
+        if self.rejoin is None:
+            steps = self.regrouping(len(workers), broken=False, transfer=transfer)
+        else:
+            steps = pauses(rejoin=float(self.rejoin), transfer=transfer)
+        return Reaction(found, steps, at_boundary=True)
 
     def configuration(self, context: Context, placement: Placement) -> Configuration:
         """How training runs with this placement."""
@@ -143,7 +131,7 @@ class Recycle:
         model = context.model
         if not any(failures):
             usual = PlannedStep(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
-            if self.fault_free == "1f1b" or not (self.decoupled or self.staggered):
+            if self.fault_free == "1f1b" or not (self.technique.decoupled or self.technique.staggered):
                 return usual
             return min(usual, planned_step(self._problem(context, failures), self.effort))
         return planned_step(self._problem(context, failures), self.effort)
@@ -171,18 +159,18 @@ class Recycle:
         self, context: Context, label: str, step: PlannedStep, workers: int, layout: Placement
     ) -> Configuration:
         model = context.model
-        return Configuration(
+        found = Configuration(
             label,
             step.seconds,
             model.global_batch if workers else 0,
             workers * model.tensor_parallel,
             model.useful_gpu_seconds if workers else 0.0,
             model.recomputed_gpu_seconds if workers else 0.0,
-            checkpoint_every=float(self.checkpoint_every),
             layout=layout,
             fill_seconds=step.fill,
             lead_seconds=step.lead,
         )
+        return self.with_checkpoints(context, found)
 
 
 def _limit(limits: tuple[int, ...]) -> tuple[int, ...]:

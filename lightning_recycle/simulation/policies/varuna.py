@@ -1,7 +1,7 @@
 """Varuna: every change of the cluster restarts the job with a new depth, from the newest checkpoint.
 
-Source: Athlur et al., EuroSys'22 (arXiv 2111.04007) and its public repository (microsoft/varuna). Checkpoints as in the
-``restart`` policy.
+Source: Athlur et al., EuroSys'22 (arXiv 2111.04007) and its public repository (microsoft/varuna), which writes a
+checkpoint every 10 min while training stands still; here it has the checkpoints of all policies.
 
 Assumptions:
 
@@ -10,7 +10,8 @@ Assumptions:
   the depth with the shortest simulated step wins.
 - Activations are recomputed: B includes F, which counts as redone.
 - The global batch stays the same.
-- The job is relaunched both for failures and for returning nodes; the public scripts take 60 to 120 s.
+- The job is restarted both for failures and for returning nodes; the public scripts take 60 to 120 s, hence
+  ``restart``.
 """
 
 from __future__ import annotations
@@ -18,49 +19,34 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.arguments import whole
+from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep
+from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import live_workers, pauses
-from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
-from lightning_recycle.simulation.units import Duration, as_seconds
+from lightning_recycle.simulation.policies.workers import live_workers
+from lightning_recycle.simulation.schedules import pipeline_step
+from lightning_recycle.simulation.training_model import TrainingModel
+from lightning_recycle.simulation.units import Duration
 
 __all__ = ["Varuna"]
 
 
 @dataclass(frozen=True)
-class Varuna:
-    """Varuna.
+class Varuna(CommonPolicy):
+    """Varuna. Takes the arguments of ``CommonPolicy``, and:
 
     Args:
-        relaunch: seconds to restart the job, besides reading the checkpoint.
-        detection: seconds from a failure to its detection.
-        checkpoint_every: time between checkpoints.
-        storage: bytes/s for writing and reading, per GPU of the fault-free grid.
+        restart: seconds to restart the job.
         largest_microbatch: most samples in a micro-batch; None for the size at which the model was calibrated.
     """
 
-    relaunch: Duration = 90.0
-    detection: Duration = 5.0
-    checkpoint_every: Duration = "10min"
-    storage: float = 1e9 / 32
+    restart: Duration = 90.0
     largest_microbatch: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("relaunch", "detection", "checkpoint_every"):
-            object.__setattr__(self, name, as_seconds(f"Varuna({name})", getattr(self, name)))
-        at_least("Varuna", "checkpoint_every", self.checkpoint_every, above=True)
-        at_least("Varuna", "storage", self.storage, above=True)
+        super().__post_init__()
         if self.largest_microbatch is not None:
             whole("Varuna", "largest_microbatch", self.largest_microbatch, 1)
-
-    @property
-    def ignores_failures(self) -> bool:
-        """No."""
-        return False
-
-    def checkpoint_seconds(self, context: Context) -> float:
-        """Seconds to write or read one checkpoint."""
-        return context.model.transformer.state_bytes() / (self.storage * context.model.gpus)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
@@ -71,49 +57,56 @@ class Varuna:
         used = current.layout
         assert isinstance(used, frozenset)
         workers = live_workers(context, happening.live)
-        files = self.checkpoint_seconds(context)
         if not used.issubset(workers):
             found = self._configuration(context, workers)
-            steps = pauses(detect=float(self.detection), relaunch=float(self.relaunch), load=files)
+            steps = self.restarting(context, broken=True)
             return Reaction(found, steps if found.running else (), Loss.CHECKPOINT)
         found = self._configuration(context, workers)
         if not happening.up or not found.running or found.throughput <= current.throughput:
             return None
+        again = self.restarting(context, broken=False)
         if not current.running:
-            return Reaction(found, pauses(relaunch=float(self.relaunch), load=files))
-        steps = pauses(checkpoint=files, relaunch=float(self.relaunch), load=files)
-        return Reaction(found, steps, at_boundary=True)
+            return Reaction(found, again)
+        costs = self.checkpoint_costs(context)
+        return Reaction(found, (*pauses(checkpoint=costs.stall + costs.writing), *again), at_boundary=True)
 
     def _configuration(self, context: Context, workers: tuple[int, ...]) -> Configuration:
         model = context.model
         limit = self.largest_microbatch or model.microbatch
-        layout = morph(replace(model, recompute=True, throughput=None), len(workers), limit)
+        again = replace(model, recompute=True, throughput=None)
+        layout = morph(again, len(workers), limit, self.schedule, self.effort)
         if layout is None:
             return stopped("does not fit", frozenset())
-        pipelines, stages, microbatch, seconds = layout
-        return Configuration(
+        pipelines, stages, microbatch, step = layout
+        found = Configuration(
             f"varuna, {pipelines} x {stages}, micro-batch {microbatch}",
-            seconds,
+            step.seconds,
             model.global_batch,
             pipelines * stages * model.tensor_parallel,
             model.useful_gpu_seconds,
             model.global_batch * model.sample_seconds[0] * model.tensor_parallel,
-            float(self.checkpoint_every),
-            self.checkpoint_seconds(context),
-            frozenset(workers[: pipelines * stages]),
+            layout=frozenset(workers[: pipelines * stages]),
+            fill_seconds=step.fill,
+            lead_seconds=step.lead,
         )
+        return self.with_checkpoints(context, found)
 
 
 @lru_cache(maxsize=4096)
-def morph(model: TrainingModel, workers: int, largest: int) -> tuple[int, int, int, float] | None:
-    """(D, P, micro-batch, seconds of a step) of the fastest depth on that many workers; None when none fits.
+def morph(
+    model: TrainingModel, workers: int, largest: int, schedule: str = "1f1b", effort: int = DEFAULT_EFFORT
+) -> tuple[int, int, int, PlannedStep] | None:
+    """(D, P, micro-batch, step) of the fastest depth on that many workers; None when none fits.
 
     Args:
         model: the model, with ``recompute``.
         workers: number of live workers.
         largest: most samples in a micro-batch.
+        schedule: schedule of the pipelines; the depth is chosen by 1F1B, as Varuna's own simulator does.
+        effort: effort of the planner.
     """
-    best: tuple[int, int, int, float] | None = None
+    best: tuple[int, int, int, PlannedStep] | None = None
+    chosen: tuple[TrainingModel, int] | None = None
     layers = model.transformer.layers
     for depth in (depth for depth in range(1, layers + 1) if layers % depth == 0):
         pipelines = min(workers // depth, model.global_batch)
@@ -122,10 +115,16 @@ def morph(model: TrainingModel, workers: int, largest: int) -> tuple[int, int, i
             continue
         shape = replace(model, pipelines=1, stages=depth, microbatch=size, global_batch=size)
         micro = -(-model.global_batch // (pipelines * size))
-        seconds = one_f_one_b_seconds(shape.costs(pipelines=pipelines), micro)
-        if best is None or seconds < best[3]:
-            best = (pipelines, depth, size, seconds)
-    return best
+        step = pipeline_step("1f1b", shape.costs(pipelines=pipelines), micro)
+        if best is None or step < best[3]:
+            best, chosen = (pipelines, depth, size, step), (shape, micro)
+    if best is None or chosen is None:
+        return None
+    shape, micro = chosen
+    costs = shape.costs(pipelines=best[0])
+    # Its own micro-batches at most S deep, as many as 1F1B holds, which is what _largest_fitting has checked.
+    limit = (shape.stages,) * shape.stages
+    return (*best[:3], pipeline_step(schedule, costs, micro, limit, effort))
 
 
 def _largest_fitting(model: TrainingModel, depth: int, largest: int) -> int:

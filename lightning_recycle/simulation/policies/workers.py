@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from lightning_recycle.planning import Grid, Worker, moves, normalized_failures, roles
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Pause, stopped
-from lightning_recycle.simulation.training_model import one_f_one_b_seconds
+from lightning_recycle.simulation.policies.common import CommonPolicy
+from lightning_recycle.simulation.policies.policy import Configuration, Context, stopped
 
-__all__ = ["Placement", "Teams", "assemble_teams", "fresh", "live_workers", "pauses", "place", "whole_pipelines"]
+__all__ = ["Placement", "Teams", "assemble_teams", "fresh", "live_workers", "place", "whole_pipelines"]
 
 Teams = tuple[tuple[int, ...], ...]
 """Pipelines as tuples of physical workers, by stage."""
@@ -26,11 +26,6 @@ def live_workers(context: Context, nodes: Iterable[int]) -> tuple[int, ...]:
     """The physical workers of live nodes, in order."""
     each = context.cluster.workers_per_node(context.model)
     return tuple(node * each + i for node in sorted(nodes) for i in range(each))
-
-
-def pauses(**seconds: float) -> tuple[Pause, ...]:
-    """Pauses by name, without those of zero length."""
-    return tuple(Pause(label.replace("_", " "), value) for label, value in seconds.items() if value > 0)
 
 
 # -- positions in a grid with holes (ReCycle) -------------------------------------------------------------------------
@@ -119,7 +114,8 @@ def assemble_teams(
         stages: workers per pipeline.
         most: number of pipelines wanted.
         repair: whether to fill gaps of broken pipelines, first with idle workers, then with those of the most broken
-            one. Otherwise broken pipelines are dissolved, and only enough idle workers form a new one.
+            one, which need no copy where they had the same stage. Otherwise broken pipelines are dissolved, and only
+            enough idle workers form a new one.
     """
     live = set(workers)
     whole = [team for team in before if live.issuperset(team)]
@@ -128,18 +124,27 @@ def assemble_teams(
         key=lambda team: team.count(None),
     )
     idle = sorted(live.difference(worker for team in before for worker in team))
+    free: dict[int, int] = {}  # workers of dissolved pipelines, with the stage whose newest state they have
     copied = 0
     while broken and repair:
         team = broken.pop(0)
-        gaps = team.count(None)
-        while broken and len(idle) < gaps:
-            idle += [worker for worker in broken.pop() if worker is not None]
-        if len(idle) < gaps:
+        gaps = [stage for stage, worker in enumerate(team) if worker is None]
+        while broken and len(idle) + len(free) < len(gaps):
+            free |= {worker: stage for stage, worker in enumerate(broken.pop()) if worker is not None}
+        if len(idle) + len(free) < len(gaps):
             idle += [worker for worker in team if worker is not None]
             break
-        whole.append(tuple(idle.pop(0) if worker is None else worker for worker in team))
-        copied += gaps
-    idle += [worker for team in broken for worker in team if worker is not None]
+        for stage in gaps:
+            same = sorted(worker for worker, had in free.items() if had == stage)
+            if same:
+                team[stage] = same[0]
+                del free[same[0]]
+        for stage in (stage for stage in gaps if team[stage] is None):
+            team[stage] = idle.pop(0) if idle else min(free)
+            free.pop(team[stage] or 0, None)
+            copied += 1
+        whole.append(tuple(worker for worker in team if worker is not None))
+    idle += [*free, *(worker for team in broken for worker in team if worker is not None)]
     idle.sort()
     while len(whole) < most and len(idle) >= stages:
         whole.append(tuple(idle[:stages]))
@@ -149,38 +154,33 @@ def assemble_teams(
 
 
 def whole_pipelines(
-    context: Context,
-    teams: Teams,
-    label: str,
-    *,
-    keep_batch: bool = True,
-    checkpoint_every: float | None = None,
-    checkpoint_seconds: float = 0.0,
+    context: Context, policy: CommonPolicy, teams: Teams, label: str, *, keep_batch: bool = True
 ) -> Configuration:
-    """1F1B on whole pipelines.
+    """Whole pipelines with the policy's schedule and checkpoints.
 
     Args:
         context: the model and the cluster.
+        policy: the policy.
         teams: the workers of each pipeline.
         label: label of the configuration.
-        keep_batch: whether the pipelines share the whole global batch; otherwise each keeps its own part.
-        checkpoint_every: see Configuration.
-        checkpoint_seconds: see Configuration.
+        keep_batch: whether the pipelines share the whole global batch, in shares that differ by at most one micro-batch
+            (a step takes as long as the largest share); otherwise each keeps its own part.
     """
     model, count = context.model, len(teams)
     if not count:
         return stopped("too few workers for a pipeline", teams)
     grid = model.grid
-    micro = -(-grid.global_microbatches // count) if keep_batch else grid.microbatches
+    step = policy.pipeline_step(model, -(-grid.global_microbatches // count) if keep_batch else grid.microbatches)
     part = 1.0 if keep_batch else count / grid.pipelines
-    return Configuration(
+    found = Configuration(
         label if count == grid.pipelines else f"{label}, {count} of {grid.pipelines} pipelines",
-        one_f_one_b_seconds(model.costs(), micro),
+        step.seconds,
         round(model.global_batch * part),
         count * grid.stages * model.tensor_parallel,
         model.useful_gpu_seconds * part,
         model.recomputed_gpu_seconds * part,
-        checkpoint_every,
-        checkpoint_seconds,
-        teams,
+        layout=teams,
+        fill_seconds=step.fill,
+        lead_seconds=step.lead,
     )
+    return policy.with_checkpoints(context, found)

@@ -25,13 +25,14 @@ _MARKERS = {
     "ElasticLayers": "diamond",
     "Oobleck": "square",
     "Bamboo": "triangle",
+    "Merge": "square",
     "Spares": "down",
     "DropReplica": "cross",
     "Varuna": "triangle",
     "Restart": "square",
     "FaultFree": "diamond",
 }
-_ALWAYS = {"Spares": "spares", "FaultFree": "schedule"}
+_ALWAYS = {"Spares": "spares"}
 """Settings always shown with a policy's name."""
 
 

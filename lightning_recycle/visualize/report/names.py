@@ -12,6 +12,8 @@ from typing import Any
 __all__ = [
     "MODELS",
     "POLICIES",
+    "assumptions_text",
+    "cost_text",
     "duration_text",
     "failures_text",
     "model_text",
@@ -26,6 +28,7 @@ POLICIES = {
     "Oobleck": "Oobleck",
     "Bamboo": "Bamboo",
     "Spares": "Spares",
+    "Merge": "Merge",
     "DropReplica": "Drop replica",
     "Varuna": "Varuna",
     "Restart": "Restart",
@@ -45,16 +48,17 @@ MODELS = {
 
 _DURATIONS = frozenset(
     [
+        "agreement",
         "change",
         "checkpoint_every",
+        "connect",
         "detection",
         "interval",
-        "join",
+        "lookup",
         "mean",
         "mtbf",
         "node_start",
         "reconfigure",
-        "recovery",
         "regroup",
         "rejoin",
         "relaunch",
@@ -69,6 +73,7 @@ _VALUES = {
     ("fault_free", "1f1b"): "1F1B first",
     ("fault_free", "planned"): "planned",
     ("schedule", "1f1b"): "1F1B",
+    ("schedule", "planned"): "planned",
     ("schedule", "zero_bubble"): "zero-bubble",
 }
 _RATES = {"Llama 3's rate": 419 / (54 * 16384), "RSC-1's rate": 6.5 / 8000}
@@ -113,10 +118,13 @@ def policy_text(result: Mapping[str, Any], settings: Iterable[str] | None = None
 
     Args:
         result: result of a training run.
-        settings: names of settings to show; by default those that differ from the policy's defaults.
+        settings: names of settings to show; by default those that differ from the policy's defaults. The schedule is
+            always shown.
     """
     policy = result["policy"]
     shown = policy["changed"] if settings is None else [name for name in settings if name in policy["settings"]]
+    if "schedule" in policy["settings"]:
+        shown = ["schedule", *(name for name in shown if name != "schedule")]
     own = policy["name"].lower()  # "Restart (1 min)", not "Restart (restart 1 min)"
     details = ", ".join(setting_text(name, policy["settings"][name]).removeprefix(f"{own} ") for name in shown)
     name = POLICIES.get(policy["name"], policy["name"])
@@ -141,10 +149,38 @@ def failures_text(result: Mapping[str, Any]) -> str:
     if source == "TraceReplay":
         return f"trace {settings['trace']}"
     if source == "FailedFraction":
-        return f"{100 * settings['part']:.5g} % failed"
+        return f"{100 * settings['part']:.5g} % failed{_taken(result)}"
     if source == "Scripted":
         return f"{len(settings['outages'])} outages"
     return str(source)
+
+
+def _taken(result: Mapping[str, Any]) -> str:
+    """How many nodes that is, where it is known."""
+    nodes, part = result.get("cluster", {}).get("nodes"), result["failures"]["settings"]["part"]
+    if nodes is None:
+        return ""
+    count = max(round(part * nodes), int(part > 0))
+    return f" ({count} of {nodes} nodes)"
+
+
+def assumptions_text(result: Mapping[str, Any]) -> str:
+    """What decides a result besides policy and failures: batch, utilization of the GPU, network."""
+    model = result["model"]
+    mfu = f"{100 * model['efficiency']:.1f} % of the peak of an {model['gpu']} while computing"
+    network = f"{model['network_bandwidth'] * 8e-9:.3g} Gb/s between workers"
+    again = ", activations recomputed" if model["recompute"] else ""
+    return f"global batch {model['global_batch']:,}, micro-batch {model['microbatch']}; {mfu}; {network}{again}"
+
+
+def cost_text(result: Mapping[str, Any]) -> str:
+    """Dollars for a thousand samples, at each price of a GPU hour."""
+    parts = []
+    for name, cost in result["cost"].items():
+        each = cost["per_thousand_samples"]
+        shown = "no samples" if each is None else f"${each:,.3g} per 1,000 samples"
+        parts.append(f"{name.replace('_', ' ')} (${cost['per_gpu_hour']:g} a GPU hour) {shown}")
+    return ", ".join(parts)
 
 
 def _rate(rate: float) -> str:

@@ -22,11 +22,12 @@ from lightning_recycle.errors import ConfigurationError
 __all__ = ["SECTION_NAMES", "Record", "Results", "load_results"]
 
 Record = Mapping[str, Any]
-_SCHEMA = 1
+_SCHEMA = 2
 _PARTS = {
     "training": (
         "model", "cluster", "policy", "failures", "duration", "throughput", "fault_free_throughput", "ratio",
-        "ratio_per_gpu", "deviation", "node_failures", "note", "losses", "fractions", "gpu_seconds", "runs", "timeline",
+        "ratio_per_gpu", "deviation", "fraction_of_ideal", "goodput", "ettr", "mfu", "cost", "node_failures", "note",
+        "losses", "fractions", "gpu_seconds", "runs", "timeline",
     ),
     "planner": (
         "grid", "workers", "failed", "failed_workers", "seconds", "processor_seconds", "period", "lower_bound", "gap",

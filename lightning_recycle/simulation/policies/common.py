@@ -1,0 +1,167 @@
+"""What all policies have in common: the schedule of their pipelines, their checkpoints, and the parts of a recovery.
+
+Concept: policies differ in who does a dead worker's work. Everything else they could all do equally well or badly, so
+it is the same for all unless a setting says otherwise, and a comparison is one of policies. Only a policy whose
+publication has a constant of its own for one of these has another default.
+
+Contract: frozen; durations may be given as text and are kept in seconds.
+
+Must not know: any policy.
+
+Assumptions: ``regroup`` is that of NCCL at 32 GPUs; ``connect`` gives 25 s for 10,000 workers, as much as MegaScale
+(Jiang et al., NSDI'24, arXiv 2402.15627) reports for the start of all groups there (under 30 s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Costs
+from lightning_recycle.simulation.checkpoint_costs import (
+    CHECKPOINTS,
+    CheckpointCosts,
+    CheckpointKind,
+    best_interval,
+    checkpoint_costs,
+)
+from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Pause
+from lightning_recycle.simulation.recovery_times import agreement_seconds
+from lightning_recycle.simulation.schedules import SCHEDULES, ScheduleName, pipeline_step
+from lightning_recycle.simulation.training_model import TrainingModel
+from lightning_recycle.simulation.units import Duration, as_seconds
+
+__all__ = ["CommonPolicy", "pauses"]
+
+_RULES = ("young", "daly")
+
+
+def pauses(**seconds: float) -> tuple[Pause, ...]:
+    """Pauses by name, without those of zero length."""
+    return tuple(Pause(label.replace("_", " "), value) for label, value in seconds.items() if value > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonPolicy:
+    """Settings that every policy has.
+
+    Args:
+        schedule: schedule of whole pipelines, "1f1b" or "planned" (see ``simulation.schedules``).
+        effort: effort of the planner, in operations.
+        detection: seconds from a failure to its detection; the heartbeat timeout.
+        agreement: seconds until all live workers agree on a new generation; None: as measured, by their number.
+        lookup: seconds to look up the plan and whom a worker needs.
+        regroup: seconds for new communicators, besides ``connect``.
+        connect: seconds for new communicators, for each live worker.
+        restart: seconds to restart the job, besides detection and loading a checkpoint.
+        checkpoint: "synchronous", "background", "sharded" or "memory" (see ``simulation.checkpoint_costs``).
+        checkpoint_every: time from a checkpoint to the next, or by the formula of "young" or "daly" from the mean time
+            between failures and the stall of a checkpoint.
+        storage: bytes/s of the shared storage, per GPU of the fault-free grid. (The default is 1 GB/s for 32 GPUs,
+            which gives 107 s for the 6.7B model; Oobleck's public simulator has 120 s.)
+        worker_storage: bytes/s at which a worker reads and writes storage that grows with the cluster.
+        host: bytes/s from a GPU to its host's memory.
+    """
+
+    schedule: ScheduleName = "1f1b"
+    effort: int = DEFAULT_EFFORT
+    detection: Duration = 5.0
+    agreement: Duration | None = None
+    lookup: Duration = 0.06
+    regroup: Duration = 5.0
+    connect: Duration = 0.0025
+    restart: Duration = 300.0
+    checkpoint: CheckpointKind = "background"
+    checkpoint_every: Duration = "5min"
+    storage: float = 1e9 / 32
+    worker_storage: float = 1e9
+    host: float = 20e9
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for setting in ("detection", "agreement", "lookup", "regroup", "connect", "restart"):
+            if (value := getattr(self, setting)) is not None:
+                object.__setattr__(self, setting, as_seconds(f"{name}({setting})", value))
+        if self.checkpoint_every not in _RULES:
+            every = as_seconds(f"{name}(checkpoint_every)", self.checkpoint_every, positive=True)
+            object.__setattr__(self, "checkpoint_every", every)
+        for setting in ("storage", "worker_storage", "host"):
+            at_least(name, setting, getattr(self, setting), above=True)
+        whole(name, "effort", self.effort)
+        for setting, choices in (("schedule", SCHEDULES), ("checkpoint", CHECKPOINTS)):
+            if (value := getattr(self, setting)) not in choices:
+                raise ConfigurationError(f"{name}({setting}={value!r}): give one of {', '.join(choices)}.")
+
+    @property
+    def ignores_failures(self) -> bool:
+        """No."""
+        return False
+
+    # -- the schedule ----------------------------------------------------------------------------------------------
+
+    def pipeline_step(
+        self, model: TrainingModel, microbatches: int, costs: Costs | None = None, limit: tuple[int, ...] | None = None
+    ) -> PlannedStep:
+        """A step of a whole pipeline with this policy's schedule.
+
+        Args:
+            model: the model.
+            microbatches: micro-batches of the pipeline.
+            costs: costs of its stages; by default those of the fault-free split.
+            limit: micro-batches that fit into a worker of each stage; by default those of the fault-free split.
+        """
+        if costs is None:
+            costs, limit = model.costs(), model.in_flight_limit()
+        return pipeline_step(self.schedule, costs, microbatches, limit, self.effort)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint_costs(self, context: Context) -> CheckpointCosts:
+        """Seconds of one checkpoint."""
+        return checkpoint_costs(
+            self.checkpoint,
+            context.model,
+            storage=self.storage,
+            worker_storage=self.worker_storage,
+            host=self.host,
+        )
+
+    def checkpoints(self, context: Context) -> Mapping[str, float]:
+        """The arguments of a :class:`Configuration` that concern checkpoints."""
+        costs = self.checkpoint_costs(context)
+        every = self.checkpoint_every
+        seconds = best_interval(every, costs, context.mtbf) if isinstance(every, str) else every
+        return {
+            "checkpoint_every": seconds,
+            "checkpoint_seconds": costs.stall,
+            "checkpoint_writing": costs.writing,
+        }
+
+    # -- recoveries ------------------------------------------------------------------------------------------------
+
+    def regrouping(self, workers: int, *, broken: bool, transfer: float = 0.0, **own: float) -> tuple[Pause, ...]:
+        """The pauses of a change of the roster.
+
+        Args:
+            workers: live workers.
+            broken: whether somebody failed, so that it must be detected first.
+            transfer: seconds to copy states.
+            own: other pauses, between the agreement and the transfer; without any, ``regroup``.
+        """
+        agreed = agreement_seconds(workers) if self.agreement is None else float(self.agreement)
+        middle = own or {"regroup": float(self.regroup) + float(self.connect) * workers}
+        detect = float(self.detection) if broken else 0.0
+        return pauses(detect=detect, agree=agreed + float(self.lookup), **middle, transfer=transfer)
+
+    def restarting(self, context: Context, *, broken: bool, label: str = "restart") -> tuple[Pause, ...]:
+        """The pauses of a restart from the newest checkpoint."""
+        detect = float(self.detection) if broken else 0.0
+        loading = self.checkpoint_costs(context).loading
+        return pauses(detect=detect, **{label: float(self.restart)}, load=loading)
+
+    def with_checkpoints(self, context: Context, found: Configuration) -> Configuration:
+        """The same configuration, with this policy's checkpoints if anything runs."""
+        return replace(found, **self.checkpoints(context)) if found.running else found  # type: ignore[arg-type]

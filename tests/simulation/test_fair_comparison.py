@@ -1,0 +1,233 @@
+"""All policies have the same schedule, checkpoints and recovery, unless they are told otherwise."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from lightning_recycle import simulation as sim
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.simulation.checkpoint_costs import best_interval, checkpoint_costs
+from lightning_recycle.simulation.policies import Context
+from lightning_recycle.simulation.policies.workers import assemble_teams
+from lightning_recycle.simulation.recovery_times import MEASURED_AGREEMENT, agreement_seconds
+
+MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
+KINDS = (
+    sim.Recycle, sim.ElasticLayers, sim.Merge, sim.Spares, sim.DropReplica, sim.Restart, sim.Oobleck, sim.Varuna,
+    sim.Bamboo,
+)  # fmt: skip
+SHARED = [item.name for item in fields(sim.CommonPolicy)]
+
+
+def run(policy, outages, model=LARGE, duration="1h", extra=0):
+    return sim.simulate(model, sim.Cluster.of(model, extra_nodes=extra), policy, sim.Scripted(outages), duration)
+
+
+def paused(result):
+    return {i.label: i.end - i.begin for i in result.intervals if i.state is sim.State.PAUSED}
+
+
+# -- the schedule -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "planned"])
+def test_without_failures_policies_with_the_same_schedule_are_equally_fast(schedule) -> None:
+    settings = {"schedule": schedule, "effort": 0, "checkpoint": "memory"}
+    found = [
+        run(kind(**settings), [], extra=1 if kind is sim.Spares else 0).throughput
+        for kind in KINDS
+        if kind not in (sim.Bamboo, sim.Varuna)  # these compute twice, by design
+    ]
+    assert found == pytest.approx([found[0]] * len(found), rel=1e-6)
+    if schedule == "1f1b":
+        assert found[0] == pytest.approx(5.33)
+    else:
+        assert found[0] > 1.1 * 5.33
+        merge = run(sim.Merge(schedule="planned", checkpoint="memory"), [])
+        assert merge.throughput == pytest.approx(run(sim.FaultFree("planned"), []).throughput)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planned_schedule_helps_every_policy(kind) -> None:
+    outages = [sim.Outage(600.0, (3,)), sim.Outage(1500.0, (17,))]
+    slow, fast = (
+        run(kind(schedule=schedule, effort=0), outages, MEDIUM, extra=1 if kind is sim.Spares else 0).throughput
+        for schedule in ("1f1b", "planned")
+    )
+    assert fast > slow
+
+
+def test_re_routing_within_1f1b_has_neither_split_backward_nor_staggered_optimizer() -> None:
+    same = sim.Recycle(schedule="1f1b", effort=0), sim.Recycle(decoupled=False, staggered=False, effort=0)
+    first, second = (run(policy, [sim.Outage(600.0, (3,))]) for policy in same)
+    assert first.samples == second.samples
+    assert "fill" not in paused(first)
+
+
+def test_every_stop_empties_overlapping_pipelines() -> None:
+    outages = [sim.Outage(600.0, (3,), 1200.0)]
+    for policy in (sim.Merge(), sim.DropReplica(), sim.Restart(), sim.Oobleck()):
+        planned = replace(policy, schedule="planned", effort=0, checkpoint="memory")
+        labels = [i.label for i in run(planned, outages).intervals if i.state is sim.State.PAUSED]
+        assert labels.count("fill") == 2, policy
+        assert labels[-1] == "fill"
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def costs(kind, model=LARGE):
+    return checkpoint_costs(kind, model, storage=1e9 / 32, worker_storage=1e9, host=20e9)
+
+
+def test_checkpoints_cost_what_their_kind_says() -> None:
+    state = LARGE.transformer.state_bytes()
+    assert costs("synchronous") == pytest.approx((state / 1e9, 0.0, state / 1e9))
+    assert costs("background") == pytest.approx((state / 32 / 20e9, state / 1e9, state / 1e9))
+    assert costs("sharded") == pytest.approx((state / 32 / 1e9, 0.0, state / 8 / 1e9))
+    assert costs("memory") == pytest.approx((0.0, state / 32 / 12.5e9, state / 8 / 12.5e9), abs=1e-4)
+
+
+def test_the_interval_follows_young_and_daly() -> None:
+    assert best_interval("young", costs("synchronous"), 7200.0) == pytest.approx((2 * 106.6 * 7200) ** 0.5, rel=0.01)
+    assert best_interval("daly", costs("synchronous"), 7200.0) == pytest.approx(1239 - 106.6, rel=0.01)
+    assert best_interval("daly", costs("synchronous"), 40.0) == 40.0
+    # Not before the last one is written.
+    assert best_interval("daly", costs("background"), 600.0) == costs("background").writing
+    assert best_interval("young", costs("memory"), None) == 1800.0
+
+
+@pytest.mark.parametrize("rule", ["young", "daly"])
+def test_a_formula_is_about_as_good_as_the_best_interval_tried(rule) -> None:
+    source = sim.Poisson("2h", repair="1h")
+
+    def ratio(every):
+        policy = sim.Restart(checkpoint="synchronous", checkpoint_every=every)
+        return sim.repeat(LARGE, sim.Cluster.of(LARGE), policy, source, "1d", range(10)).ratio
+
+    tried = [ratio(minutes * 60.0) for minutes in (5, 10, 20, 40, 80)]
+    assert ratio(rule) > max(tried) - 0.02
+    assert min(tried) < max(tried) - 0.05
+
+
+def test_a_background_checkpoint_counts_once_it_is_written() -> None:
+    policy = sim.Restart(checkpoint="background", checkpoint_every=600.0)
+    stall, writing, _ = policy.checkpoint_costs(Context(LARGE, sim.Cluster.of(LARGE)))
+    taken = next(i for i in run(policy, []).intervals if i.label == "checkpoint")
+    assert taken.end - taken.begin == pytest.approx(stall, abs=1e-6)
+    for after, kept in ((0.9 * writing, 0.0), (1.1 * writing, taken.end)):
+        result = run(policy, [sim.Outage(taken.end + after, (3,))])
+        lost = [i for i in result.intervals if i.state is sim.State.LOST]
+        assert lost[0].begin == pytest.approx(kept)
+        assert lost[-1].end == pytest.approx(taken.end + after)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_that_stops_training_stops_it_under_every_policy(kind) -> None:
+    policy = kind(checkpoint="synchronous", checkpoint_every="10min")
+    result = run(policy, [], MEDIUM, extra=1 if kind is sim.Spares else 0)
+    stalls = [i for i in result.intervals if i.label == "checkpoint"]
+    assert len(stalls) == 5
+    assert stalls[0].end - stalls[0].begin == pytest.approx(MEDIUM.transformer.state_bytes() / 1e9)
+
+
+def test_the_loss_of_a_whole_stage_costs_all_policies_a_restart_and_the_load() -> None:
+    stage = tuple(LARGE.grid.stages * d + 1 for d in range(4))
+    for kind in (sim.Recycle, sim.Merge, sim.Restart, sim.Oobleck, sim.Varuna):
+        found = paused(run(kind(effort=0, restart=100.0), [sim.Outage(1900.0, stage)]))
+        assert found["restart"] == pytest.approx(100.0), kind
+        assert found["load"] == pytest.approx(LARGE.transformer.state_bytes() / 1e9), kind
+
+
+# -- recoveries -------------------------------------------------------------------------------------------------------
+
+
+def test_agreement_takes_what_was_measured_and_grows_with_the_cluster() -> None:
+    for workers, seconds in MEASURED_AGREEMENT:
+        assert agreement_seconds(workers) == pytest.approx(seconds)
+    found = [agreement_seconds(workers) for workers in (1, 32, 64, 300, 1536, 4096, 16384)]
+    assert found == sorted(found)
+    assert agreement_seconds(0) == 0.0
+
+
+def test_a_recovery_takes_longer_in_a_larger_cluster() -> None:
+    def recovery(pipelines):
+        model = sim.get_model("gpt3_medium", pipelines=pipelines, global_batch=pipelines * 8, throughput=None)
+        found = paused(run(sim.Merge(checkpoint="memory"), [sim.Outage(600.0, (3,))], model))
+        return found["detect"] + found["agree"] + found["regroup"]
+
+    seconds = [recovery(pipelines) for pipelines in (16, 128, 1024)]
+    assert seconds[0] == pytest.approx(5.0 + 0.008 + 0.06 + 5.0 + 32 * 0.0025, abs=0.01)
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 16
+
+
+@pytest.mark.parametrize("kind", [sim.Recycle, sim.Merge, sim.DropReplica, sim.Oobleck])
+def test_policies_recover_in_the_same_time_but_for_the_states_they_copy(kind) -> None:
+    found = paused(run(kind(schedule="1f1b", detection=3.0, regroup=4.0), [sim.Outage(600.0, (3,))]))
+    found.pop("checkpoint")
+    found.pop("transfer", 0.0)
+    assert found == pytest.approx({"detect": 3.0, "agree": 0.068, "regroup": 4.0 + 0.0025 * 31}, abs=0.02)
+
+
+def test_all_policies_share_settings_and_defaults() -> None:
+    usual = {name: getattr(sim.CommonPolicy(), name) for name in SHARED}
+    for kind in KINDS:
+        own = {name: getattr(kind(), name) for name in SHARED}
+        different = {name for name in SHARED if own[name] != usual[name]}
+        allowed = {sim.Recycle: {"schedule"}, sim.ElasticLayers: {"schedule"}, sim.Varuna: {"restart"}}
+        assert different == allowed.get(kind, set()), kind
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "gpipe"}, "schedule='gpipe'"),
+        ({"checkpoint": "tape"}, "checkpoint='tape'"),
+        ({"checkpoint_every": "sometimes"}, "checkpoint_every"),
+        ({"checkpoint_every": 0}, "checkpoint_every"),
+        ({"agreement": -1.0}, "agreement"),
+        ({"storage": 0.0}, "storage"),
+        ({"effort": -1}, "effort"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message) -> None:
+    for kind in KINDS:
+        with pytest.raises(ConfigurationError, match=message):
+            kind(**settings)
+
+
+# -- merge ------------------------------------------------------------------------------------------------------------
+
+
+def test_merging_keeps_the_batch_on_as_many_pipelines_as_the_live_workers_make() -> None:
+    for count in (1, 3, 8, 9, 13):
+        outages = [sim.Outage(100.0 * (n + 1), ((7 * n) % 32,)) for n in range(count)]
+        last = run(sim.Merge(checkpoint="memory"), outages, duration="2h").intervals[-1]
+        pipelines = 4 - -(-count // 8)
+        assert last.gpus == 8 * pipelines
+        # 128 micro-batches on 3 pipelines: 43, 43 and 42.
+        steps = sim.simulate(
+            sim.get_model("gpt3_6_7b", pipelines=1, global_batch=-(-128 // pipelines), throughput=None,
+                          efficiency=LARGE.efficiency),
+            sim.Cluster(8), sim.FaultFree(), sim.Scripted(), "1h",
+        )  # fmt: skip
+        assert last.throughput == pytest.approx(128 * steps.throughput / -(-128 // pipelines), rel=0.02)
+
+
+def test_merging_is_having_no_spares() -> None:
+    source = sim.Poisson("20min", repair="2h")
+    merge, spares = (
+        sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, source, "12h", 3) for policy in (sim.Merge(), sim.Spares(0))
+    )
+    assert merge.samples == spares.samples
+
+
+def test_a_worker_that_fills_the_gap_of_its_own_stage_copies_nothing() -> None:
+    before = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+    # Pipelines 0 and 1 lose stages 1 and 0: worker 4 has the state of stage 1.
+    assert assemble_teams(before, set(range(9)) - {1, 3}, 3, 3) == (((0, 4, 2), (6, 7, 8)), 0)
+    # Both lose stage 1: one of another stage must copy.
+    assert assemble_teams(before, set(range(9)) - {1, 4}, 3, 3) == (((0, 3, 2), (6, 7, 8)), 1)
+    # An idle worker has an old state.
+    assert assemble_teams(before, {0, 2, 3, 4, 5, 6, 7, 8, 9}, 3, 3) == (((0, 9, 2), (3, 4, 5), (6, 7, 8)), 1)
