@@ -130,7 +130,8 @@ class _Run:
         self.checkpoint = 0  # the state to which a loss goes back
         self.taken = 0  # the newest state of which a checkpoint was begun
         self.readable = 0  # when it can be loaded
-        self.checkpointing: bool | None = None  # in a pause: whether a checkpoint is written (or was loaded: False)
+        self.checkpointing: bool | None = None  # in a pause: True where a checkpoint's writing goes on after it, False
+        # where it can be loaded when the pauses are over (it was itself loaded, or is written in them)
         self.origin = 0  # a step begins here, and every step's duration later
         self.begun = 0  # when the first of them really began
         if self.changes and self.changes[-1].tick == 0:
@@ -233,6 +234,8 @@ class _Run:
         elif reaction.pauses and self.pauses[0][0] == _FILL:
             until = max(self.now, self.pauses[1][1] if len(self.pauses) > 1 else self.now)
             del self.pauses[0]  # it follows the new pauses instead
+        if reaction.saved:
+            self.checkpointing = False
         for pause in reaction.pauses:
             until += as_ticks(pause.seconds)
             self.pauses.insert(0, (pause.label, until))

@@ -133,6 +133,7 @@ class Reaction:
         pauses: pauses in order. A pause interrupts the step in progress, which is then undone unless ``at_boundary``.
         lost: what is undone.
         at_boundary: whether to wait for the end of the newest step any worker has begun; nothing is lost then.
+        saved: whether the pauses write a checkpoint, which can be loaded when they are over.
         wake: seconds until the policy wants to be asked again; a new reaction clears this alarm.
     """
 
@@ -140,6 +141,7 @@ class Reaction:
     pauses: tuple[Pause, ...] = ()
     lost: Loss = Loss.NOTHING
     at_boundary: bool = False
+    saved: bool = False
     wake: float | None = None
 
 

@@ -49,7 +49,8 @@ class Restart(CommonPolicy):
         if not before:
             return Reaction(found, again)
         costs = self.checkpoint_costs(context)
-        return Reaction(found, (*pauses(checkpoint=costs.stall + costs.writing), *again), at_boundary=True)
+        steps = (*pauses(checkpoint=costs.stall + costs.writing), *again)
+        return Reaction(found, steps, at_boundary=True, saved=True)
 
     def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
         model = context.model

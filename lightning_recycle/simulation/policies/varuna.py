@@ -68,7 +68,8 @@ class Varuna(CommonPolicy):
         if not current.running:
             return Reaction(found, again)
         costs = self.checkpoint_costs(context)
-        return Reaction(found, (*pauses(checkpoint=costs.stall + costs.writing), *again), at_boundary=True)
+        steps = (*pauses(checkpoint=costs.stall + costs.writing), *again)
+        return Reaction(found, steps, at_boundary=True, saved=True)
 
     def _configuration(self, context: Context, workers: tuple[int, ...]) -> Configuration:
         model = context.model

@@ -1,0 +1,458 @@
+"""A second simulator, for the tests: small, naive, one step after the other, in seconds as floats.
+
+Written from docs/simulation.md and the policies' docstrings. It shares with the simulator what is planned elsewhere (the
+duration of a step, where failures are normalized to, Varuna's shapes, Oobleck's cuts) and none of its engine, ledger,
+placements, checkpoints and pauses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from lightning_recycle.planning import Problem, moves, normalized_failures, roles
+from lightning_recycle.simulation.checkpoint_costs import checkpoint_costs
+from lightning_recycle.simulation.planned_steps import distribution, planned_step
+from lightning_recycle.simulation.policies.varuna import morph
+from lightning_recycle.simulation.schedules import pipeline_step
+from lightning_recycle.simulation.training_model import one_f_one_b_seconds
+
+__all__ = ["NAIVE", "Naive", "Outcome"]
+
+AGREEMENT = 0.01
+NEVER = float("inf")
+
+
+@dataclass
+class Outcome:
+    """Samples kept, seconds paused and seconds without training, of the whole run."""
+
+    samples: float
+    paused: float
+    stopped: float
+
+
+@dataclass
+class Way:
+    """How training runs: who, and the seconds, extra seconds of the first step, overlap and samples of a step."""
+
+    layout: object
+    seconds: float
+    samples: float
+    fill: float = 0.0
+    lead: float = 0.0
+
+
+@dataclass
+class Answer:
+    """What follows from a change; ``way`` None: nothing runs."""
+
+    way: Way | None
+    pauses: list[float]
+    back: str  # to which state: "now", "step", "checkpoint"
+    saved: bool = False
+    alarm: float | None = None
+    layout: object = None
+
+
+@dataclass
+class Naive:
+    """One run of a policy on nodes of one worker; subclasses decide. The policy's ``agreement`` must be AGREEMENT."""
+
+    model: object
+    policy: object
+    outages: list
+    duration: float
+    nodes: int
+    live: set = field(default_factory=set)
+
+    def down_at(self, time: float) -> set:
+        found: set = set()
+        for outage in self.outages:
+            end = NEVER if outage.end is None else outage.end
+            if outage.begin <= time < end:
+                found.update(outage.nodes)
+        return found
+
+    def play(self) -> Outcome:
+        moments = {outage.begin for outage in self.outages} | {o.end for o in self.outages if o.end is not None}
+        changes, down = [], self.down_at(0.0)
+        for time in sorted(moment for moment in moments if 0 < moment < self.duration):
+            if self.down_at(time) != down:
+                down = self.down_at(time)
+                changes.append((time, set(range(self.nodes)) - down))
+        self.live = set(range(self.nodes)) - self.down_at(0.0)
+        policy = self.policy
+        self.costs = checkpoint_costs(
+            policy.checkpoint,
+            self.model,
+            storage=policy.storage,
+            worker_storage=policy.worker_storage,
+            host=policy.host,
+        )
+        (stall, writing, _), every = self.costs, policy.checkpoint_every
+
+        way = self.way = self.start()
+        now, begun, kept = 0.0, 0.0, 0.0
+        pauses: list[float] = []  # ends
+        paused = stopped = 0.0
+        checkpoints = [(0.0, 0.0, 0.0)]  # taken, readable, samples then
+        saving = None  # at the end of the pauses: the delay until the state of that moment can be read
+        waiting, alarm = None, NEVER  # (time, answer, whether it answers an alarm)
+        filling = False  # whether the last pause is a fill
+
+        def newest() -> int:
+            return max(n for n, (_, readable, _) in enumerate(checkpoints) if readable <= now + 1e-9)
+
+        def switch(answer: Answer) -> None:
+            nonlocal way, kept, pauses, saving, begun, filling
+            fresh = answer.back != "now"
+            if answer.back == "checkpoint":
+                del checkpoints[newest() + 1 :]
+                kept = checkpoints[-1][2]
+            if fresh:
+                pauses, saving, filling = [], (0.0 if answer.back == "checkpoint" else None), False
+            elif answer.pauses and filling:
+                pauses, filling = pauses[:-1], False
+            was_running = way is not None and not pauses
+            way, self.layout = answer.way, answer.way.layout if answer.way else answer.layout
+            end = pauses[-1] if pauses else now
+            for seconds in answer.pauses:
+                if seconds > 0:
+                    end += seconds
+                    pauses.append(end)
+            if answer.saved:
+                saving = 0.0
+            if way and way.fill and (fresh or answer.pauses) and now > 0:
+                pauses.append(end + way.fill)
+                filling = True
+            if not pauses and (fresh or not was_running):
+                go_on()
+
+        def go_on() -> None:
+            nonlocal begun, saving, filling
+            begun, filling = now, False
+            if saving is not None:
+                checkpoints.append((now, now + saving, kept))
+                saving = None
+
+        self.layout = way.layout if way else ()
+        while now < self.duration:
+            change = changes[0][0] if changes else NEVER
+            until = min(change, alarm, self.duration)
+            if pauses:
+                if pauses[0] <= until:
+                    paused += pauses[0] - now
+                    now = pauses.pop(0)
+                    if not pauses:
+                        go_on()
+                    continue
+                paused += until - now
+            elif way is None:
+                stopped += until - now
+            else:
+                end = begun + way.seconds
+                if end <= until:
+                    now = begun = end
+                    kept += way.samples
+                    taken, readable, _ = checkpoints[-1]
+                    if now >= max(taken + every, readable) - 1e-9:
+                        if stall:
+                            pauses, saving, filling = [now + stall], writing, False
+                        else:
+                            checkpoints.append((now, now + writing, kept))
+                    if waiting and now >= waiting[0] - 1e-9:
+                        answer, waiting = waiting[1], None
+                        switch(answer)
+                    continue
+                if until == self.duration:
+                    kept += way.samples * (self.duration - begun) / way.seconds
+            now, before = until, self.live
+            if now == self.duration:
+                break
+            woken = now == alarm and now != change
+            if woken:
+                alarm = NEVER
+            else:
+                self.live = changes.pop(0)[1]
+            if waiting:  # both are answered at once
+                woken = woken or waiting[2]
+                waiting = None
+            else:
+                self.known = before
+            answer = self.answer(way, woken)
+            if answer is None:
+                continue
+            alarm = NEVER if answer.alarm is None else now + answer.alarm
+            if answer.back == "now" and answer.pauses and way is not None and not pauses:
+                end = begun + way.seconds
+                while end < now + way.lead - 1e-12:
+                    end += way.seconds
+                waiting = (end, answer, woken)
+                continue
+            switch(answer)
+        return Outcome(kept, paused, stopped)
+
+    # -- for all policies ----------------------------------------------------------------------------------------------
+
+    def regrouping(self, workers: int, failed: bool, transfer: float = 0.0) -> list[float]:
+        policy = self.policy
+        detection = policy.detection if failed else 0.0
+        return [detection, AGREEMENT + policy.lookup, policy.regroup + policy.connect * workers, transfer]
+
+    def reloading(self, failed: bool) -> list[float]:
+        return [self.policy.detection if failed else 0.0, self.policy.restart, self.costs[2]]
+
+    def pipelines(self, layout: tuple, share: bool = True) -> Way | None:
+        """Whole pipelines, each with its part of the batch."""
+        model, count = self.model, len(layout)
+        if not count:
+            return None
+        total = model.global_batch // model.microbatch
+        micro = -(-total // count) if share else total // model.pipelines
+        step = pipeline_step(self.policy.schedule, model.costs(), micro, model.in_flight_limit(), self.policy.effort)
+        samples = model.global_batch if share else micro * model.microbatch * count
+        return Way(layout, step.seconds, samples, step.fill, step.lead)
+
+    def one_copy(self) -> float:
+        return self.model.transfer_seconds(1 / self.model.stages)
+
+    # -- what a policy says ----------------------------------------------------------------------------------------------
+
+    def start(self) -> Way | None:
+        raise NotImplementedError
+
+    def answer(self, way: Way | None, woken: bool) -> Answer | None:
+        raise NotImplementedError
+
+
+class NaiveMerge(Naive):
+    """Merge and spares."""
+
+    def start(self):
+        return self.pipelines(self.whole(())[0])
+
+    def whole(self, before):
+        """As many whole pipelines as the live workers make, and whether a state must be copied."""
+        stages, most = self.model.stages, self.model.pipelines
+        good = [list(team) for team in before if set(team) <= self.live]
+        bad = sorted((list(team) for team in before if not set(team) <= self.live), key=self.gaps)
+        spare = sorted(self.live - {worker for team in before for worker in team})
+        copied = False
+        donors: list = []  # of pipelines that are dissolved now, with the stage whose state they have
+        while bad:
+            team = bad.pop(0)
+            while bad and len(spare) + len(donors) < self.gaps(team):
+                donors += [(worker, stage) for stage, worker in enumerate(bad.pop()) if worker in self.live]
+            if len(spare) + len(donors) < self.gaps(team):
+                spare += [worker for worker in team if worker in self.live]
+                bad = []
+                break
+            holes = [stage for stage in range(stages) if team[stage] not in self.live]
+            for stage in list(holes):
+                own = [worker for worker, had in donors if had == stage]
+                if own:
+                    team[stage] = min(own)
+                    donors = [donor for donor in donors if donor[0] != min(own)]
+                    holes.remove(stage)
+            for stage in holes:
+                copied = True
+                if spare:
+                    team[stage] = spare.pop(0)
+                else:
+                    team[stage] = min(donors)[0]
+                    donors.remove(min(donors))
+            good.append(team)
+        spare = sorted([*spare, *(worker for worker, _ in donors)])
+        while len(good) < most and len(spare) >= stages:
+            good.append(spare[:stages])
+            spare, copied = spare[stages:], True
+        return tuple(sorted(map(tuple, good[:most]))), copied
+
+    def gaps(self, team):
+        return sum(worker not in self.live for worker in team)
+
+    def answer(self, way, woken):
+        before = self.layout
+        after, copied = self.whole(before)
+        if after == before:
+            return None
+        found = self.pipelines(after)
+        failed = any(not set(team) <= self.live for team in before)
+        if not all(any(team[stage] in self.live for team in before) for stage in range(self.model.stages)):
+            return Answer(found, self.reloading(failed) if found else [], "checkpoint" if before else "now", layout=())
+        pauses = self.regrouping(len(self.live), failed, self.one_copy() if copied else 0.0)
+        return Answer(found, pauses, "step" if failed else "now")
+
+
+class NaiveRestart(NaiveMerge):
+    """Restart."""
+
+    def start(self):
+        return self.pipelines(self.chosen(()))
+
+    def chosen(self, before):
+        teams = self.whole(before)[0]
+        return teams if self.policy.elastic or len(teams) == self.model.pipelines else ()
+
+    def answer(self, way, woken):
+        before = self.layout
+        after = self.chosen(before)
+        found = self.pipelines(after)
+        if any(not set(team) <= self.live for team in before):
+            return Answer(found, self.reloading(True) if found else [], "checkpoint", layout=())
+        if len(after) <= len(before):
+            return None
+        if not before:
+            return Answer(found, self.reloading(False), "now")
+        return Answer(found, [self.costs[0] + self.costs[1], *self.reloading(False)], "now", saved=True)
+
+
+class NaiveDropReplica(Naive):
+    """Drop the replica."""
+
+    def start(self):
+        return self.pipelines(self.more(()), share=False)
+
+    def more(self, teams):
+        stages, most = self.model.stages, self.model.pipelines
+        if self.policy.relaunch is None and self.layout_known():
+            own = [tuple(range(d * stages, (d + 1) * stages)) for d in range(most)]
+            return tuple(team for team in own if team in teams or set(team) <= self.live)
+        free = sorted(self.live - {worker for team in teams for worker in team})
+        found = list(teams)
+        while len(found) < most and len(free) >= stages:
+            found.append(tuple(free[:stages]))
+            free = free[stages:]
+        return tuple(sorted(found))
+
+    def layout_known(self):
+        return hasattr(self, "layout")
+
+    def answer(self, way, woken):
+        before = self.layout
+        whole = tuple(team for team in before if set(team) <= self.live)
+        more = self.more(whole)
+        grows = len(more) > len(whole)
+        wait = None
+        if grows:
+            wait = (self.policy.relaunch or 1e-3) if whole else 1e-3
+        if len(whole) < len(before):
+            pauses = self.regrouping(len(whole) * self.model.stages, True) if whole else []
+            found = self.pipelines(whole, share=False)
+            return Answer(found, pauses, "step" if whole else "checkpoint", alarm=wait, layout=())
+        if not grows:
+            return None
+        if not woken and self.policy.relaunch is not None:
+            return Answer(way, [], "now", alarm=wait, layout=before)
+        found = self.pipelines(more, share=False)
+        if not whole:
+            return Answer(found, self.reloading(False), "now")
+        return Answer(found, self.regrouping(len(more) * self.model.stages, False, self.one_copy()), "now")
+
+
+class NaiveRecycle(Naive):
+    """ReCycle with 1F1B or planned schedules, with and without failure normalization."""
+
+    def start(self):
+        return self.afresh()
+
+    def problem(self, vacancies):
+        policy, model = self.policy, self.model
+        gone = normalized_failures(model.grid, vacancies)
+        return Problem(model.grid, model.costs(), gone, policy.technique, model.in_flight_limit())
+
+    def spread(self, count):
+        return distribution(self.problem((0,) * self.model.stages), count, self.policy.effort)
+
+    def afresh(self):
+        grid = self.model.grid
+        workers = sorted(self.live)[: grid.num_workers]
+        if len(workers) < grid.stages:
+            return None
+        gone = normalized_failures(grid, self.spread(grid.num_workers - len(workers)))
+        places = [place for place in grid.workers() if place not in gone]
+        return self.running(dict(zip(workers, places, strict=True)))
+
+    def running(self, places):
+        model, policy = self.model, self.policy
+        counts = Counter(place.stage for place in places.values())
+        vacancies = tuple(model.pipelines - counts[stage] for stage in range(model.stages))
+        usual = one_f_one_b_seconds(model.costs(), model.grid.microbatches), 0.0, 0.0
+        step = usual
+        if any(vacancies) or not (policy.schedule == "1f1b" or policy.fault_free == "1f1b"):
+            step = tuple(planned_step(self.problem(vacancies), policy.effort))
+            step = step if any(vacancies) else min(usual, step)
+        return Way(places, step[0], model.global_batch, step[1], step[2])
+
+    def answer(self, way, woken):
+        grid, before = self.model.grid, self.layout or {}
+        held = {worker: place for worker, place in before.items() if worker in self.live}
+        lost_stage = {place.stage for place in held.values()} != set(range(grid.stages))
+        failed = len(held) < len(before)
+        if lost_stage:
+            found = self.afresh()
+            if not before and not found:
+                return None
+            return Answer(found, self.reloading(failed) if found else [], "checkpoint" if before else "now", layout={})
+        old = dict(held)
+        sent: Counter = Counter()
+        for worker in sorted(self.live - set(held)):
+            empty = [place for place in grid.workers() if place not in held.values()]
+            if not empty:
+                break
+            bare = Counter(place.stage for place in empty)
+            held[worker] = max(empty, key=lambda place: (bare[place.stage], -place.pipeline, -place.stage))
+        if held == before:
+            return None
+        for worker, place in held.items():
+            if worker not in old:
+                sent[min((p for p in old.values() if p.stage == place.stage), key=lambda p: (sent[p], p))] += 1
+        if self.policy.normalization:
+            vacant = sorted(set(grid.workers()) - set(held.values()))
+            goal = self.spread(len(vacant))
+            taken = roles(grid, vacant, goal)
+            sent.update(move.source for move in moves(grid, vacant, goal))
+            held = {worker: taken[place] for worker, place in held.items()}
+        transfer = max(sent.values(), default=0) * self.one_copy()
+        pauses = self.regrouping(len(self.live), failed, transfer)
+        return Answer(self.running(held), pauses, "step" if failed else "now")
+
+
+class NaiveVaruna(Naive):
+    """Varuna."""
+
+    def start(self):
+        self.again = replace(self.model, recompute=True, throughput=None)
+        return self.shape()
+
+    def shape(self):
+        policy, model = self.policy, self.model
+        found = morph(self.again, len(self.live), model.microbatch, policy.schedule, policy.effort)
+        if found is None:
+            return None
+        pipelines, depth, _, step = found
+        used = frozenset(sorted(self.live)[: pipelines * depth])
+        return Way(used, step.seconds, model.global_batch, step.fill, step.lead)
+
+    def answer(self, way, woken):
+        used, found = self.layout or frozenset(), self.shape()
+        if not used <= self.live:
+            return Answer(found, self.reloading(True) if found else [], "checkpoint", layout=frozenset())
+        came = self.live - self.known
+        slower = way and found and found.samples / found.seconds <= way.samples / way.seconds
+        if not came or found is None or slower:
+            return None
+        if way is None:
+            return Answer(found, self.reloading(False), "now")
+        return Answer(found, [self.costs[0] + self.costs[1], *self.reloading(False)], "now", saved=True)
+
+
+NAIVE = {
+    "Merge": NaiveMerge,
+    "Spares": NaiveMerge,
+    "Restart": NaiveRestart,
+    "DropReplica": NaiveDropReplica,
+    "Recycle": NaiveRecycle,
+    "Varuna": NaiveVaruna,
+}
