@@ -3,6 +3,11 @@
     .venv/bin/python benchmarks/simulation.py                # everything, some minutes on one core
     .venv/bin/python benchmarks/simulation.py table day      # some of: table pauses ablation day fractions traces
                                                              #          spares restart layers sensitivity
+                                                             #          ideal same batch checkpoints calibration
+
+``ideal``, ``same``, ``batch`` and ``checkpoints`` compare policies with the same schedule, checkpoints and recovery
+(``same_schedule.py``); ``calibration`` is the paper's table over 400 seeds, against a null model (``calibration.py``).
+The other sections run policies as published: ReCycle with planned schedules, all others with 1F1B, unless they say so.
 
 ``table`` is the paper's table of throughput by failure interval. Protocol: failures are a Poisson process of the whole
 cluster, nobody comes back, a run lasts 6 h (the longest interval), mean of 20 seeds. It is the same for every cell, and
@@ -17,8 +22,10 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from calibration import PAPER, calibration_tables
 from rich.console import Console
 from rich.table import Table
+from same_schedule import assumptions, batch_table, checkpoint_table, ideal_table, same_table
 
 from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.simulation import (
@@ -31,6 +38,7 @@ from lightning_recycle.simulation import (
     FailureRate,
     FailureSource,
     FaultFree,
+    Merge,
     Oobleck,
     Poisson,
     Policy,
@@ -56,16 +64,6 @@ DURATION = "6h"
 SEEDS = range(20)
 PAPER_RECYCLE = Recycle(fault_free="1f1b")  # the paper's system runs 1F1B until something fails
 
-# samples/s; arXiv 2405.14009, its table of throughput by failure interval. None: out of memory.
-PAPER: dict[str, dict[str, tuple[float, ...] | None]] = {
-    "gpt3_medium": {
-        "Bamboo": (19.47, 18.98, 15.24),
-        "Oobleck": (27.26, 25.37, 19.47),
-        "Recycle": (27.27, 25.42, 22.27),
-    },
-    "gpt3_3_35b": {"Bamboo": None, "Oobleck": (14.55, 13.44, 9.78), "Recycle": (14.59, 14.17, 12.63)},
-    "gpt3_6_7b": {"Bamboo": None, "Oobleck": (4.98, 4.65, 2.78), "Recycle": (5.17, 4.85, 3.53)},
-}
 CAUSES = tuple(cause.value for cause in Cause)
 LARGE = ("megatron_18_4b", "megatron_39_1b", "megatron_76_1b", "megatron_145_6b")
 
@@ -110,6 +108,7 @@ def throughput_table() -> Iterable[Table]:
     others: dict[str, tuple[Policy, int]] = {
         "Recycle, planned from the start": (Recycle(), 0),
         "ElasticLayers": (ElasticLayers(), 0),
+        "Merge": (Merge(), 0),
         "DropReplica": (DropReplica(), 0),
         "Spares(2)": (Spares(2), 2),
         "Restart": (Restart(), 0),
@@ -140,7 +139,7 @@ def pause_table() -> Iterable[Table]:
             paper = rows[label]
             assert paper is not None
             for value, interval in zip(paper, INTERVALS, strict=True):
-                ratio, usual = value / free, 15.0 if label == "Oobleck" else 10.0
+                ratio, usual = value / free, 10.0
                 found = with_pause(model, label, interval, usual)
                 needed = solve(partial(with_pause, model, label, interval), ratio, 7200.0)
                 table.add_row(
@@ -153,7 +152,7 @@ def pause_table() -> Iterable[Table]:
 def with_pause(model: TrainingModel, label: str, interval: str, seconds: float) -> float:
     policy: Policy
     if label == "Oobleck":
-        policy = Oobleck(detection=0.0, reconfigure=seconds)
+        policy = Oobleck(detection=0.0, regroup=seconds)
     else:
         policy = Recycle(fault_free="1f1b", detection=0.0, regroup=seconds)
     return repeat(model, Cluster.of(model), policy, Poisson(interval), DURATION, SEEDS).ratio
@@ -235,19 +234,22 @@ def day_table() -> Iterable[Table]:
 
 def fraction_table() -> Iterable[Table]:
     table = new_table(
-        "Throughput with 1, 5, 10 % of the GPUs failed: ratio to fault-free 1F1B (and to zero-bubble)",
+        "Throughput with 1, 5, 10 % of the GPUs failed: ratio to fault-free 1F1B (and to zero-bubble), GPUs taken",
         "model", "GPUs", "policy", "1 %", "5 %", "10 %", left=3,
     )  # fmt: skip
     for name in (*PAPER, *LARGE):
         model = get_model(name)
         cluster = Cluster.of(model)
         zero = simulate(model, cluster, FaultFree("zero_bubble"), FailedFraction(0.0), "1h").ratio
-        for policy in (Recycle(effort=0), DropReplica(relaunch=0), Oobleck()):
-            cells = []
-            for part in (0.01, 0.05, 0.1):
-                ratio = simulate(model, cluster, policy, FailedFraction(part), "1h").ratio
-                cells.append(f"{ratio:.3f} ({ratio / zero:.3f})")
-            table.add_row(name, str(model.gpus), type(policy).__name__, *cells)
+        for schedule in ("1f1b", "planned"):
+            for kind in (Recycle, Merge, DropReplica, Oobleck):
+                policy = kind(schedule=schedule, effort=0, checkpoint="memory")  # type: ignore[arg-type]
+                cells = []
+                for part in (0.01, 0.05, 0.1):
+                    source = FailedFraction(part)
+                    ratio = simulate(model, cluster, policy, source, "1h").ratio
+                    cells.append(f"{ratio:.3f} ({ratio / zero:.3f}), {source.count(model.gpus)}")
+                table.add_row(name, str(model.gpus), f"{kind.__name__}, {schedule}", *cells)
     yield table
 
 
@@ -312,7 +314,14 @@ def restart_table() -> Iterable[Table]:
             writing = model.transformer.state_bytes() / 1e9
             every = 600 * max(1, round(math.sqrt(2 * writing * hours * 3600) / 600))
             slow, fast = (
-                repeat(model, Cluster.of(model), Restart(checkpoint="synchronous", checkpoint_every=every, restart=start), source, "3d", range(10)).ratio
+                repeat(
+                    model,
+                    Cluster.of(model),
+                    Restart(checkpoint="synchronous", checkpoint_every=every, restart=start),
+                    source,
+                    "3d",
+                    range(10),
+                ).ratio
                 for start in (300.0, 60.0)
             )
             ahead = f"{100 * (goal - max(slow, fast)):+.1f} points"
@@ -382,6 +391,11 @@ SECTIONS: dict[str, Callable[[], Iterable[Table]]] = {
     "restart": restart_table,
     "layers": layers_table,
     "sensitivity": sensitivity_table,
+    "ideal": ideal_table,
+    "same": same_table,
+    "batch": batch_table,
+    "checkpoints": checkpoint_table,
+    "calibration": calibration_tables,
 }
 
 
@@ -393,6 +407,9 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}")
     for name in chosen:
         started = time.perf_counter()
+        if name == chosen[0]:
+            for model in (*PAPER, *LARGE):
+                console.print(f"[dim]{assumptions(get_model(model))}[/dim]")
         for table in SECTIONS[name]():
             console.print(table)
         console.print(f"[dim]{name}: {time.perf_counter() - started:.0f} s[/dim]\n")

@@ -14,6 +14,8 @@ from lightning_recycle.simulation.engine import simulate
 from lightning_recycle.simulation.failures import (
     Correlated,
     FailedFraction,
+    FailureCause,
+    FailureCauses,
     FailureRate,
     FailureSource,
     Outage,
@@ -57,6 +59,8 @@ __all__ = [
     "ElasticLayers",
     "Event",
     "FailedFraction",
+    "FailureCause",
+    "FailureCauses",
     "FailureRate",
     "FailureSource",
     "FaultFree",

@@ -1,8 +1,8 @@
 """A second simulator, for the tests: small, naive, one step after the other, in seconds as floats.
 
-Written from docs/simulation.md and the policies' docstrings. It shares with the simulator what is planned elsewhere (the
-duration of a step, where failures are normalized to, Varuna's shapes, Oobleck's cuts) and none of its engine, ledger,
-placements, checkpoints and pauses.
+Written from docs/simulation.md and the policies' docstrings. It shares with the simulator what is planned elsewhere
+(the duration of a step, where failures are normalized to, Varuna's shapes, Oobleck's cuts) and none of its engine,
+ledger, placements, checkpoints and pauses.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Naive:
     def one_copy(self) -> float:
         return self.model.transfer_seconds(1 / self.model.stages)
 
-    # -- what a policy says ----------------------------------------------------------------------------------------------
+    # -- what a policy says --------------------------------------------------------------------------------------------
 
     def start(self) -> Way | None:
         raise NotImplementedError

@@ -153,3 +153,54 @@ def test_what_is_no_duration_is_refused(wrong) -> None:
 def test_impossible_settings_are_refused(wrong) -> None:
     with pytest.raises(ConfigurationError):
         wrong()
+
+
+# -- by cause ---------------------------------------------------------------------------------------------------------
+
+
+def test_causes_strike_as_often_as_published_and_take_what_is_below_them() -> None:
+    cluster = sim.Cluster(2048, 8)
+    changes = sim.FailureCauses().changes(cluster, 54 * 86400.0, 1)
+    events = [change for change in changes if change.down]
+    assert len(events) == pytest.approx(419, abs=62)  # 3 standard deviations
+    racks = [change for change in events if len(change.down) > 1]
+    assert len(racks) == pytest.approx(35, abs=18)
+    for change in racks:
+        assert len({node // 4 for node in change.down}) == 1
+
+
+def test_a_switch_takes_its_racks_and_all_come_back_together() -> None:
+    cause = {"name": "switch", "count": 50_000, "scope": "switch", "repair": "30min"}
+    source = sim.FailureCauses([cause], rack=2, switch=3)
+    cluster = sim.Cluster(12, 8)
+    changes = source.changes(cluster, 10 * 86400.0, 2)
+    first = next(change for change in changes if change.down)
+    assert first.down in (tuple(range(6)), tuple(range(6, 12)))
+    back = next(change for change in changes if change.up)
+    assert (back.up, back.tick - first.tick) == (first.down, 1800 * 10**9)
+
+
+def test_lemons_fail_more_often_but_not_the_cluster() -> None:
+    cluster = sim.Cluster(500, 8)
+    causes = [sim.FailureCause("anything", 40_000, repair="1min")]
+
+    def counts(**lemons):
+        found = [0] * 500
+        for change in sim.FailureCauses(causes, **lemons).changes(cluster, 5 * 86400.0, 3):
+            for node in change.down:
+                found[node] += 1
+        return sorted(found, reverse=True)
+
+    usual, sour = counts(), counts(lemons=0.02, lemon_factor=20.0)
+    assert sum(sour) == pytest.approx(sum(usual), rel=0.1)
+    # 10 of 500 nodes have 10 * 20 / (490 + 200) of the failures.
+    assert sum(sour[:10]) / sum(sour) == pytest.approx(200 / 690, abs=0.06)
+    assert sum(usual[:10]) / sum(usual) < 0.1
+
+
+def test_causes_must_be_possible() -> None:
+    for changes in ({"scope": "planet"}, {"count": -1.0}, {"repair": 0.0}):
+        with pytest.raises(ConfigurationError, match=next(iter(changes))):
+            sim.FailureCause("any", **{"count": 1.0, **changes})
+    with pytest.raises(ConfigurationError, match="lemons"):
+        sim.FailureCauses(lemons=1.5)

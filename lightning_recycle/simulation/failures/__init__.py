@@ -1,6 +1,7 @@
 """Failure sources: seeded streams of node failures and repairs, one module each."""
 
 from lightning_recycle.simulation.failures.correlated import Correlated
+from lightning_recycle.simulation.failures.failure_causes import LLAMA3_CAUSES, FailureCause, FailureCauses
 from lightning_recycle.simulation.failures.fractions import FailedFraction
 from lightning_recycle.simulation.failures.poisson import Poisson
 from lightning_recycle.simulation.failures.rates import LLAMA3_PER_GPU_DAY, RSC1_PER_GPU_DAY, FailureRate
@@ -10,11 +11,14 @@ from lightning_recycle.simulation.failures.source import Change, FailureSource, 
 from lightning_recycle.simulation.failures.weibull import Weibull
 
 __all__ = [
+    "LLAMA3_CAUSES",
     "LLAMA3_PER_GPU_DAY",
     "RSC1_PER_GPU_DAY",
     "Change",
     "Correlated",
     "FailedFraction",
+    "FailureCause",
+    "FailureCauses",
     "FailureRate",
     "FailureSource",
     "Outage",

@@ -146,6 +146,10 @@ def failures_text(result: Mapping[str, Any]) -> str:
     if source == "Correlated":
         several = f"{100 * settings['probability']:g} % take up to {settings['group']} nodes"
         return f"event every {duration_text(settings['mtbf'])}, {several}{back}"
+    if source == "FailureCauses":
+        lemons = f", {100 * settings['lemons']:g} % lemons" if settings["lemons"] else ""
+        scale = "" if settings["scale"] == 1 else f"{settings['scale']:g} x "
+        return f"{scale}{len(settings['causes'])} causes{lemons}"
     if source == "TraceReplay":
         return f"trace {settings['trace']}"
     if source == "FailedFraction":

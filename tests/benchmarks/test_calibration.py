@@ -1,0 +1,131 @@
+"""The paper's 21 cells, the order of the systems and their speed-ups; and Oobleck's published table.
+
+``OURS`` is what 400 seeds give (``benchmarks/calibration.py``, docs/simulation.md); here 20 seeds must agree with it.
+"""
+
+import math
+import statistics
+
+import pytest
+from calibration import (
+    INTERVALS,
+    PAPER,
+    error,
+    measured,
+    null_model,
+    order_of,
+    paper_ratios,
+    published_rows,
+    ratio_interval,
+)
+
+SEEDS = 20
+OURS = {
+    ("gpt3_medium", "Bamboo"): (0.721, 0.684, 0.585),
+    ("gpt3_medium", "Oobleck"): (0.960, 0.920, 0.787),
+    ("gpt3_medium", "Recycle"): (0.997, 0.976, 0.848),
+    ("gpt3_3_35b", "Bamboo"): (0.0, 0.0, 0.0),
+    ("gpt3_3_35b", "Oobleck"): (0.975, 0.938, 0.803),
+    ("gpt3_3_35b", "Recycle"): (1.000, 0.992, 0.866),
+    ("gpt3_6_7b", "Bamboo"): (0.0, 0.0, 0.0),
+    ("gpt3_6_7b", "Oobleck"): (0.974, 0.932, 0.785),
+    ("gpt3_6_7b", "Recycle"): (0.964, 0.933, 0.815),
+}
+MEANS = {(*key, when): value for key, values in OURS.items() for when, value in zip(INTERVALS, values, strict=True)}
+# Further than 5 points from the paper; docs/simulation.md says what would have to be assumed.
+DEVIATIONS = {
+    ("gpt3_medium", "Oobleck", "30min"),
+    ("gpt3_medium", "Recycle", "2h"),
+    ("gpt3_3_35b", "Oobleck", "30min"),
+    ("gpt3_6_7b", "Oobleck", "2h"),
+    ("gpt3_6_7b", "Oobleck", "30min"),
+    ("gpt3_6_7b", "Recycle", "30min"),
+}
+# Nodes of Oobleck's own table where we are further than 3 points from it: always below, see docs/simulation.md.
+PUBLISHED_DEVIATIONS = {
+    "GPT-3 Medium": set(),
+    "GPT-3 2.7B": {15, 16, 17, 18, 20, 23},
+    "GPT-3 6.7B": {16, 18, 19, 20, 25},
+}
+OTHER_ORDER = {("gpt3_6_7b", "6h")}
+CELLS = sorted(key for key, value in paper_ratios().items() if value)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return measured(range(SEEDS), effort=0)
+
+
+@pytest.mark.parametrize("key", CELLS, ids=lambda key: "-".join(key))
+def test_a_cell_is_within_five_points_of_the_papers_or_a_listed_deviation(key, found) -> None:
+    points = 100 * abs(MEANS[key] - paper_ratios()[key])
+    assert (points > 5) == (key in DEVIATIONS)
+    # Four standard errors; and a plan without effort is up to a hundredth slower.
+    assert statistics.fmean(found[key]) == pytest.approx(
+        MEANS[key], abs=4 * statistics.stdev(found[key]) / math.sqrt(SEEDS) + 0.012
+    )
+
+
+def test_there_are_21_cells_and_bamboo_runs_out_of_memory_where_the_paper_says(found) -> None:
+    assert len(CELLS) == 21
+    for key, value in paper_ratios().items():
+        assert (statistics.fmean(found[key]) == 0.0) == (value == 0.0)
+
+
+def test_systems_are_in_the_papers_order_with_listed_exceptions() -> None:
+    paper = paper_ratios()
+    for name in PAPER:
+        for when in INTERVALS:
+            orders = [
+                order_of({label: values[name, label, when] for label in PAPER[name]}) for values in (paper, MEANS)
+            ]
+            assert (orders[0] == orders[1]) == ((name, when) not in OTHER_ORDER)
+
+
+def pairs(keys):
+    paper, null = paper_ratios(), null_model(paper_ratios())
+    return [(MEANS[key], paper[key]) for key in keys], [(null[key[2]], paper[key]) for key in keys]
+
+
+def test_all_cells_are_nearer_to_the_paper_than_a_null_model() -> None:
+    ours, null = pairs(CELLS)
+    assert error(ours) < error(null)
+
+
+@pytest.mark.xfail(strict=True, reason="the paper's figures at 30 min need pauses of minutes; see docs/simulation.md")
+def test_oobleck_and_recycle_are_nearer_to_the_paper_than_a_null_model() -> None:
+    ours, null = pairs([key for key in CELLS if key[1] != "Bamboo"])
+    assert error(ours) < error(null)
+
+
+def test_speed_ups_are_nearer_to_the_papers_than_none_at_all(found) -> None:
+    paper = paper_ratios()
+    ours, null = [], []
+    for name in PAPER:
+        for when in INTERVALS:
+            claimed = paper[name, "Recycle", when] / paper[name, "Oobleck", when]
+            ratio, width = ratio_interval(found[name, "Recycle", when], found[name, "Oobleck", when])
+            assert ratio == pytest.approx(
+                MEANS[name, "Recycle", when] / MEANS[name, "Oobleck", when], abs=2 * width + 0.015
+            )
+            ours.append((ratio, claimed))
+            null.append((1.0, claimed))
+    assert error(ours) < error(null)
+
+
+def test_the_interval_of_a_ratio_holds_the_true_one_and_narrows() -> None:
+    import random
+
+    draw = random.Random(1)
+    theirs = [draw.gauss(0.8, 0.1) for _ in range(400)]
+    mine = [1.1 * value + draw.gauss(0.0, 0.02) for value in theirs]
+    ratio, width = ratio_interval(mine, theirs)
+    assert abs(ratio - 1.1) < width < 0.004
+    assert ratio_interval(mine[:50], theirs[:50])[1] > 2 * width
+
+
+def test_ooblecks_published_table_is_met_with_listed_exceptions() -> None:
+    """Throughput on 29 to 15 nodes relative to 30, within 3 points but for what docs/simulation.md lists."""
+    for name, rows in published_rows().items():
+        far = {nodes for nodes, published, ours in rows if abs(published - ours) > 0.03}
+        assert far == PUBLISHED_DEVIATIONS[name], name
