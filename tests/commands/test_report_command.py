@@ -17,7 +17,7 @@ from lightning_recycle.visualize.report.paper import paper_slots, paper_throughp
 from lightning_recycle.visualize.report.scales import linear, logarithmic
 from lightning_recycle.visualize.report.sections.trace_results import averaged
 
-SECTIONS = ["intervals", "causes", "traces", "fractions", "ablation", "planner", "spares", "restart", "layers"]
+SECTIONS = ["same", "intervals", "causes", "traces", "fractions", "ablation", "planner", "spares", "restart", "layers"]
 SECTIONS += ["others", "runs"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -80,8 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     answers = run_all("recycle-simulate", directory, *calls)
     assert [(code, err) for code, _, err in answers] == [(0, "")] * 2
-    assert "wrote 54 results" in answers[0][1]
-    assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 56")
+    assert "wrote 78 results" in answers[0][1]
+    assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 80")
     return directory
 
 
@@ -121,7 +121,7 @@ def test_links_lead_to_sections_and_every_section_has_its_charts(page: Page) -> 
     pictures = Counter(section for tag, _, section in page.elements if tag == "figure")
     # Models, or models x failures; traces x models; fractions; grids and runs.
     assert pictures == {
-        "intervals": 2, "causes": 6, "traces": 1, "fractions": 3, "ablation": 2, "planner": 1, "spares": 1,
+        "same": 4, "intervals": 2, "causes": 6, "traces": 1, "fractions": 3, "ablation": 2, "planner": 1, "spares": 1,
         "restart": 1, "layers": 1,
     }  # fmt: skip
     for tag, attributes, section in page.elements:
@@ -154,6 +154,47 @@ def test_throughput_and_its_difference_from_the_paper(page: Page, records: list[
         assert (recycle[place + 2]["class"] == "num off") == (abs(points) > 5)
     bamboo = rows["GPT-3 6.7B", "Bamboo (1F1B)"]
     assert [cell["text"] for cell in bamboo[2:]] == ["out of memory", "out of memory", "\N{EN DASH}"] * 2
+
+
+def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
+    page: Page, records: list[dict[str, Any]], text: str
+) -> None:
+    ratios = {
+        (each["model"]["name"], each["failures"]["settings"]["mtbf"], each["policy"]["settings"]["schedule"],
+         each["policy"]["name"]): each["ratio"]
+        for each in of(records, "same")
+    }  # fmt: skip
+    scenes = {key[:3] for key in ratios}
+    assert len(scenes) == 8
+    wins = Counter(max(("Recycle", "Merge", "Oobleck"), key=lambda name: ratios[(*scene, name)]) for scene in scenes)
+    found = re.search(r'<p class="conclusion".*?</p>', text, re.DOTALL)
+    assert found
+    shown = found[0]
+    for name, count in wins.items():
+        assert f"{name.replace('Recycle', 'ReCycle')} in {count}" in shown
+    gains = [
+        100 * (ratios[(*scene, "Recycle")] - ratios[(*scene, "Merge")]) for scene in scenes if scene[2] == "planned"
+    ]
+    assert number(sum(gains) / len(gains), 1) in shown
+    planned = [
+        100 * (ratios[(*scene, name)] - ratios[scene[0], scene[1], "1f1b", name])
+        for scene in scenes
+        if scene[2] == "planned"
+        for name in ("Merge", "Oobleck")
+    ]
+    assert f"is worth +{number(sum(planned) / len(planned), 1)} points" in shown
+    assert shown.count(". ") == 2
+
+
+def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:
+    """The throughput of intervals begins at 0; crossovers do not, and are marked."""
+    cut = Counter(section for tag, attributes, section in page.elements if attributes.get("class") == "tick cut")
+    assert "intervals" not in cut
+    assert "same" not in cut
+    assert cut["layers"] == 1
+    bands = Counter(section for _, each, section in page.elements if str(each.get("class")).startswith("band"))
+    assert bands["same"] == 12
+    assert bands["intervals"] >= 4
 
 
 def test_gpu_seconds_by_cause_add_up_to_all_of_them(page: Page, records: list[dict[str, Any]]) -> None:
@@ -329,6 +370,9 @@ def test_what_the_paper_does_not_report_is_not_shown_as_its_figure() -> None:
         "fault_free_throughput": 5.33,
     }
     assert paper_throughput(record) == 3.53
+    for name, schedule, value in (("Recycle", "1f1b", None), ("Oobleck", "planned", None), ("Oobleck", "1f1b", 2.78)):
+        policy = {"name": name, "settings": {"schedule": schedule}}
+        assert paper_throughput({**record, "policy": policy}) == value
     assert paper_throughput({**record, "fault_free_throughput": 6.0}) is None
     assert paper_throughput({**record, "failures": {"name": "Poisson", "settings": {"mtbf": 3600.0}}}) is None
     off = {"name": "Recycle", "settings": {"adaptive": True, "decoupled": False, "staggered": False}}

@@ -33,7 +33,7 @@ _MARKERS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One value; ``spread`` is drawn as a bar up and down."""
+    """One value; ``spread`` is drawn up and down, as a band where points are connected, else as a bar."""
 
     x: float
     y: float
@@ -106,8 +106,19 @@ def _series(frame: Frame, series: Series) -> Markup:
     places = [(frame.px(point.x) + series.shift, frame.py(point.y)) for point in series.points]
     if series.line and len(places) > 1:
         shapes += _stroke(series, "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in places))
+    band = series.line and len(places) > 1 and any(point.spread for point in series.points)
+    if band:
+        edges = [
+            [
+                f"{px:.1f} {frame.py(min(max(point.y + sign * point.spread, frame.y.low), frame.y.high)):.1f}"
+                for point, (px, _) in zip(series.points, places, strict=True)
+            ]
+            for sign in (1, -1)
+        ]
+        outline = "L".join([*edges[0], *reversed(edges[1])])
+        shapes.append(element("path", d=f"M{outline}z", class_=f"band {series.color}"))
     for point, (px, _) in zip(series.points, places, strict=True):
-        if point.spread:
+        if point.spread and not band:
             low, high = (min(max(point.y + sign * point.spread, frame.y.low), frame.y.high) for sign in (-1, 1))
             shapes.append(element("path", d=f"M{px:.1f} {frame.py(low):.1f}V{frame.py(high):.1f}", class_="spread"))
     for point, (px, py) in zip(series.points, places, strict=True):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 from importlib import resources
 
+from lightning_recycle.visualize.report.conclusion import conclusion
 from lightning_recycle.visualize.report.markup import Markup, element, join
 from lightning_recycle.visualize.report.records import Results
 from lightning_recycle.visualize.report.sections import SECTIONS, Section
@@ -47,6 +48,7 @@ def render_report(results: Results, title: str = "ReCycle simulation report") ->
             element("h1", title),
             element("button", "Theme: system", type="button", id="theme", title="system, light or dark"),
             element("p", _summary(results), class_="lead"),
+            *((found,) if (found := conclusion(results)) else ()),
             element("nav", *contents, aria_label="Sections"),
         ),
         element("main", *map(_section, sections)),

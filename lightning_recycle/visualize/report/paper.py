@@ -31,7 +31,8 @@ _SLOTS = {"one_f_one_b": 27.0, "adaptive": 36.0, "decoupled": 29.0, "staggered":
 def paper_throughput(record: Mapping[str, Any]) -> float | None:
     """Samples/s of the paper for this model, policy and failure interval; 0 where it ran out of memory; None: unknown.
 
-    A model that is calibrated differently, and a ReCycle with techniques switched off, are not in the paper.
+    A model that is calibrated differently, a ReCycle with techniques switched off, and other systems with planned
+    schedules are not in the paper.
     """
     model, policy, failures = record["model"], record["policy"], record["failures"]
     if failures["name"] != "Poisson" or failures["settings"]["mtbf"] not in _INTERVALS:
@@ -40,6 +41,9 @@ def paper_throughput(record: Mapping[str, Any]) -> float | None:
     if usual is None or abs(record["fault_free_throughput"] / usual - 1) > 0.001:
         return None
     if policy["name"] not in _THROUGHPUT[model["name"]]:
+        return None
+    usual_schedule = "planned" if policy["name"] == "Recycle" else "1f1b"
+    if policy["settings"].get("schedule", usual_schedule) != usual_schedule:
         return None
     switches = ("adaptive", "decoupled", "staggered", "normalization")
     if not all(policy["settings"].get(switch, True) for switch in switches):

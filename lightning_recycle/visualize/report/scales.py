@@ -99,6 +99,12 @@ class Frame:
             found.append(element("path", d=f"M{self.left:.1f} {y:.1f}H{right:.1f}", class_=kind))
             found.append(element("text", text, x=self.left - 6, y=y + 3.5, class_="tick", text_anchor="end"))
         found.append(element("text", self.y.label, x=4.0, y=self.top - 10, class_="label"))
+        if self.y.low > 0 and not self.y.log:  # two strokes through the axis, and words
+            cut = bottom - 9
+            for shift in (0, 4):
+                found.append(element("path", d=f"M{self.left - 5:.1f} {cut + shift:.1f}l10 -5", class_="axis cut"))
+            text = "not from 0"
+            found.append(element("text", text, x=right, y=bottom - 5, class_="tick cut", text_anchor="end"))
         if not x_labels:
             return found
         found.append(element("path", d=f"M{self.left:.1f} {bottom:.1f}H{right:.1f}", class_="axis"))

@@ -2,6 +2,7 @@
 
 from lightning_recycle.visualize.report.sections.causes import causes_section
 from lightning_recycle.visualize.report.sections.crossovers import layers_section, restart_section, spares_section
+from lightning_recycle.visualize.report.sections.equal_schedules import same_section
 from lightning_recycle.visualize.report.sections.failed_fractions import fractions_section
 from lightning_recycle.visualize.report.sections.intervals import intervals_section
 from lightning_recycle.visualize.report.sections.others import others_section, runs_section
@@ -13,6 +14,7 @@ from lightning_recycle.visualize.report.sections.trace_results import traces_sec
 __all__ = ["SECTIONS", "Section"]
 
 SECTIONS = (
+    same_section,
     intervals_section,
     causes_section,
     traces_section,

@@ -11,6 +11,7 @@ from lightning_recycle.visualize.report.names import duration_text, model_text
 from lightning_recycle.visualize.report.paper import SOURCE, paper_throughput
 from lightning_recycle.visualize.report.records import Record, Results
 from lightning_recycle.visualize.report.scales import linear, logarithmic
+from lightning_recycle.visualize.report.sections.equal_schedules import error
 from lightning_recycle.visualize.report.sections.section import (
     REFERENCE,
     Section,
@@ -55,9 +56,7 @@ def _group(records: list[Record]) -> Markup:
         for place, series in enumerate(variants.all):
             shift = _SHIFT * (place - (len(variants.all) - 1) / 2)
             own = [record for record in runs if variants.of(record) is series]
-            points = [
-                Point(1 / _interval(r), r["throughput"], summary(r, series.name), r["deviation"] * usual) for r in own
-            ]
+            points = [Point(1 / _interval(r), r["throughput"], summary(r, series.name), error(r) * usual) for r in own]
             lines.append(replace(with_points(series, points), shift=shift))
             papers += [
                 replace(_PAPER, key=f"paper s-{series.key}", color=series.color, points=(point,), shift=shift)
@@ -67,10 +66,10 @@ def _group(records: list[Record]) -> Markup:
             ]
         any_paper |= bool(papers)
         values = [point.y for line in (*lines, *papers) for point in line.points]
-        y = linear("samples/s", max(usual, *values), least=0.9 * min(values))
+        y = linear("samples/s", max(usual, *values))
         pictures.append(line_chart(model_text(model), [*lines, *papers], x, y))
     shown = [*variants.all, REFERENCE, *([_PAPER] if any_paper else [])]
-    parts = [note(f"Protocol: {protocol_text(records)}. Bars up and down: standard deviation from run to run.")]
+    parts = [note(f"Protocol: {protocol_text(records)}. Bands: 95 % interval of the mean.")]
     parts += [legend(shown), charts(*pictures)]
     if any_paper:
         parts.append(_beside_the_paper(records, variants, intervals))

@@ -1,0 +1,105 @@
+"""The conclusion at the top of the page: three sentences made from the results.
+
+Concept: results are comparable where everything but the policy is the same: model, batch, cluster, failures, duration
+and schedule. From these pairs follow who leads, what re-routing adds, and what the schedule alone is worth.
+
+Contract: every number is computed from the results; what they do not show is said instead.
+
+Must not know: sections.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+
+from lightning_recycle.visualize.report.markup import Markup, element
+from lightning_recycle.visualize.report.names import POLICIES, number
+from lightning_recycle.visualize.report.records import Record, Results
+
+__all__ = ["conclusion"]
+
+Scenes = Mapping[str, Mapping[tuple[str, str], Record]]
+"""By everything but the policy: results by (policy, schedule)."""
+
+
+def conclusion(results: Results) -> Markup | None:
+    """Three sentences; None where nothing was trained."""
+    scenes = _scenes(results)
+    if not scenes:
+        return None
+    sentences = (_leaders(scenes), _re_routing(scenes), _schedule(scenes))
+    return element("p", " ".join(sentences), class_="conclusion", id="conclusion")
+
+
+def _scenes(results: Results) -> Scenes:
+    found: dict[str, dict[tuple[str, str], Record]] = {}
+    for record in results.training:
+        policy = record["policy"]
+        switches = ("adaptive", "decoupled", "staggered", "normalization")
+        usual = all(policy["settings"].get(name, True) for name in switches)
+        mixed = policy["settings"].get("fault_free", "planned") != "planned"
+        if not usual or mixed or policy["name"] in ("FaultFree", "Spares") or "schedule" not in policy["settings"]:
+            continue
+        key = json.dumps([record[part] for part in ("model", "cluster", "failures", "duration")], sort_keys=True)
+        found.setdefault(key, {}).setdefault((policy["name"], policy["settings"]["schedule"]), record)
+    return found
+
+
+def _leaders(scenes: Scenes) -> str:
+    """Who is fastest, among at least three policies with the same schedule."""
+    leads: Counter[str] = Counter()
+    for found in scenes.values():
+        for schedule in sorted({schedule for _, schedule in found}):
+            ratios = {name: record["ratio"] for (name, kind), record in found.items() if kind == schedule}
+            if len(ratios) >= 3:
+                leads[max(ratios, key=lambda name: ratios[name])] += 1
+    if not leads:
+        return "No three policies have run with the same schedule, so these results do not say which policy is best."
+    names = ", ".join(f"{POLICIES.get(name, name)} in {count}" for name, count in leads.most_common())
+    return f"With the same schedule for all, of {_count(sum(leads.values()), 'comparison')} the fastest is {names}."
+
+
+def _re_routing(scenes: Scenes) -> str:
+    """ReCycle less merge, in points, by schedule."""
+    gains: dict[str, list[float]] = {}
+    for found in scenes.values():
+        for (name, schedule), record in found.items():
+            if name == "Recycle" and ("Merge", schedule) in found:
+                gains.setdefault(schedule, []).append(100 * (record["ratio"] - found["Merge", schedule]["ratio"]))
+    if not gains:
+        return "Nothing here compares re-routing with merging broken pipelines under the same schedule."
+    parts = [
+        f"{_signed(statistics.fmean(values))} points on average ({_signed(min(values))} to {_signed(max(values))}) "
+        f"with {'1F1B' if schedule == '1f1b' else 'the planned schedule'}"
+        for schedule, values in sorted(gains.items())
+    ]
+    return f"Re-routing adds, over merging broken pipelines into whole ones, {' and '.join(parts)}."
+
+
+def _schedule(scenes: Scenes) -> str:
+    """The planned schedule less 1F1B, in points, for policies other than ReCycle."""
+    gains = [
+        100 * (record["ratio"] - found[name, "1f1b"]["ratio"])
+        for found in scenes.values()
+        for (name, schedule), record in found.items()
+        if schedule == "planned" and (name, "1f1b") in found and name not in ("Recycle", "ElasticLayers")
+        if record["throughput"]
+    ]
+    if not gains:
+        return "No other policy has run with both schedules, so what the schedule alone is worth cannot be told."
+    return (
+        f"The planned schedule alone is worth {_signed(statistics.fmean(gains))} points to the other policies "
+        f"({_signed(min(gains))} to {_signed(max(gains))})."
+    )
+
+
+def _signed(value: float) -> str:
+    text = number(value, 1)
+    return f"+{text}" if value > 0 and float(text) else text
+
+
+def _count(count: int, one: str) -> str:
+    return f"{count} {one}{'' if count == 1 else 's'}"

@@ -1,0 +1,93 @@
+"""Policies with the same schedule: who does a dead worker's work, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_recycle.visualize.report.charts import Point, Series, legend, line_chart
+from lightning_recycle.visualize.report.grouping import Variants, by, models_of, protocol_text
+from lightning_recycle.visualize.report.markup import Cell, Markup, element, join, num, table
+from lightning_recycle.visualize.report.names import assumptions_text, duration_text, model_text, setting_text
+from lightning_recycle.visualize.report.records import Record, Results
+from lightning_recycle.visualize.report.scales import linear, logarithmic
+from lightning_recycle.visualize.report.sections.section import Section, charts, note, summary, with_points
+
+__all__ = ["error", "same_section", "schedule_of"]
+
+
+def same_section(results: Results) -> Section:
+    """Runs of several policies with one schedule after the other."""
+    found = results.section("same", "Poisson")
+    return Section(
+        "same",
+        "Policies with the same schedule",
+        "All policies have the same schedule, checkpoints and recovery: what differs is who does a dead worker's work.",
+        _body(found) if found else None,
+        "recycle-simulate experiment=same",
+    )
+
+
+def schedule_of(record: Record) -> str | None:
+    """The schedule of whole pipelines, where the policy has one."""
+    found = record["policy"]["settings"].get("schedule")
+    return None if found is None else str(found)
+
+
+def error(record: Record) -> float:
+    """Half of the 95 % interval of the mean ratio."""
+    runs = len(record["runs"])
+    return 1.96 * float(record["deviation"]) / math.sqrt(runs) if runs > 1 else 0.0
+
+
+def _mtbf(record: Record) -> float:
+    return float(record["failures"]["settings"]["mtbf"])
+
+
+def _body(records: list[Record]) -> Markup:
+    variants = Variants(records, ignore=("schedule",))
+    order = models_of(records)
+    groups = by(records, lambda r: (r["model"]["name"], r["model"]["global_batch"], schedule_of(r)))
+    intervals = sorted({_mtbf(record) for record in records}, reverse=True)
+    texts = [duration_text(interval) for interval in intervals]
+    x = logarithmic("mean time between failures", [1 / interval for interval in intervals], texts)
+    pictures, rows = [], []
+    for (model, batch, schedule), own in sorted(
+        groups.items(), key=lambda group: (order.index(group[0][0]), group[0][1], str(group[0][2]))
+    ):
+        title = f"{model_text(model)}, batch {batch:,}, {setting_text('schedule', schedule)}"
+        lines: list[Series] = []
+        for series in variants.all:
+            runs = [run for run in own if variants.of(run) is series and run["throughput"]]
+            points = [Point(1 / _mtbf(r), r["ratio"], summary(r, series.name), error(r)) for r in runs]
+            if not points:
+                continue
+            lines.append(with_points(series, points))
+            found = {_mtbf(run): run for run in runs}
+            row: list[Cell | str] = [model_text(model), f"{batch:,}", setting_text("schedule", schedule), series.name]
+            for interval in intervals:
+                run = found.get(interval)
+                row += [
+                    num(None if run is None else run["ratio"], key="ratio"),
+                    num(None if run is None else run["fraction_of_ideal"], key="fraction_of_ideal"),
+                ]
+            rows.append(row)
+        if lines:
+            most = max(point.y for line in lines for point in line.points)
+            pictures.append(line_chart(title, lines, x, linear("throughput / fault-free 1F1B", most)))
+    columns = ["model", "batch", "schedule", "policy"]
+    for text in texts:
+        columns += [f"{text}: of fault-free", "of ideal"]
+    assumed = sorted({f"{model_text(r['model']['name'])}: {assumptions_text(r)}" for r in records})
+    return join(
+        (
+            note(f"Protocol: {protocol_text(records)}. Bands: 95 % interval of the mean. {'. '.join(assumed)}."),
+            legend(variants.all),
+            charts(*pictures),
+            table(columns, rows, left=4, caption="Throughput relative to fault-free 1F1B, and to the ideal"),
+            element(
+                "p",
+                "Ideal: what the live GPUs would achieve without bubbles, pauses and anything done twice.",
+                class_="note",
+            ),
+        )
+    )
