@@ -242,3 +242,21 @@ def test_weeks_of_thousands_of_gpus_take_a_moment() -> None:
     )
     assert result.failures == pytest.approx(419, abs=62)
     assert time.process_time() - started < 20
+
+
+def test_goodput_ettr_mfu_and_cost_follow_from_the_accounting() -> None:
+    usual = sim.simulate(MODEL, CLUSTER, sim.FaultFree(), sim.Scripted(), "1h")
+    assert usual.ettr == 1.0
+    assert usual.goodput == pytest.approx(usual.fraction_of_ideal)
+    assert usual.throughput == pytest.approx(usual.goodput * usual.bubble_free_throughput * 32)
+    assert usual.mfu == pytest.approx(MODEL.efficiency * usual.goodput)
+    assert usual.dollars(2.0) == pytest.approx(64.0)
+
+    # Half of the nodes for half of the time: three quarters of the GPU hours are paid for.
+    outage = sim.Outage(1800.0, tuple(range(16)))
+    broken = sim.simulate(MODEL, CLUSTER, sim.Merge(checkpoint="memory", regroup=55.0), sim.Scripted([outage]), "1h")
+    assert broken.dollars(2.0) == pytest.approx(48.0)
+    paused = sum(i.end - i.begin for i in broken.intervals if i.state is not sim.State.TRAINING)
+    assert 60 < paused < 75
+    assert broken.ettr == pytest.approx(1 - paused / 3600)
+    assert broken.fraction_of_ideal > broken.goodput
