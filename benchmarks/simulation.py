@@ -1,8 +1,8 @@
 """The paper's tables, with the simulator's numbers beside them, and the questions that users ask.
 
     .venv/bin/python benchmarks/simulation.py                # everything, some minutes on one core
-    .venv/bin/python benchmarks/simulation.py table day      # some of: table pauses ablation day fractions traces
-                                                             #          spares restart layers sensitivity
+    .venv/bin/python benchmarks/simulation.py table day      # some of: table pauses ablation day fractions
+                                                             #          spares layers sensitivity
                                                              #          ideal same batch checkpoints calibration
 
 ``ideal``, ``same``, ``batch`` and ``checkpoints`` compare policies with the same schedule, checkpoints and recovery
@@ -17,7 +17,6 @@ so are all constants. Neither the length of the runs nor what comes back is in t
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -46,7 +45,6 @@ from lightning_recycle.simulation import (
     Regular,
     Restart,
     Spares,
-    TraceReplay,
     TrainingModel,
     Varuna,
     ablation,
@@ -55,7 +53,6 @@ from lightning_recycle.simulation import (
     simulate,
 )
 from lightning_recycle.simulation.planned_steps import planned_step
-from lightning_recycle.traces import load_trace
 
 console = Console(width=120)
 
@@ -253,82 +250,29 @@ def fraction_table() -> Iterable[Table]:
     yield table
 
 
-def trace_table() -> Iterable[Table]:
-    table = new_table(
-        "Replay of availability traces: ratio to fault-free 1F1B; 32 GPUs follow the trace's nodes",
-        "trace", "nodes", "model", "Recycle", "ElasticLayers", "Oobleck", "DropReplica", "Restart", "Varuna", left=3,
-    )  # fmt: skip
-    everyone = (
-        Recycle(fault_free="1f1b"),
-        ElasticLayers(fault_free="1f1b"),
-        Oobleck(),
-        DropReplica(),
-        Restart(),
-        Varuna(),
-    )
-    for name in ("aws-p3", "gcp-a100"):
-        trace = load_trace(name)
-        for model in (get_model("gpt3_medium"), get_model("gpt3_6_7b")):
-            cells = [
-                simulate(model, Cluster.of(model), policy, TraceReplay(name, start="10min"), trace.duration - 600).ratio
-                for policy in everyone
-            ]
-            nodes = f"{trace.mean / trace.peak:.0%} of {trace.peak}"
-            table.add_row(name, nodes, model.name, *(f"{cell:.3f}" for cell in cells))
-    yield table
-
-
 def spares_table() -> Iterable[Table]:
-    table = new_table(
-        "How many hot spares equal ReCycle? 3 days, back after 4 h, 10 seeds; per GPU: spares are paid for",
-        "model", "failure every", "Recycle", "0 spares", "1", "2", "4", "8", "equal", "best per GPU", left=2,
-    )  # fmt: skip
-    for name in PAPER:
-        model = get_model(name)
-        for interval in ("24h", "6h", "2h", "1h"):
-            source = Poisson(interval, repair="4h")
-            goal = repeat(model, Cluster.of(model), PAPER_RECYCLE, source, "3d", range(10)).ratio
-            found = {}
-            for spares in (0, 1, 2, 3, 4, 6, 8):
-                cluster = Cluster.of(model, extra_nodes=spares)
-                found[spares] = repeat(model, cluster, Spares(spares), source, "3d", range(10))
-            equal = next((str(n) for n, result in found.items() if result.ratio >= goal - 0.001), "more than 8")
-            best = max(found, key=lambda n: found[n].ratio_per_gpu)
-            per_gpu = f"{found[best].ratio_per_gpu:.3f} ({best} spares)"
-            cells = (f"{found[n].ratio:.3f}" for n in (0, 1, 2, 4, 8))
-            table.add_row(name, interval, f"{goal:.3f}", *cells, equal, per_gpu)
-    yield table
-
-
-def restart_table() -> Iterable[Table]:
-    table = new_table(
-        "From which failure rate on does restart lose? Ratio, 3 days, back after 4 h, 10 seeds; Young's interval",
-        "model", "failure every", "Recycle", "Restart", "checkpoint every", "Restart, 60 s", "Recycle ahead by", left=2,
-    )  # fmt: skip
-    for name in PAPER:
-        model = get_model(name)
-        for hours in (96, 48, 24, 12, 6, 2):
-            source = Poisson(f"{hours}h", repair="4h")
-            goal = repeat(model, Cluster.of(model), PAPER_RECYCLE, source, "3d", range(10)).ratio
-            # Young's interval, for whole 10 minutes.
-            writing = model.transformer.state_bytes() / 1e9
-            every = 600 * max(1, round(math.sqrt(2 * writing * hours * 3600) / 600))
-            slow, fast = (
-                repeat(
-                    model,
-                    Cluster.of(model),
-                    Restart(checkpoint="synchronous", checkpoint_every=every, restart=start),
-                    source,
-                    "3d",
-                    range(10),
-                ).ratio
-                for start in (300.0, 60.0)
-            )
-            ahead = f"{100 * (goal - max(slow, fast)):+.1f} points"
-            table.add_row(
-                name, f"{hours} h", f"{goal:.3f}", f"{slow:.3f}", f"{every / 60:.0f} min", f"{fast:.3f}", ahead
-            )
-    yield table
+    for schedule in ("1f1b", "planned"):
+        table = new_table(
+            f"How many hot spares equal ReCycle? Schedule {schedule} for both; 3 days, back after 4 h, 5 seeds; per "
+            "GPU: spares are paid for",
+            "model", "failure every", "ReCycle", "0 spares", "1", "2", "4", "8", "equal", "best per GPU", left=2,
+        )  # fmt: skip
+        for name in PAPER:
+            model = get_model(name)
+            for interval in ("24h", "6h", "2h", "1h"):
+                source = Poisson(interval, repair="4h")
+                ours = Recycle(schedule=schedule)  # type: ignore[arg-type]
+                goal = repeat(model, Cluster.of(model), ours, source, "3d", range(5)).ratio
+                found = {}
+                for spares in (0, 1, 2, 3, 4, 6, 8):
+                    policy = Spares(spares, schedule=schedule)  # type: ignore[arg-type]
+                    found[spares] = repeat(model, Cluster.of(model, extra_nodes=spares), policy, source, "3d", range(5))
+                equal = next((str(n) for n, result in found.items() if result.ratio >= goal - 0.001), "more than 8")
+                best = max(found, key=lambda n: found[n].ratio_per_gpu)
+                per_gpu = f"{found[best].ratio_per_gpu:.3f} ({best} spares)"
+                cells = (f"{found[n].ratio:.3f}" for n in (0, 1, 2, 4, 8))
+                table.add_row(name, interval, f"{goal:.3f}", *cells, equal, per_gpu)
+        yield table
 
 
 def layers_table() -> Iterable[Table]:
@@ -386,9 +330,7 @@ SECTIONS: dict[str, Callable[[], Iterable[Table]]] = {
     "ablation": ablation_table,
     "day": day_table,
     "fractions": fraction_table,
-    "traces": trace_table,
     "spares": spares_table,
-    "restart": restart_table,
     "layers": layers_table,
     "sensitivity": sensitivity_table,
     "ideal": ideal_table,

@@ -143,7 +143,7 @@ def test_throughput_and_its_difference_from_the_paper(page: Page, records: list[
         for each in of(records, "intervals")
     }
     rows = {(row[0]["text"], row[1]["text"]): row for row in page.rows["intervals"] if len(row) == 8}
-    recycle = rows["GPT-3 Medium", "ReCycle (planned)"]
+    recycle = rows["GPT-3 Medium", "ReCycle (planned, 1F1B first)"]
     for place, mtbf, paper in ((2, 21600.0, 27.27), (5, 7200.0, 25.42)):
         result = found["gpt3_medium", "Recycle", mtbf]
         assert recycle[place]["text"] == f"{paper}"
@@ -186,12 +186,18 @@ def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
     assert shown.count(". ") == 2
 
 
+def test_rows_of_the_same_schedule_name_it_once(page: Page) -> None:
+    rows = [[cell["text"] for cell in row[:4]] for row in page.rows["same"] if row]
+    assert len(rows) == 12
+    assert {row[2] for row in rows} == {"1F1B", "planned"}
+    assert {row[3] for row in rows} == {"ReCycle", "Merge", "Oobleck"}
+
+
 def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:
-    """The throughput of intervals begins at 0; crossovers do not, and are marked."""
+    """The throughput of intervals begins at 0; the others do not, and are marked."""
     cut = Counter(section for tag, attributes, section in page.elements if attributes.get("class") == "tick cut")
     assert "intervals" not in cut
-    assert "same" not in cut
-    assert cut["layers"] == 1
+    assert (cut["same"], cut["layers"]) == (4, 1)
     bands = Counter(section for _, each, section in page.elements if str(each.get("class")).startswith("band"))
     assert bands["same"] == 12
     assert bands["intervals"] >= 4

@@ -9,7 +9,7 @@ Must not know: charts, tables.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from lightning_recycle.visualize.report.charts import Series
@@ -44,8 +44,9 @@ class Variants:
         ignore: settings that define no variant, because they are shown in another way.
     """
 
-    def __init__(self, records: Iterable[Record], ignore: Iterable[str] = ()) -> None:
+    def __init__(self, records: Iterable[Record], ignore: Collection[str] = ()) -> None:
         found = list(records)
+        self._with_schedule = "schedule" not in ignore
         self._differ = {name: _differing(found, name, frozenset(ignore)) for name in _policies(found)}
         self.all: list[Series] = []
         self._series: dict[str, Series] = {}
@@ -69,7 +70,7 @@ class Variants:
         name = record["policy"]["name"]
         place = sum(series.color == f"p-{name.lower()}" for series in self.all)
         return Series(
-            name=policy_text(record, self._differ[name]),
+            name=policy_text(record, self._differ[name], with_schedule=self._with_schedule),
             key=f"{name.lower()}{place}" if place else name.lower(),
             color=f"p-{name.lower()}",
             marker=_MARKERS.get(name, "circle"),

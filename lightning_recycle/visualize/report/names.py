@@ -113,18 +113,21 @@ def setting_text(name: str, value: Any) -> str:
     return f"{name.replace('_', ' ')} {shown}"
 
 
-def policy_text(result: Mapping[str, Any], settings: Iterable[str] | None = None) -> str:
+def policy_text(result: Mapping[str, Any], settings: Iterable[str] | None = None, *, with_schedule: bool = True) -> str:
     """A policy with its relevant settings.
 
     Args:
         result: result of a training run.
-        settings: names of settings to show; by default those that differ from the policy's defaults. The schedule is
-            always shown.
+        settings: names of settings to show; by default those that differ from the policy's defaults.
+        with_schedule: whether to show the schedule, also where it is the default.
     """
     policy = result["policy"]
     shown = policy["changed"] if settings is None else [name for name in settings if name in policy["settings"]]
-    if "schedule" in policy["settings"]:
-        shown = ["schedule", *(name for name in shown if name != "schedule")]
+    if with_schedule and "schedule" in policy["settings"]:
+        first = ["schedule"]
+        if policy["settings"].get("fault_free") == "1f1b" and policy["settings"]["schedule"] == "planned":
+            first.append("fault_free")
+        shown = [*first, *(name for name in shown if name not in first)]
     own = policy["name"].lower()  # "Restart (1 min)", not "Restart (restart 1 min)"
     details = ", ".join(setting_text(name, policy["settings"][name]).removeprefix(f"{own} ") for name in shown)
     name = POLICIES.get(policy["name"], policy["name"])

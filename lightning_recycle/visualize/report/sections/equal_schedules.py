@@ -72,8 +72,10 @@ def _body(records: list[Record]) -> Markup:
                 ]
             rows.append(row)
         if lines:
-            most = max(point.y for line in lines for point in line.points)
-            pictures.append(line_chart(title, lines, x, linear("throughput / fault-free 1F1B", most)))
+            places = [point for line in lines for point in line.points]
+            most = max(point.y + point.spread for point in places)
+            least = 0.98 * min(point.y - point.spread for point in places)
+            pictures.append(line_chart(title, lines, x, linear("throughput / fault-free 1F1B", most, least=least)))
     columns = ["model", "batch", "schedule", "policy"]
     for text in texts:
         columns += [f"{text}: of fault-free", "of ideal"]
