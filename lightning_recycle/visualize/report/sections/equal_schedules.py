@@ -82,7 +82,10 @@ def _body(records: list[Record]) -> Markup:
     assumed = sorted({f"{model_text(r['model']['name'])}: {assumptions_text(r)}" for r in records})
     return join(
         (
-            note(f"Protocol: {protocol_text(records)}. Bands: 95 % interval of the mean. {'. '.join(assumed)}."),
+            note(
+                f"Protocol: {protocol_text(records)}. Bands: 95 % interval of the mean; as all have the "
+                f"same failures, differences are surer. {'. '.join(assumed)}."
+            ),
             legend(variants.all),
             charts(*pictures),
             table(columns, rows, left=4, caption="Throughput relative to fault-free 1F1B, and to the ideal"),
