@@ -186,6 +186,14 @@ def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
     assert shown.count(". ") == 2
 
 
+def test_all_runs_show_what_the_time_was_worth(page: Page, records: list[dict[str, Any]]) -> None:
+    runs = [each for each in records if each["task"] == "training"]
+    for key in ("goodput", "ettr", "mfu", "fraction_of_ideal"):
+        assert sorted(page.values("runs", key)) == sorted(each[key] for each in runs)
+    costs = [each["cost"]["on_demand"]["per_thousand_samples"] for each in runs]
+    assert sorted(page.values("runs", "cost")) == sorted(cost for cost in costs if cost is not None)
+
+
 def test_rows_of_the_same_schedule_name_it_once(page: Page) -> None:
     rows = [[cell["text"] for cell in row[:4]] for row in page.rows["same"] if row]
     assert len(rows) == 12

@@ -46,12 +46,25 @@ def _numbers(record: Record) -> list[Cell | str]:
     ]
 
 
+def _worth(record: Record) -> list[Cell | str]:
+    """What the time of the GPUs was worth; dollars at the first of the prices."""
+    cost = next(iter(record["cost"].values()), None)
+    return [
+        num(record["fraction_of_ideal"], key="fraction_of_ideal"),
+        num(record["goodput"], key="goodput"),
+        num(record["ettr"], key="ettr"),
+        num(record["mfu"], key="mfu"),
+        num(cost and cost["per_thousand_samples"], 2, key="cost"),
+    ]
+
+
 def runs_section(results: Results) -> Section:
     """Every training run, with the command that repeats it."""
     return Section(
         "runs",
         "All training runs",
-        "Spread is the standard deviation of the ratio from run to run.",
+        "Spread: standard deviation of the ratio from run to run. Of ideal: of what the live GPUs could do. Goodput: "
+        "part of all GPU time spent on samples that count. ETTR: part of the time in which kept steps were trained.",
         _runs(results.training) if results.training else None,
         "recycle-simulate",
     )
@@ -66,9 +79,11 @@ def _runs(records: list[Record]) -> Markup:
             duration_text(record["duration"]),
             num(len(record["runs"]), 0),
             *_numbers(record),
+            *_worth(record),
             record["command"],
         ]
         for record in records
     ]
     columns = ["model", "policy", "failures", "length", "runs", "samples/s", "of fault-free", "spread", "node failures"]
+    columns += ["of ideal", "goodput", "ETTR", "MFU", "$ per 1,000 samples"]
     return table([*columns, "command"], rows, left=3, caption="Results, each with the command that repeats it")
