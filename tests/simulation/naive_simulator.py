@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from lightning_recycle.planning import Problem, moves, normalized_failures, roles
 from lightning_recycle.simulation.checkpoint_costs import checkpoint_costs
+from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.planned_steps import distribution, planned_step
+from lightning_recycle.simulation.policies.oobleck_templates import cut, pipelines_step
+from lightning_recycle.simulation.policies.policy import Context
 from lightning_recycle.simulation.policies.varuna import morph
 from lightning_recycle.simulation.schedules import pipeline_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
@@ -175,6 +178,7 @@ class Naive:
                 alarm = NEVER
             else:
                 self.live = changes.pop(0)[1]
+            self.gone = before - self.live
             if waiting:  # both are answered at once
                 woken = woken or waiting[2]
                 waiting = None
@@ -448,11 +452,88 @@ class NaiveVaruna(Naive):
         return Answer(found, [self.costs[0] + self.costs[1], *self.reloading(False)], "now", saved=True)
 
 
+class NaiveOobleck(Naive):
+    """Oobleck; the instantiation after a restart is the policy's."""
+
+    def start(self):
+        self.context = Context(self.model, Cluster(self.nodes))
+        self.least = self.policy.least_nodes(self.context)
+        return self.running(self.policy._anew(self.context, tuple(sorted(self.live))))
+
+    def running(self, teams):
+        if not teams or min(map(len, teams)) < self.least:
+            return None
+        sizes = tuple(sorted(map(len, teams), reverse=True))
+        step = pipelines_step(self.model, sizes, self.policy.schedule, self.policy.effort)
+        return Way(teams, step.seconds, self.model.global_batch, step.fill, step.lead)
+
+    def units(self, teams):
+        """The units of the model that each worker holds."""
+        found = {}
+        for team in teams:
+            parts = cut(self.model.units, len(team))
+            for place, worker in enumerate(team):
+                found[worker] = set(range(sum(parts[:place]), sum(parts[: place + 1])))
+        return found
+
+    def shrunk(self, teams):
+        left = [[worker for worker in team if worker in self.live] for team in teams]
+        left = [team for team in left if team]
+        while len(left) > 1 and any(len(team) < self.least for team in left):
+            small = min(left, key=len)
+            rest = [team for team in left if team is not small]
+            longest = max(rest, key=len)
+            if len(longest) > self.least:
+                small.append(longest.pop())
+            else:
+                min(rest, key=len).extend(small)
+                left = rest
+        return left
+
+    def grown(self, teams):
+        pipelines, stages = self.model.pipelines, self.model.stages
+        whole = pipelines * stages
+        workers = sorted(self.live)
+        if all(len(team) == stages for team in teams) and len(teams) == pipelines:
+            return teams
+        if len(workers) >= whole and any(len(team) != stages for team in teams):
+            return [workers[stages * place : stages * (place + 1)] for place in range(pipelines)]
+        for worker in workers:
+            used = {one for team in teams for one in team}
+            if worker not in used and len(used) < whole:
+                shortest = min(teams, key=len)
+                if len(shortest) < self.model.units:
+                    shortest.append(worker)
+        return teams
+
+    def answer(self, way, woken):
+        before = self.layout or ()
+        had = self.units(before)
+        there = set().union(*(units for worker, units in had.items() if worker in self.live))
+        if not before or len(there) < self.model.units:
+            found = self.running(self.policy._anew(self.context, tuple(sorted(self.live))))
+            if found is None:
+                return Answer(None, [], "checkpoint", layout=()) if before else None
+            return Answer(found, self.reloading(bool(self.gone)), "checkpoint")
+        failed = any(worker not in self.live for worker in had)
+        if not failed and not self.live - self.known:
+            return None
+        after = self.shrunk(before) if failed else [list(team) for team in before]
+        after = tuple(map(tuple, self.grown(after)))
+        if after == before:
+            return None
+        missing = max(len(units - had.get(worker, set())) for worker, units in self.units(after).items())
+        transfer = self.model.transfer_seconds(missing / self.model.units)
+        pauses = self.regrouping(len(self.live), failed, transfer)
+        return Answer(self.running(after), pauses, "step" if failed else "now", layout=())
+
+
 NAIVE = {
     "Merge": NaiveMerge,
     "Spares": NaiveMerge,
     "Restart": NaiveRestart,
     "DropReplica": NaiveDropReplica,
+    "Oobleck": NaiveOobleck,
     "Recycle": NaiveRecycle,
     "Varuna": NaiveVaruna,
 }

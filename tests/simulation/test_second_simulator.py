@@ -25,6 +25,8 @@ POLICIES = [
     sim.Restart(**COMMON, elastic=False, checkpoint="sharded", checkpoint_every=70.0),
     sim.DropReplica(**COMMON),
     sim.DropReplica(**COMMON, relaunch=None, schedule="planned", checkpoint="sharded", checkpoint_every=70.0),
+    sim.Oobleck(**COMMON),
+    sim.Oobleck(**COMMON, **SYNC, schedule="planned", memory_factor=1000.0),  # pipelines of at least 3 workers
     sim.Varuna(**COMMON, **SLOW),
     sim.Varuna(**COMMON, **SYNC, schedule="planned"),
 ]
