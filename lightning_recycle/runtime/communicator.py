@@ -71,6 +71,7 @@ _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
 _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
 _TRANSFER_TAG = (_EXCHANGE_TAG + 1) * TAGS
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
+_DEVICE_CHUNK_BYTES = 128 * 1024 * 1024  # the same from device to device, where each part costs notes to and fro
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
 _LOOK = timedelta(seconds=0.1)  # between checks whether the generation was aborted
@@ -127,10 +128,17 @@ class Incoming:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A sum over a stage that is under way. Each part: a view of the tensor, what is exchanged, the work."""
+    """A sum over a stage that is under way.
 
-    group: Any
+    Args:
+        group: of Gloo.
+        parts: each a view of the tensor, what Gloo exchanges, and its work.
+        carried: what the transport has begun instead.
+    """
+
+    group: Any = None
     parts: tuple[tuple[Tensor, Tensor, Any], ...] = ()
+    carried: tuple[Any, ...] = ()
 
 
 class Communicator:
@@ -174,9 +182,9 @@ class Communicator:
         self._sockets = OpenSockets()
         self._doorbell: Doorbell | None = None
         self._groups: dict[Channel, Group] = {}
-        self._stage = Group()
+        self._stage_name = ""
+        self._rosters: dict[str, Group] = {}  # Gloo's groups for collectives, of the stage and of its ties
         self._mesh: Mesh | None = None
-        self._ties: dict[int, Group] = {}
         # What must stay alive until it has arrived, of this step and the previous one.
         self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
@@ -216,15 +224,15 @@ class Communicator:
             self._generation = generation
             if self._aborted_generation >= generation:
                 cancelled.set()
-        ties = {index: sorted(ranks) for index, ranks in sorted((tie_rosters or {}).items())}
-        stage = f"stage{min(stage_roster)}"
+        ties = {_tie(index): tuple(sorted(ranks)) for index, ranks in sorted((tie_rosters or {}).items())}
+        stage = self._stage_name = f"stage{min(stage_roster)}"
+        rosters = {stage: tuple(sorted(stage_roster)), **ties}
         reached = tuple(sorted({*neighbours, self._rank}))
         plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
-        plans += self._transport.plans(reached)
-        plans.append(GroupPlan(stage, tuple(sorted(stage_roster)), _STAGE_LOOP))
+        plans += self._transport.plans(reached, rosters)
+        plans += [GroupPlan(name, ranks, _STAGE_LOOP) for name, ranks in rosters.items()]
         if len(stage_roster) <= _MOST_MESHED:
-            plans.append(GroupPlan(f"{stage}-mesh", tuple(sorted(stage_roster)), None))
-        plans += [GroupPlan(f"tie{index}", tuple(ranks), _STAGE_LOOP) for index, ranks in ties.items()]
+            plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
         groups: dict[str, Group] = {}
         errors: list[BaseException] = []
         done = threading.Event()
@@ -232,7 +240,7 @@ class Communicator:
         def connect() -> None:
             try:
                 groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets))
-                self._transport.connect(generation, groups, self._rendezvous, cancelled)
+                self._transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
                 errors.append(error)
             finally:
@@ -253,8 +261,7 @@ class Communicator:
                 process_group._set_default_timeout(self._timeout)
         self._check()
         self._groups = {channel: groups.get(channel.value, Group()) for channel in Channel}
-        self._stage = groups.get(stage, Group())
-        self._ties = {index: groups.get(f"tie{index}", Group()) for index in ties}
+        self._rosters = {name: groups.get(name, Group()) for name in rosters}
 
     def abort(self, generation: int) -> None:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
@@ -277,11 +284,10 @@ class Communicator:
         self._inboxes.clear()
         self._outboxes.clear()
         self._groups = {}
-        self._stage = Group()
+        self._rosters = {}
         if self._mesh is not None:
             self._mesh.close()
             self._mesh = None
-        self._ties = {}
         self._transport.close()
 
     # ------------------------------------------------------------------ values between stages
@@ -396,6 +402,10 @@ class Communicator:
         """Whether the stage has other live workers."""
         return self._stage.whole is not None
 
+    @property
+    def _stage(self) -> Group:
+        return self._rosters.get(self._stage_name, Group())
+
     def begin_all_reduce(self, tensor: Tensor) -> Reduction:
         """Begins a sum as that of :meth:`all_reduce`, in the background. All workers of the stage begin the same ones
         in the same order. Until :meth:`end_all_reduce` nobody may touch ``tensor``, which is contiguous.
@@ -403,7 +413,11 @@ class Communicator:
         self._check()
         group = self._stage.whole
         if group is None:
-            return Reduction(None)
+            return Reduction()
+        if self._transport.takes(self._stage_name, tensor):
+            with self._translated():
+                begin, parts = self._transport.begin_collective, _parts(tensor, _DEVICE_CHUNK_BYTES)
+                return Reduction(carried=tuple(begin(self._stage_name, part) for part in parts))
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
         with self._translated():
@@ -412,12 +426,14 @@ class Communicator:
 
     def end_all_reduce(self, reduction: Reduction) -> None:
         """Waits until the tensor holds the sum."""
+        for begun in reduction.carried:
+            self._end_carried(begun)
         for part, staged, work in reduction.parts:
             self._end_part(reduction.group, part, staged, work)
 
     def abandon(self, reduction: Reduction) -> bool:
         """Gives up a reduction of an earlier generation, whose connections are closed. Returns whether its tensor's
-        memory is free again: not if the sum goes on there.
+        memory is free again: not if the sum goes on there, as one of Gloo's may.
         """
         for part, staged, work in reduction.parts:
             try:
@@ -431,13 +447,21 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
-        self._broadcast(self._stage, tensor, source)
+        self._broadcast(self._stage_name, tensor, source)
 
     def broadcast_tied(self, tie: int, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` in place with that of rank ``source``, on all members of tie number ``tie``."""
-        self._broadcast(self._ties[tie], tensor, source)
+        self._broadcast(_tie(tie), tensor, source)
 
-    def _broadcast(self, group: Group, tensor: Tensor, source: int) -> None:
+    def _broadcast(self, roster: str, tensor: Tensor, source: int) -> None:
+        self._check()
+        group = self._rosters[roster]
+        if self._transport.takes(roster, tensor):
+            for part in _parts(tensor, _DEVICE_CHUNK_BYTES):
+                with self._translated():
+                    begun = self._transport.begin_collective(roster, part, source)
+                self._end_carried(begun)
+            return
         process_group = group.whole
         options = BroadcastOptions()
         options.rootRank = group.places[source][1]
@@ -450,6 +474,11 @@ class Communicator:
                 staged = part.cpu()
                 work = start(staged)
             self._end_part(group, part, staged, work)
+
+    def _end_carried(self, begun: Any) -> None:
+        with self._translated():
+            self._transport.end_collective(begun)
+        self.on_progress()
 
     def _end_part(self, group: Any, part: Tensor, staged: Tensor, work: Any) -> None:
         with self._translated():
@@ -521,9 +550,14 @@ def _keep_for_ever(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def _tie(index: int) -> str:
+    """The name of the group of a tie."""
+    return f"tie{index}"
+
+
+def _parts(tensor: Tensor, most_bytes: int = _CHUNK_BYTES) -> tuple[Tensor, ...]:
     """A contiguous ``tensor`` in parts that collectives take at once."""
-    parts: tuple[Tensor, ...] = tensor.view(-1).split(_CHUNK_BYTES // tensor.element_size())
+    parts: tuple[Tensor, ...] = tensor.view(-1).split(most_bytes // tensor.element_size())
     return parts
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.device_streams import Stream
 
-__all__ = ["UNIQUE_ID_BYTES", "Libnccl", "NcclComm", "NcclError", "NcclLibrary", "device_name"]
+__all__ = ["SUMMED", "UNIQUE_ID_BYTES", "Libnccl", "NcclComm", "NcclError", "NcclLibrary", "device_name"]
 
 NcclComm: TypeAlias = Any
 """A communicator, as its library names it."""
@@ -37,7 +37,14 @@ _SUCCESS, _UNHANDLED_CUDA_ERROR, _IN_PROGRESS = 0, 1, 7  # ncclResult_t
 _OLDEST = 22602  # 2.26.2; aborting hangs in 2.25.1, and several at once are not supported before 2.22
 _MAGIC = 0xCAFEBEEF  # of ncclConfig_t
 _CONFIG_VERSION = 21400  # the first one with a configuration, whose only option is `blocking`
-_BYTES = 1  # ncclUint8: whatever a payload holds is sent as bytes
+_BYTES = 1  # ncclUint8: whatever is not summed is sent as bytes
+_SUM = 0  # ncclRedOp_t
+_TYPES = {  # ncclDataType_t
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
+    torch.float64: 8, torch.bfloat16: 9, torch.complex64: 7, torch.complex128: 8,
+}  # fmt: skip
+SUMMED = frozenset(_TYPES)
+"""What :meth:`NcclLibrary.all_reduce` takes."""
 
 
 class NcclError(RuntimeError):
@@ -66,6 +73,14 @@ class NcclLibrary(Protocol):
 
     def receive(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
         """Enqueues filling the contiguous ``tensor`` by member ``peer``. It must live until that is done."""
+
+    def all_reduce(self, comm: NcclComm, tensor: Tensor, stream: Stream) -> None:
+        """Enqueues replacing the contiguous ``tensor``, of a dtype of SUMMED, by its sum over all members, the same
+        bits on all of them. It must live until that is done.
+        """
+
+    def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: Stream) -> None:
+        """Enqueues replacing the contiguous ``tensor`` by that of member ``root``. It must live until that is done."""
 
     def group_start(self) -> None:
         """What is called from now on happens together, at :meth:`group_end`."""
@@ -117,8 +132,8 @@ class Libnccl:
             )
 
     def _declare(self) -> None:
-        comm, stream, size = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-        exchange = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, comm, stream]
+        comm, stream, pointer, size = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+        exchange = [pointer, size, ctypes.c_int, ctypes.c_int, comm, stream]
         arguments: dict[str, list[Any]] = {
             "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
             "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
@@ -128,6 +143,8 @@ class Libnccl:
             "ncclCommGetAsyncError": [comm, ctypes.POINTER(ctypes.c_int)],
             "ncclSend": exchange,
             "ncclRecv": exchange,
+            "ncclAllReduce": [pointer, pointer, size, ctypes.c_int, ctypes.c_int, comm, stream],
+            "ncclBroadcast": [pointer, pointer, size, ctypes.c_int, ctypes.c_int, comm, stream],
             "ncclGroupStart": [],
             "ncclGroupEnd": [],
             "ncclCommAbort": [comm],
@@ -185,6 +202,19 @@ class Libnccl:
             tensor.data_ptr(), tensor.nbytes, _BYTES, peer, comm, ctypes.c_void_p(stream.handle)
         )
         self._check(call, result)
+
+    def all_reduce(self, comm: NcclComm, tensor: Tensor, stream: Stream) -> None:
+        assert tensor.is_contiguous()
+        count = tensor.numel() * (2 if tensor.is_complex() else 1)
+        memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.handle)
+        result = self._library.ncclAllReduce(memory, memory, count, _TYPES[tensor.dtype], _SUM, comm, handle)
+        self._check("ncclAllReduce", result)
+
+    def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: Stream) -> None:
+        assert tensor.is_contiguous()
+        memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.handle)
+        result = self._library.ncclBroadcast(memory, memory, tensor.nbytes, _BYTES, root, comm, handle)
+        self._check("ncclBroadcast", result)
 
     def group_start(self) -> None:
         self._check("ncclGroupStart", self._library.ncclGroupStart())

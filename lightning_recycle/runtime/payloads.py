@@ -17,73 +17,30 @@ their launches, and a send of each side would wait for the receive behind the ot
 
 Contract: one thread calls :meth:`Payloads.advance` and everything else here, again and again while it returns True.
 What was received counts once :attr:`Receiving.finished` is set, which happens after the device has said that it is
-there, and never once :meth:`Payloads.abort` was called. Tensors live as long as the device may use them.
+there. Tensors live as long as the device may use them; :meth:`Payloads.drop` lets go of them once all communicators
+are aborted (:mod:`~lightning_recycle.runtime.traffic`).
 
 Must not know: threads, sockets, CUDA, what a payload is for.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.device_streams import Event, Stream, Streams
+from lightning_recycle.runtime.device_streams import Event, Streams
+from lightning_recycle.runtime.launched import Launched
 from lightning_recycle.runtime.nccl import NcclComm, NcclError, NcclLibrary
+from lightning_recycle.runtime.payload_notes import Key, Kind, Note
 
-__all__ = ["NOTE_BYTES", "Key", "Kind", "Note", "Payloads", "Receiving", "Sending"]
-
-Key: TypeAlias = tuple[int, int]
-"""(channel, tag) of a payload. Only one under the same key is on its way from one worker to another."""
+__all__ = ["Payloads", "Receiving", "Sending"]
 
 _SENDER, _RECEIVER = 0, 1  # ranks in the communicator of a directed pair
 _FIRST: Key = (255, 0)  # of the payload by which a pair is connected
-_NOTE = struct.Struct("=BBIQQ")
-NOTE_BYTES = _NOTE.size
-
-
-class Kind(IntEnum):
-    """What a note says."""
-
-    OFFER = 1  # the sender has a payload
-    GO = 2  # the receiver has begun to receive it
-
-
-@dataclass(frozen=True)
-class Note:
-    """What workers tell each other of a payload.
-
-    Args:
-        kind: what is said.
-        key: of the payload.
-        number: of the payload, among those of its sender.
-        digest: tells its layout from others; both sides must mean the same.
-    """
-
-    kind: Kind
-    key: Key
-    number: int
-    digest: int
-
-    def encode(self) -> bytes:
-        """The note, as NOTE_BYTES bytes."""
-        return _NOTE.pack(self.kind, *self.key, self.number, self.digest)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Note:
-        """The counterpart of :meth:`encode`.
-
-        Raises:
-            ValueError: for bytes that are no note.
-        """
-        kind, channel, tag, number, digest = _NOTE.unpack(data)
-        return cls(Kind(kind), (channel, tag), number, digest)
 
 
 @dataclass(eq=False)
@@ -108,33 +65,6 @@ class Receiving:
     tensors: Sequence[Tensor]
     free: Event
     finished: bool = False
-
-
-@dataclass(eq=False)
-class _Transfer:
-    """Tensors that are launched one after the other. Each call may leave the communicator in progress."""
-
-    comm: NcclComm
-    tensors: Sequence[Tensor]
-    launch: Callable[[NcclComm, Tensor, int, Stream], None]
-    peer: int  # its rank in the communicator
-    stream: Stream
-    launched: int = 0
-    end: Event | None = None
-    receiving: Receiving | None = None
-
-    def proceed(self, library: NcclLibrary) -> bool:
-        """Launches what can be launched; returns whether all is there."""
-        if library.in_progress(self.comm):
-            return False
-        while self.launched < len(self.tensors):
-            self.launch(self.comm, self.tensors[self.launched], self.peer, self.stream)
-            self.launched += 1
-            if library.in_progress(self.comm):
-                return False
-        if self.end is None:
-            self.end = self.stream.record()  # not before: what is in progress is not on the stream yet
-        return self.end.query()
 
 
 class Payloads:
@@ -172,7 +102,6 @@ class Payloads:
         self._library, self._tell, self._on_change = library, tell, on_change
         self.connected = False
         self.lost: set[int] = set()
-        self._aborted = False
         self._streams = streams
         self._send_stream, self._receive_stream = streams.create(), streams.create()
         self._ids = [(outgoing, _SENDER), (incoming, _RECEIVER)]
@@ -185,10 +114,10 @@ class Payloads:
         self._computing: deque[Sending] = deque()  # not offered yet
         self._offered: dict[tuple[int, int], Sending] = {}  # by peer and number
         self._told_to_go: deque[Sending] = deque()
-        self._sending: _Transfer | None = None
+        self._sending: Launched | None = None
         self._wanted: dict[tuple[int, Key], Receiving] = {}
         self._offers: dict[tuple[int, Key], Note] = {}  # from whom, the oldest first
-        self._receiving: _Transfer | None = None
+        self._receiving: tuple[Receiving, Launched] | None = None
 
     # what is asked for
 
@@ -228,27 +157,22 @@ class Payloads:
         if not self.connected:
             self._connect()
         self._offer()
-        self._receiving = self._proceed(self._receiving)
+        self._proceed_with_receive()
         if self._receiving is None:
-            self._receiving = self._proceed(self._go())
-        self._sending = self._proceed(self._sending)
-        while self._sending is None and self._told_to_go:
-            self._sending = self._proceed(self._begin_send(self._told_to_go.popleft()))
+            self._go()
+        self._proceed_with_sends()
         under_way = self._sending or self._receiving or self._computing or self._beginning
         return bool(under_way) or self._next_offer(free=False) is not None
 
-    def _begin(self) -> None:
-        """Begins all communicators before any is waited for, as others may begin them in another order."""
+    def begin_communicators(self) -> None:
+        """Begins all communicators, before any is waited for: others may begin them in another order."""
         comms = (self._outgoing, self._incoming)
         for (ids, rank), begun in zip(self._ids, comms, strict=True):
             for peer, unique_id in ids.items():
                 begun[peer] = self._library.init(unique_id, 2, rank)
                 self._beginning.append(begun[peer])
-        self._ids = []
 
     def _connect(self) -> None:
-        if self._ids:
-            self._begin()
         self._beginning = [comm for comm in self._beginning if self._library.in_progress(comm)]
         if self._beginning:
             return
@@ -290,52 +214,50 @@ class Payloads:
                 return place
         return None
 
-    def _go(self) -> _Transfer | None:
+    def _go(self) -> None:
         """Begins a receive, if one can begin."""
         place = self._next_offer()
         if place is None:
-            return None
+            return
         note, receiving = self._offers.pop(place), self._wanted.pop(place)
         # Before the launch, as the first one on a communicator is in progress until the other side has begun, too.
         self._tell(receiving.peer, Note(Kind.GO, note.key, note.number, note.digest))
-        return _Transfer(
-            self._incoming[receiving.peer],
-            receiving.tensors,
-            self._library.receive,
-            _SENDER,
-            self._receive_stream,
-            receiving=receiving,
+        comm, library, stream = self._incoming[receiving.peer], self._library, self._receive_stream
+        launched = Launched(
+            comm, receiving.tensors, lambda tensor: library.receive(comm, tensor, _SENDER, stream), stream
         )
+        self._receiving = receiving, launched
+        self._proceed_with_receive()
 
-    def _begin_send(self, sending: Sending) -> _Transfer:
-        return _Transfer(
-            self._outgoing[sending.peer],
-            sending.tensors,
-            self._library.send,
-            _RECEIVER,
-            self._send_stream,
-        )
-
-    def _proceed(self, transfer: _Transfer | None) -> _Transfer | None:
-        """Proceeds with ``transfer``; returns what is left of it."""
-        if transfer is None or not transfer.proceed(self._library):
-            return transfer
-        if transfer.receiving is not None:
-            transfer.receiving.finished = True
+    def _proceed_with_receive(self) -> None:
+        if self._receiving is None:
+            return
+        receiving, launched = self._receiving
+        if launched.proceed(self._library):
+            self._receiving = None
+            receiving.finished = True
             self._on_change()
-        return None
+
+    def _proceed_with_sends(self) -> None:
+        while True:
+            if self._sending is not None and self._sending.proceed(self._library):
+                self._sending = None
+            if self._sending is not None or not self._told_to_go:
+                return
+            sending = self._told_to_go.popleft()
+            self._sending = self._begin_send(sending)
+
+    def _begin_send(self, sending: Sending) -> Launched:
+        comm, library, stream = self._outgoing[sending.peer], self._library, self._send_stream
+        return Launched(comm, sending.tensors, lambda tensor: library.send(comm, tensor, _RECEIVER, stream), stream)
 
     # the end
 
-    def abort(self) -> None:
-        """Ends everything; returns when the device uses none of the tensors any more. Everybody aborts: a worker's
-        transfer with one that has aborted would otherwise never end.
-        """
-        if self._aborted:
-            return
-        self._aborted = True
-        self._library.group_start()
-        for comm in (*self._outgoing.values(), *self._incoming.values()):
-            self._library.abort(comm)
-        self._library.group_end()
+    @property
+    def communicators(self) -> list[NcclComm]:
+        """All that were begun."""
+        return [*self._outgoing.values(), *self._incoming.values()]
+
+    def drop(self) -> None:
+        """Lets go of what the device may have been using until its communicators were aborted."""
         self._sending = self._receiving = None

@@ -1,8 +1,8 @@
 """Which transport carries a worker's payloads.
 
-"auto" is Gloo, also between CUDA devices: no part of the other has run on devices yet, and who trains for a week should
-not be the first. With "nccl" each pair of workers must have devices of their own; what a pair can do is found when it
-connects (:mod:`~lightning_recycle.runtime.nccl_transport`).
+"nccl" is NCCL, and an error where that cannot be. "auto" is NCCL between CUDA devices where it works, which is tried in
+each generation before anything depends on it (:mod:`~lightning_recycle.runtime.nccl_transport`), and Gloo elsewhere.
+Each pair and each group of workers finds by itself what it can do.
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ def transport_for(option: str, rank: int, device: torch.device) -> Transport:
     """
     check_transport(option, device)
     gloo = GlooTransport(timedelta(seconds=TIMEOUT_SECONDS))
-    if option != "nccl":
+    if option == "gloo" or device.type != "cuda":
         return gloo
-    return NcclTransport(rank, device, Libnccl(), CudaStreams(device), device_name(device), gloo, required=True)
+    required = option == "nccl"
+    library: Libnccl | str
+    try:
+        library = Libnccl()
+    except ConfigurationError as error:
+        if required:
+            raise
+        library = str(error)
+    return NcclTransport(rank, device, library, CudaStreams(device), device_name(device), gloo, required)

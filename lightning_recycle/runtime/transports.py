@@ -2,7 +2,8 @@
 
 Concept: headers, shapes, tags and waiting are Gloo's, on every device. A payload is announced by its header, and then
 goes by the transport. :class:`GlooTransport` sends one message per tensor, by way of the processor's memory;
-:class:`~lightning_recycle.runtime.nccl_transport.NcclTransport` goes from device to device.
+:class:`~lightning_recycle.runtime.nccl_transport.NcclTransport` goes from device to device, and so do the sums and
+broadcasts of groups that it says it takes.
 
 Contract: :meth:`Transport.connect` is called in a thread that may be left behind, :meth:`Transport.abort` in any. After
 an abort whatever waits ends with an exception within milliseconds. Others are called by the thread that exchanges
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from lightning_recycle.runtime.groups import CommunicationError, Group, GroupPlan, Rendezvous
 from lightning_recycle.runtime.wire import MAX_TENSORS, Layout
 
-__all__ = ["TAGS", "Channel", "GlooTransport", "Transport", "receive_all", "send_all"]
+__all__ = ["TAGS", "Channel", "GlooTransport", "Rosters", "Transport", "receive_all", "send_all"]
 
 TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of a value: the message, its tensors, and the end of either
 _PAYLOAD = 2  # the first of them that payloads use
@@ -40,16 +41,34 @@ class Channel(Enum):
     GRADIENTS = "gradients"
 
 
+Rosters: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The ranks of the members of groups, in order, by the groups' names."""
+
+
 class Transport(Protocol):
     """Carries the payloads of one worker, generation after generation."""
 
-    def plans(self, ranks: tuple[int, ...]) -> Sequence[GroupPlan]:
-        """The connections that it needs to exchange payloads with ``ranks``, besides the groups of the channels."""
+    def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
+        """The connections that it needs to exchange payloads with ``ranks``, and for the collectives of ``rosters``,
+        besides the groups of the channels and those that Gloo has for these.
+        """
 
     def connect(
-        self, generation: int, groups: Mapping[str, Group], rendezvous: Rendezvous, cancelled: threading.Event
+        self,
+        generation: int,
+        rosters: Rosters,
+        groups: Mapping[str, Group],
+        rendezvous: Rendezvous,
+        cancelled: threading.Event,
     ) -> None:
         """Connects with the workers that ``groups`` lead to, until ``cancelled`` is set; that ends everything later.
+
+        Args:
+            generation: which generation.
+            rosters: of the groups that do something together.
+            groups: created as :meth:`plans` asks, with those of the channels.
+            rendezvous: where workers find each other.
+            cancelled: set when the generation is aborted.
 
         Raises:
             CommunicationError: if it is set: the next generation may be connected by now, and stays so.
@@ -65,6 +84,19 @@ class Transport(Protocol):
 
     def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
         """Waits for the tensors of a value whose header has come."""
+
+    def takes(self, roster: str, tensor: Tensor) -> bool:
+        """Whether collectives of ``tensor`` in a group go by this transport; the same on all members."""
+
+    def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
+        """Begins to replace the contiguous ``tensor`` by its sum over a group, or by that of rank ``root``. All members
+        begin the same ones in the same order, and those of several groups in orders that agree.
+
+        Until :meth:`end_collective`, or the end of the generation, nobody may touch ``tensor``.
+        """
+
+    def end_collective(self, begun: Any) -> None:
+        """Waits for what :meth:`begin_collective` has returned."""
 
     def abort(self) -> None:
         """Called once ``cancelled`` is set."""
@@ -85,11 +117,16 @@ class GlooTransport:
         self._lock = threading.Lock()
         self._groups: dict[Channel, Group] = {}
 
-    def plans(self, ranks: tuple[int, ...]) -> Sequence[GroupPlan]:
+    def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
         return ()
 
     def connect(
-        self, generation: int, groups: Mapping[str, Group], rendezvous: Rendezvous, cancelled: threading.Event
+        self,
+        generation: int,
+        rosters: Rosters,
+        groups: Mapping[str, Group],
+        rendezvous: Rendezvous,
+        cancelled: threading.Event,
     ) -> None:
         with self._lock:
             if cancelled.is_set():
@@ -113,6 +150,15 @@ class GlooTransport:
         for work in works:
             work.wait(self._timeout)
         return tensors
+
+    def takes(self, roster: str, tensor: Tensor) -> bool:
+        return False  # they are the communicator's own business
+
+    def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
+        raise NotImplementedError
+
+    def end_collective(self, begun: Any) -> None:
+        raise NotImplementedError
 
     def abort(self) -> None:
         """Nothing: its sockets are cut by whoever has made them."""

@@ -1,10 +1,11 @@
-"""Workers that exchange payloads in a simulated world: which goes on next is drawn, so a history is its number.
+"""Workers that exchange payloads, and sum in groups, in a simulated world: which goes on next is drawn, so a history is
+its number.
 
-Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.payloads.Payloads`, and a *host*: a
-program of computations, sends and receives, whose order comes from a random order of all messages, so that no correct
-transport can deadlock. Headers (Gloo) and notes (links) arrive late but in order. Computations run on the device
-when it comes to them. In some histories a worker dies, a communicator fails, a device is lost, or everybody is told to
-abort, each at its own moment; the survivors then begin another generation with another plan.
+Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.traffic.Traffic`, and a *host*: a
+program of computations, sends, receives, sums and broadcasts, whose order comes from a random order of them all, so
+that no correct transport can deadlock. Headers (Gloo) and notes (links) arrive late but in order. Computations run on
+the device when it comes to them. In some histories a worker dies, a communicator fails, a device is lost, or everybody
+is told to abort, each at its own moment; the survivors then begin another generation with another plan.
 
 ``python tests/runtime/nccl_histories.py FIRST COUNT`` runs histories; a number alone runs one and prints it.
 """
@@ -16,7 +17,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,8 +29,9 @@ import torch
 from support.fake_nccl import FakeDevice, HangError, LocalNetwork
 from torch import Tensor
 
-from lightning_recycle.runtime import payloads as product
+from lightning_recycle.runtime import group_payloads, payloads, traffic
 from lightning_recycle.runtime.nccl import NcclError
+from lightning_recycle.runtime.payload_notes import Note
 
 PATIENCE = 15_000  # turns without which a world that goes on must not be; a history has some hundreds
 CPU = torch.device("cpu")
@@ -50,24 +52,64 @@ class Message:
     content: int
 
 
+@dataclass(eq=False)
+class Joint:
+    """A sum over workers ``ranks``, or a broadcast of ``root``."""
+
+    group: int
+    ranks: tuple[int, ...]
+    root: int | None
+    size: int
+    content: int
+
+    def fill(self, tensor: Tensor, rank: int) -> None:
+        """What ``rank`` contributes."""
+        tensor.copy_((torch.arange(self.size) + 1_000 * self.content) * (rank + 1))
+
+    @property
+    def result(self) -> Tensor:
+        factor = sum(rank + 1 for rank in self.ranks) if self.root is None else self.root + 1
+        return (torch.arange(self.size) + 1_000 * self.content) * factor
+
+
+Item: TypeAlias = Message | Joint
+
+
 @dataclass
 class Worker:
     """What one worker is and holds in the current generation."""
 
     rank: int
     device: FakeDevice
-    program: deque[tuple[str, Message]] = field(default_factory=deque)
-    payloads: Any = None
+    program: deque[tuple[str, Any]] = field(default_factory=deque)
+    traffic: Any = None
     cancelled: bool = False
     ended: bool = False  # its courier has aborted
     failure: Exception | None = None
-    waiting: tuple[Any, list[Tensor], Message] | None = None
+    waiting: tuple[Any, list[Tensor], Item] | None = None
+    joints: dict[Joint, tuple[Any, Tensor]] = field(default_factory=dict)  # begun, and not waited for yet
     headers: dict[int, deque[Message]] = field(default_factory=dict)
     notes: dict[int, deque[bytes]] = field(default_factory=dict)
     done: bool = False
 
 
 Turn: TypeAlias = tuple[Callable[[Any], bool], Worker]
+
+
+class Watched(FakeDevice):
+    """A device that sees to it that no collective is launched before all members are ready for it."""
+
+    def __init__(self, network: LocalNetwork, world: World, rank: int) -> None:
+        super().__init__(network)
+        self._world, self._of = world, rank
+
+    def all_reduce(self, comm: Any, tensor: Tensor, stream: Any) -> None:
+        self._world.expect_all_ready(self._of, tensor)
+        super().all_reduce(comm, tensor, stream)
+
+    def broadcast(self, comm: Any, tensor: Tensor, root: int, stream: Any) -> None:
+        self._world.expect_all_ready(self._of, tensor)
+        super().broadcast(comm, tensor, root, stream)
 
 
 class World:
@@ -80,7 +122,7 @@ class World:
         self.published: dict[str, bytes] = {}  # by key; what was published stays
         self.met: Counter[str] = Counter()
         size = self.rng.choice([2, 2, 3, 3, 4, 5])
-        self.workers = [Worker(rank, FakeDevice(self.network)) for rank in range(size)]
+        self.workers = [Worker(rank, Watched(self.network, self, rank)) for rank in range(size)]
         self.alive = list(self.workers)
         self.generation = -1
 
@@ -90,63 +132,99 @@ class World:
 
     # a plan
 
-    def plan(self) -> list[Message]:
-        """Messages in an order in which they can be exchanged one after the other."""
+    def plan(self, groups: Mapping[int, tuple[int, ...]]) -> list[Item]:
+        """Messages and sums in an order in which they can be done one after the other."""
         count = self.rng.randint(1, 12)
-        messages = []
+        items: list[Item] = []
         for number in range(count):
+            if groups and self.rng.random() < 0.4:
+                group = self.rng.choice(list(groups))
+                root = self.rng.choice([None, None, self.rng.choice(groups[group])])
+                items.append(Joint(group, groups[group], root, self.rng.choice([4, 4, 5]), self.content()))
+                continue
             source, destination = self.rng.sample([worker.rank for worker in self.alive], 2)
             sizes = tuple(self.rng.randint(1, 6) for _ in range(self.rng.choice([1, 1, 2, 3])))
-            messages.append(Message(source, destination, (self.rng.randint(0, 1), number), sizes, self.content()))
-        return messages
+            items.append(Message(source, destination, (self.rng.randint(0, 1), number), sizes, self.content()))
+        return items
+
+    def groups(self) -> dict[int, tuple[int, ...]]:
+        """Groups of workers, by number."""
+        ranks = [worker.rank for worker in self.alive]
+        return {
+            number: tuple(sorted(self.rng.sample(ranks, self.rng.randint(2, len(ranks)))))
+            for number in self.rng.sample(range(100), self.rng.choice([0, 1, 1, 2]))
+        }
 
     def content(self) -> int:
-        self.met["messages"] += 1
-        return self.met["messages"]
+        self.met["items"] += 1
+        return self.met["items"]
 
     def begin(self) -> None:
         """A new generation."""
         self.generation += 1
-        messages = self.plan()
-        pairs = {(m.source, m.destination) for m in messages}
+        groups = self.groups()
+        items = self.plan(groups)
+        pairs = {(m.source, m.destination) for m in items if isinstance(m, Message)}
         pairs |= {(b, a) for a, b in pairs}
-        self.say(f"generation {self.generation}:", [w.rank for w in self.alive], messages)
+        self.say(f"generation {self.generation}:", [w.rank for w in self.alive], groups, items)
         for worker in self.alive:
             me = worker.rank
             for a, b in sorted(pairs):
                 if a == me:
                     self.published[self.name_of(a, b)] = worker.device.unique_id()
+            for group, ranks in groups.items():
+                if ranks[0] == me:
+                    self.published[self.name_of(group, "group")] = worker.device.unique_id()
         for worker in self.alive:
             me = worker.rank
             outgoing = {b: self.published[self.name_of(a, b)] for a, b in sorted(pairs) if a == me}
             incoming = {a: self.published[self.name_of(a, b)] for a, b in sorted(pairs) if b == me}
-            program: deque[tuple[str, Message]] = deque()
-            postponed: list[Message] = []
-            for message in messages:
-                if message.source == me:
-                    program.append(("send", message))
-                if message.destination == me:
-                    postponed.append(message)
-                # Receives may be waited for later, in another order, but not behind what depends on nothing else.
-                if postponed and self.rng.random() < 0.6:
-                    self.rng.shuffle(postponed)
-                    program.extend(("receive", message) for message in postponed)
-                    postponed.clear()
-            self.rng.shuffle(postponed)
-            program.extend(("receive", message) for message in postponed)
-            worker.program, worker.cancelled, worker.ended, worker.failure = program, False, False, None
+            mine = {
+                group: group_payloads.Members(ranks, self.published[self.name_of(group, "group")])
+                for group, ranks in groups.items()
+                if me in ranks
+            }
+            worker.program = self.program_of(me, items)
+            worker.cancelled, worker.ended, worker.failure = False, False, None
             worker.waiting, worker.done = None, False
+            worker.joints = {}
             worker.headers = {other.rank: deque() for other in self.workers}
             worker.notes = {other.rank: deque() for other in self.workers}
 
-            def tell(peer: int, note: product.Note, me: int = me) -> None:
+            def tell(peer: int, note: Note, me: int = me) -> None:
                 self.workers[peer].notes[me].append(note.encode())
 
-            worker.payloads = product.Payloads(
-                me, self.generation, worker.device, worker.device, outgoing, incoming, CPU, tell
+            device = worker.device
+            worker.traffic = traffic.Traffic(
+                device,
+                payloads.Payloads(me, self.generation, device, device, outgoing, incoming, CPU, tell),
+                group_payloads.GroupPayloads(me, self.generation, device, device, mine, CPU, tell),
             )
 
-    def name_of(self, source: int, destination: int) -> str:
+    def program_of(self, me: int, items: Sequence[Item]) -> deque[tuple[str, Any]]:
+        """What worker ``me`` does of ``items``."""
+        program: deque[tuple[str, Any]] = deque()
+        postponed: list[tuple[str, Item]] = []
+        for item in items:
+            if isinstance(item, Joint):
+                if me in item.ranks:
+                    program.append(("begin", item))
+                    postponed.append(("end", item))
+            else:
+                if item.source == me:
+                    program.append(("send", item))
+                if item.destination == me:
+                    postponed.append(("receive", item))
+            # They may be waited for later, in another order, but not behind what depends on nothing else.
+            if postponed and self.rng.random() < 0.6:
+                self.rng.shuffle(postponed)
+                program.extend(postponed)
+                postponed.clear()
+        self.rng.shuffle(postponed)
+        program.extend(postponed)
+        return program
+
+    def name_of(self, source: int, destination: int | str) -> str:
         return f"generation{self.generation}/{source}-{destination}"
 
     # turns: each returns whether something happened
@@ -156,31 +234,41 @@ class World:
         if worker.done:
             return False
         if worker.waiting is not None:
-            receiving, tensors, message = worker.waiting
-            there = receiving.finished
+            awaited, tensors, item = worker.waiting
+            there = awaited.finished
             if worker.cancelled or worker.failure is not None:
                 return self.stop(worker)
             if not there:
                 return False
             worker.waiting = None
-            self.check(worker, message, tensors)
+            self.check(worker, item, tensors)
             return True
         if worker.cancelled or worker.failure is not None:
             return self.stop(worker)
-        if not worker.payloads.connected:
+        if not worker.traffic.connected:
             return False
         if not worker.program:
             worker.done = True
             return True
-        kind, message = worker.program[0]
+        kind, item = worker.program[0]
+        if kind == "begin":
+            worker.program.popleft()
+            self.begin_joint(worker, item)
+            return True
+        if kind == "end":
+            worker.program.popleft()
+            collective, tensor = worker.joints.pop(item)
+            worker.waiting = collective, [tensor], item
+            return True
+        message = item
         if kind == "send":
             worker.program.popleft()
             tensors = [torch.zeros(size, dtype=torch.int64) for size in message.sizes]
             worker.device.current.compute(lambda: fill(tensors, message))
             ready = worker.device.current.record()
             self.workers[message.destination].headers[worker.rank].append(message)
-            worker.payloads.send(
-                product.Sending(message.destination, message.key, digest(message), list(tensors), ready)
+            worker.traffic.pairs.send(
+                payloads.Sending(message.destination, message.key, digest(message), list(tensors), ready)
             )
             return True
         arrived = worker.headers[message.source]
@@ -190,8 +278,8 @@ class World:
         worker.program.popleft()
         tensors = self.buffers(worker, message)
         free = worker.device.current.record()
-        receiving = product.Receiving(message.source, message.key, digest(message), tensors, free)
-        worker.payloads.receive(receiving)
+        receiving = payloads.Receiving(message.source, message.key, digest(message), tensors, free)
+        worker.traffic.pairs.receive(receiving)
         worker.waiting = receiving, tensors, message
         return True
 
@@ -207,15 +295,45 @@ class World:
             worker.device.current.compute(scribble)
         return tensors
 
-    def check(self, worker: Worker, message: Message, tensors: list[Tensor]) -> None:
-        expected = [torch.zeros(size, dtype=torch.int64) for size in message.sizes]
-        fill(expected, message)
+    def begin_joint(self, worker: Worker, joint: Joint) -> None:
+        tensor = torch.full((joint.size,), -1, dtype=torch.int64)
+        worker.device.current.compute(lambda: joint.fill(tensor, worker.rank))
+        collective = group_payloads.Collective(joint.group, tensor, joint.root, worker.device.current.record())
+        worker.joints[joint] = collective, tensor
+        worker.traffic.groups.begin(collective)
+
+    def expect_all_ready(self, rank: int, tensor: Tensor) -> None:
+        """Worker ``rank`` launches the collective of ``tensor``."""
+        known = self.joints_of(self.workers[rank])
+        joint = next((joint for joint, (_, held) in known.items() if held is tensor), None)
+        for member in joint.ranks if joint is not None else ():
+            other = self.workers[member]
+            if other not in self.alive or other.cancelled or other.failure is not None:
+                continue
+            found = self.joints_of(other).get(joint)  # type: ignore[arg-type]
+            if (found is not None and not found[0].ready.done) or (found is None and ("begin", joint) in other.program):
+                raise BrokenPromiseError(f"worker {rank} launches {joint}, for which worker {member} is not ready")
+
+    def joints_of(self, worker: Worker) -> dict[Joint, tuple[Any, Tensor]]:
+        """What ``worker`` has begun, and what it waits for."""
+        known = dict(worker.joints)
+        if worker.waiting is not None and isinstance(worker.waiting[2], Joint):
+            known[worker.waiting[2]] = worker.waiting[0], worker.waiting[1][0]
+        return known
+
+    def check(self, worker: Worker, item: Item, tensors: list[Tensor]) -> None:
+        if isinstance(item, Joint):
+            expected = [item.result]
+        else:
+            expected = [torch.zeros(size, dtype=torch.int64) for size in item.sizes]
+            fill(expected, item)
         if any(not torch.equal(a, b) for a, b in zip(tensors, expected, strict=True)):
             raise BrokenPromiseError(f"worker {worker.rank} received {tensors} instead of {expected}")
-        self.met["received"] += 1
+        self.met["summed" if isinstance(item, Joint) else "received"] += 1
 
     def stop(self, worker: Worker) -> bool:
         worker.done, worker.waiting = True, None
+        worker.joints = {}
         worker.program.clear()
         return True
 
@@ -225,7 +343,7 @@ class World:
             return False
         if worker.cancelled or worker.failure is not None:
             try:
-                worker.payloads.abort()
+                worker.traffic.abort()
             except HangError as error:
                 raise BrokenPromiseError(str(error)) from error
             except (NcclError, RuntimeError) as error:
@@ -233,7 +351,7 @@ class World:
             worker.ended = True
             return True
         try:
-            worker.payloads.advance()
+            worker.traffic.advance()
         except (NcclError, RuntimeError) as error:
             if isinstance(error, NcclError) and str(error) != "injected":
                 raise BrokenPromiseError(f"worker {worker.rank}: {error}") from error
@@ -245,7 +363,7 @@ class World:
         for peer, notes in worker.notes.items():
             if notes and not worker.ended and self.rng.random() < 0.5:
                 try:
-                    worker.payloads.hear(peer, product.Note.decode(notes.popleft()))
+                    worker.traffic.hear(peer, Note.decode(notes.popleft()))
                 except NcclError as error:
                     raise BrokenPromiseError(str(error)) from error
                 return True
@@ -321,6 +439,9 @@ class World:
         """What goes wrong; returns when each survivor is told to abort."""
         if trouble == "death":
             self.alive.remove(victim)
+            for worker in self.alive:
+                if self.rng.random() < 0.5:  # its link has ended
+                    worker.traffic.lose(victim.rank)
         elif trouble == "lost":
             victim.device.is_lost = True
         elif trouble == "error" and victim.device.comms:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
 import torch
-from support.fake_nccl import FakeComm, FakeDevice, HangError, LocalNetwork
+from support.fake_nccl import FakeComm, FakeDevice, FakeStream, HangError, LocalNetwork
 from torch import Tensor
 
 from lightning_recycle.runtime.nccl import NcclError
@@ -18,9 +19,9 @@ NUMBERS = torch.arange(10)
 class Members:
     """Devices 0, 1, ... and communicators between them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, room: int = 3) -> None:
         self.network = LocalNetwork()
-        self.devices = [FakeDevice(self.network) for _ in range(size)]
+        self.devices = [FakeDevice(self.network, room=room) for _ in range(size)]
 
     def connect(self, *members: int) -> list[FakeComm]:
         """A communicator of devices ``members``; its rank r is the r-th of them."""
@@ -292,3 +293,126 @@ def test_a_lost_device_says_so_whatever_is_asked(two: Members) -> None:
         event.query()
     with pytest.raises(RuntimeError, match="CUDA error"):
         two.devices[0].send(ours, NUMBERS, 1, two.devices[0].current)
+
+
+def sum_over(members: Members, comms: list[FakeComm], tensors: list[Tensor], streams: list[FakeStream]) -> list[bool]:
+    """Launches a sum on each member, and returns where it has ended once nothing happens any more."""
+    ends = []
+    for comm, tensor, stream in zip(comms, tensors, streams, strict=True):
+        comm.device.all_reduce(comm, tensor, stream)
+        members.run()
+        ends.append(stream.record())
+    members.run()
+    return [end.query() for end in ends]
+
+
+def test_a_sum_is_the_same_on_all_members_and_begins_when_all_have_called(three: Members) -> None:
+    comms = three.connect(0, 1, 2)
+    tensors = [NUMBERS * 10**rank for rank in range(3)]
+    for comm, tensor in zip(comms[:2], tensors, strict=False):
+        comm.device.all_reduce(comm, tensor, comm.device.current)
+        three.run()
+        assert comm.device.in_progress(comm), "the first one connects all members"
+    comms[2].device.all_reduce(comms[2], tensors[2], comms[2].device.current)
+    three.run()
+    assert all(torch.equal(tensor, NUMBERS * 111) for tensor in tensors)
+
+
+def test_a_broadcast_is_the_tensor_of_its_root(three: Members) -> None:
+    comms = three.connect(0, 1, 2)
+    tensors = [NUMBERS + rank for rank in range(3)]
+    for comm, tensor in zip(comms, tensors, strict=True):
+        comm.device.broadcast(comm, tensor, 1, comm.device.current)
+    three.run()
+    assert all(torch.equal(tensor, NUMBERS + 1) for tensor in tensors)
+
+
+@pytest.mark.parametrize("peer_dies", [False, True])
+def test_a_sum_with_one_who_has_aborted_or_died_hangs_until_its_own_abort(three: Members, peer_dies: bool) -> None:
+    comms = three.connect(0, 1, 2)
+    assert all(sum_over(three, comms, [empty() for _ in comms], [device.current for device in three.devices]))
+    if peer_dies:
+        del three.devices[2]
+    else:
+        three.devices[2].abort(comms[2])
+    tensors = [empty(), empty()]
+    streams = [device.create() for device in three.devices[:2]]
+    assert sum_over(three, comms[:2], tensors, streams) == [False, False]
+    assert not any(device.in_progress(comm) for device, comm in zip(three.devices, comms[:2], strict=False))
+    three.devices[0].abort(comms[0])
+    three.run()
+    assert streams[0].queue == deque()
+
+
+def test_an_aborted_sum_may_leave_half_of_it(two: Members) -> None:
+    comms = two.connect(0, 1)
+    assert all(sum_over(two, comms, [empty(), empty()], [device.current for device in two.devices]))
+    tensors = [NUMBERS.clone(), NUMBERS.clone()]
+    for comm, tensor in zip(comms, tensors, strict=True):
+        comm.device.all_reduce(comm, tensor, comm.device.current)
+    while tensors[0][1] == 1:
+        for device in two.devices:
+            device.step()
+    two.devices[0].abort(comms[0])
+    assert tensors[0].tolist() == [0, 2, 4, 6, 8, 5, 6, 7, 8, 9]
+
+
+def test_sums_of_two_groups_in_two_orders_wait_in_a_circle_on_one_stream_and_not_on_two(two: Members) -> None:
+    for streams_of_their_own in (False, True):
+        two = Members(2)
+        groups = [two.connect(0, 1), two.connect(0, 1)]
+        for comms in groups:
+            assert all(sum_over(two, comms, [empty(), empty()], [device.current for device in two.devices]))
+        tensors, ends = [], []
+        for rank, device in enumerate(two.devices):
+            stream = device.create()
+            for comms in groups[:: 1 if rank == 0 else -1]:
+                if streams_of_their_own:
+                    stream = device.create()
+                tensors.append(NUMBERS.clone())
+                device.all_reduce(comms[rank], tensors[-1], stream)
+                ends.append(stream.record())
+        two.run()
+        assert all(end.query() for end in ends) is streams_of_their_own
+
+
+def test_without_room_for_the_kernels_that_others_wait_for_nothing_goes_on() -> None:
+    """NCCL's documentation: "Using multiple NCCL communicators concurrently"."""
+    two = Members(2, room=1)
+    groups = [two.connect(0, 1), two.connect(0, 1)]
+    for comms in groups:
+        assert all(sum_over(two, comms, [empty(), empty()], [device.current for device in two.devices]))
+    tensors, streams = [], []
+    for rank, device in enumerate(two.devices):
+        for comms in groups[:: 1 if rank == 0 else -1]:
+            tensors.append(NUMBERS.clone())
+            streams.append(device.create())
+            device.all_reduce(comms[rank], tensors[-1], streams[-1])
+            two.run()
+    ends = [stream.record() for stream in streams]
+    two.run()
+    assert not any(end.query() for end in ends)
+
+
+@pytest.mark.parametrize("other", ["size", "kind"])
+def test_members_that_call_different_collectives_are_noticed(two: Members, other: str) -> None:
+    comms = two.connect(0, 1)
+    tensors = [NUMBERS.clone(), (NUMBERS[:5] if other == "size" else NUMBERS).clone()]
+    two.devices[0].all_reduce(comms[0], tensors[0], two.devices[0].current)
+    if other == "size":
+        two.devices[1].all_reduce(comms[1], tensors[1], two.devices[1].current)
+    else:
+        two.devices[1].broadcast(comms[1], tensors[1], 0, two.devices[1].current)
+    two.run()
+    assert set(two.violations) == {"members of a communicator have called different collectives"}
+
+
+def test_a_tensor_that_is_gone_before_its_kernel_is_aborted_is_noticed(two: Members) -> None:
+    comms = two.connect(0, 1)
+    connect_first(two, comms)
+    left = two.devices[0]
+    left.send(comms[0], mine := NUMBERS.clone(), 1, left.current)
+    two.run()
+    del mine
+    left.abort(comms[0])
+    assert two.violations == ["a kernel ran after its tensor was freed"]

@@ -13,7 +13,7 @@ import torch
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.machine_errors import is_device_error
-from lightning_recycle.runtime.nccl import UNIQUE_ID_BYTES, Libnccl, NcclError
+from lightning_recycle.runtime.nccl import SUMMED, UNIQUE_ID_BYTES, Libnccl, NcclError
 
 COMPILER = shutil.which("cc")
 needs_a_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler (cc)")
@@ -27,7 +27,17 @@ typedef struct { char internal[128]; } ncclUniqueId;
 typedef struct ncclComm* ncclComm_t;
 typedef struct CUstream_st* cudaStream_t;
 typedef enum { ncclSuccess = 0, ncclUnhandledCudaError = 1, ncclInvalidUsage = 5, ncclInProgress = 7 } ncclResult_t;
-typedef enum { ncclInt8 = 0, ncclUint8 = 1 } ncclDataType_t;
+typedef enum {
+  ncclInt8 = 0, ncclUint8 = 1, ncclInt32 = 2, ncclUint32 = 3, ncclInt64 = 4, ncclUint64 = 5, ncclFloat16 = 6,
+  ncclFloat32 = 7, ncclFloat64 = 8, ncclBfloat16 = 9
+} ncclDataType_t;
+typedef enum { ncclSum = 0 } ncclRedOp_t;
+int stub_type(const char* name) {  /* by its name, so that a wrong number would be seen */
+#define IS(type) if (strcmp(name, #type) == 0) return type;
+  IS(ncclInt8) IS(ncclUint8) IS(ncclInt32) IS(ncclInt64)
+  IS(ncclFloat16) IS(ncclFloat32) IS(ncclFloat64) IS(ncclBfloat16)
+  return -1;
+}
 typedef struct {  /* as of 2.27 */
   size_t size; unsigned int magic; unsigned int version;
   int blocking; int cgaClusterSize; int minCTAs; int maxCTAs; const char *netName; int splitShare;
@@ -73,6 +83,16 @@ ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int p
 ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t s) {
   ((char*)data)[count - 1] = 77;
   HEAR("receive %zu %d %d %p %p;", count, type, peer, (void*)comm, (void*)s);
+  return result;
+}
+ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t s) {
+  HEAR("sum %zu %d %d %d %p %p;", count, type, op, from == to, (void*)comm, (void*)s);
+  return result;
+}
+ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                           cudaStream_t s) {
+  HEAR("broadcast %zu %d %d %d %p %p;", count, type, root, from == to, (void*)comm, (void*)s);
   return result;
 }
 ncclResult_t ncclGroupStart(void) { HEAR("start;"); return ncclSuccess; }
@@ -142,6 +162,29 @@ def test_tensors_go_as_bytes_with_pointers_of_full_width(stub: Stub) -> None:
     stub.library.receive(comm, tensor, 0, Stream())
     assert stub.heard == [f"send 24 1 3 1 {COMM} {STREAM:#x}", f"receive 24 1 0 {COMM} {STREAM:#x}"]
     assert tensor[2] == (77 << 56) + 5
+
+
+NAMES = {
+    torch.int8: "ncclInt8", torch.uint8: "ncclUint8", torch.int32: "ncclInt32", torch.int64: "ncclInt64",
+    torch.float16: "ncclFloat16", torch.float32: "ncclFloat32", torch.float64: "ncclFloat64",
+    torch.bfloat16: "ncclBfloat16", torch.complex64: "ncclFloat32", torch.complex128: "ncclFloat64",
+}  # fmt: skip
+
+
+@needs_a_compiler
+def test_sums_are_made_in_place_in_their_dtype_and_broadcasts_as_bytes(stub: Stub) -> None:
+    comm = stub.library.init(stub.library.unique_id(), 3, 0)
+    assert NAMES.keys() == SUMMED
+    for dtype, name in NAMES.items():
+        stub.set()
+        tensor = torch.zeros(5, dtype=dtype)
+        stub.library.all_reduce(comm, tensor, Stream())
+        stub.library.broadcast(comm, tensor, 2, Stream())
+        count, number = 10 if dtype.is_complex else 5, stub._stub.stub_type(name.encode())
+        assert stub.heard == [
+            f"sum {count} {number} 0 1 {COMM} {STREAM:#x}",
+            f"broadcast {tensor.nbytes} 1 2 1 {COMM} {STREAM:#x}",
+        ]
 
 
 @needs_a_compiler

@@ -10,15 +10,14 @@ import inspect
 import sys
 from types import ModuleType
 
-import nccl_histories
 import pytest
 from nccl_histories import BrokenPromiseError, check_histories
 
-from lightning_recycle.runtime import payloads
+from lightning_recycle.runtime import group_payloads, launched, payloads, traffic
 
 SAMPLE = 150  # histories in the ordinary run
 HUNT = 150  # within so many a broken transport must be noticed
-MEETS = {"quiet", "abort", "late abort", "death", "error", "lost", "noticed", "received"}
+MEETS = {"quiet", "abort", "late abort", "death", "error", "lost", "noticed", "received", "summed"}
 
 
 def test_no_payload_is_lost_or_swapped_and_nobody_waits_beyond_an_abort() -> None:
@@ -34,91 +33,206 @@ def test_the_same_in_all_histories(block: int) -> None:
     check_histories(range(block * 5_000, (block + 1) * 5_000))
 
 
-MUTATIONS: dict[str, list[tuple[str, str]]] = {
-    "the tensors of a payload are sent in another order": [
-        ("            sending.tensors,\n", "            list(reversed(sending.tensors)),\n"),
-    ],
-    "a receive does not wait for an offer": [
-        (
-            "self._wanted[receiving.peer, receiving.key] = receiving",
-            "self._wanted[receiving.peer, receiving.key] = receiving\n"
-            "        self._offers.setdefault((receiving.peer, receiving.key),"
-            " Note(Kind.OFFER, receiving.key, 1, receiving.digest))",
-        )
-    ],
-    "a payload is offered before it is computed": [
-        ("while self._computing and self._computing[0].ready.query():", "while self._computing:"),
-    ],
-    "a send does not wait for a go": [
-        (
-            "self._offered[sending.peer, sending.number] = sending",
-            "self._offered[sending.peer, sending.number] = sending\n            self._told_to_go.append(sending)",
-        )
-    ],
-    "a go comes before the buffer is free": [("if not free or receiving.free.query():", "if True:")],
-    "a go names another payload": [("Note(Kind.GO, note.key, note.number, ", "Note(Kind.GO, note.key, 0, ")],
-    "a tensor is freed once it is launched": [
-        (
-            "            self.launched += 1\n",
-            "            self.launched += 1\n"
-            "            self.tensors = [None] * self.launched + list(self.tensors[self.launched :])\n",
-        )
-    ],
-    "an event is not waited for": [("return self.end.query()", "return True")],
-    "what is in progress is not waited for": [
-        (
-            "self.launched += 1\n            if library.in_progress(self.comm):\n                return False\n",
-            "self.launched += 1\n",
-        )
-    ],
-    "two receives are under way at a time": [("        if self._receiving is None:\n", "        if True:\n")],
-    "both directions share a stream": [
-        (
-            "self._send_stream, self._receive_stream = streams.create(), streams.create()",
-            "self._send_stream = self._receive_stream = streams.create()",
-        )
-    ],
-    "communicators begin one after the other": [
-        (
-            "            for peer, unique_id in ids.items():\n",
-            "            for peer, unique_id in ids.items():\n"
-            "                if peer in begun:\n                    continue\n"
-            "                if any(self._library.in_progress(comm) for comm in self._beginning):\n"
-            "                    return\n",
-        )
-    ],
-    "communicators of the generation before are used": [
-        (
-            "begun[peer] = self._library.init(unique_id, 2, rank)",
-            "kept = self._library.__dict__.setdefault('kept', {})\n"
-            "                if (peer, rank) not in kept:\n"
-            "                    kept[peer, rank] = self._library.init(unique_id, 2, rank)\n"
-            "                begun[peer] = kept[peer, rank]",
-        )
-    ],
-    "communicators are destroyed instead of aborted": [
-        ("self._library.abort(comm)", "self._library.destroy(comm)"),
-    ],
-    "only some communicators are aborted": [
-        ("for comm in (*self._outgoing.values(), *self._incoming.values()):", "for comm in self._outgoing.values():"),
-    ],
-    "communicators are aborted one after the other": [
-        ("        self._library.group_start()\n", ""),
-        ("        self._library.group_end()\n", ""),
-    ],
-    "nobody aborts": [("        self._aborted = True\n", "        return\n")],
+MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
+    "the tensors of a payload are sent in another order": (
+        payloads,
+        [("Launched(comm, sending.tensors, ", "Launched(comm, sending.tensors[::-1], ")],
+    ),
+    "a receive does not wait for an offer": (
+        payloads,
+        [
+            (
+                "self._wanted[receiving.peer, receiving.key] = receiving",
+                "self._wanted[receiving.peer, receiving.key] = receiving\n"
+                "        self._offers.setdefault((receiving.peer, receiving.key),"
+                " Note(Kind.OFFER, receiving.key, 1, receiving.digest))",
+            )
+        ],
+    ),
+    "a payload is offered before it is computed": (
+        payloads,
+        [("while self._computing and self._computing[0].ready.query():", "while self._computing:")],
+    ),
+    "a send does not wait for a go": (
+        payloads,
+        [
+            (
+                "self._offered[sending.peer, sending.number] = sending",
+                "self._offered[sending.peer, sending.number] = sending\n            self._told_to_go.append(sending)",
+            )
+        ],
+    ),
+    "a go comes before the buffer is free": (payloads, [("if not free or receiving.free.query():", "if True:")]),
+    "a go names another payload": (
+        payloads,
+        [("Note(Kind.GO, note.key, note.number, ", "Note(Kind.GO, note.key, 0, ")],
+    ),
+    "a tensor is freed once it is launched": (
+        launched,
+        [
+            (
+                "            self.launched += 1\n",
+                "            self.launched += 1\n"
+                "            self.tensors = [None] * self.launched + list(self.tensors[self.launched :])\n",
+            )
+        ],
+    ),
+    "an event is not waited for": (launched, [("return self.end.query()", "return True")]),
+    "what is in progress is not waited for": (
+        launched,
+        [
+            (
+                "self.launched += 1\n            if library.in_progress(self.comm):\n                return False\n",
+                "self.launched += 1\n",
+            )
+        ],
+    ),
+    "two receives are under way at a time": (
+        payloads,
+        [("        if self._receiving is None:\n            self._go()\n", "        self._go()\n")],
+    ),
+    "both directions share a stream": (
+        payloads,
+        [
+            (
+                "self._send_stream, self._receive_stream = streams.create(), streams.create()",
+                "self._send_stream = self._receive_stream = streams.create()",
+            )
+        ],
+    ),
+    "communicators begin one after the other": (
+        payloads,
+        [
+            (
+                "        if self._beginning:\n            return\n",
+                "        if self._beginning:\n            return\n"
+                "        if self._ids:\n            self.begin_communicators()\n            return\n",
+            ),
+            (
+                "            for peer, unique_id in ids.items():\n",
+                "            for peer, unique_id in ids.items():\n"
+                "                if peer in begun:\n                    continue\n"
+                "                if any(self._library.in_progress(comm) for comm in self._beginning):\n"
+                "                    return\n",
+            ),
+        ],
+    ),
+    "communicators of the generation before are used": (
+        payloads,
+        [
+            (
+                "begun[peer] = self._library.init(unique_id, 2, rank)",
+                "kept = self._library.__dict__.setdefault('kept', {})\n"
+                "                if (peer, rank) not in kept:\n"
+                "                    kept[peer, rank] = self._library.init(unique_id, 2, rank)\n"
+                "                begun[peer] = kept[peer, rank]",
+            )
+        ],
+    ),
+    "communicators are destroyed instead of aborted": (
+        traffic,
+        [("self._library.abort(comm)", "self._library.destroy(comm)")],
+    ),
+    "only the communicators of pairs are aborted": (
+        traffic,
+        [("in (*self.pairs.communicators, *self.groups.communicators):", "in self.pairs.communicators:")],
+    ),
+    "only those of groups are aborted": (
+        traffic,
+        [("in (*self.pairs.communicators, *self.groups.communicators):", "in self.groups.communicators:")],
+    ),
+    "communicators are aborted one after the other": (
+        traffic,
+        [("        self._library.group_start()\n", ""), ("        self._library.group_end()\n", "")],
+    ),
+    "nobody aborts": (traffic, [("        self._aborted = True\n", "        return\n")]),
+    "a group starts before all members are ready": (
+        group_payloads,
+        [("len(ready) < len(members.ranks)", "len(ready) < len(members.ranks) - 1")],
+    ),
+    "a member is ready before its device is": (
+        group_payloads,
+        [("if not collective.ready.query():", "if False:")],
+    ),
+    "a member does not wait for the start": (
+        group_payloads,
+        [
+            (
+                "if first.number >= self._states[first.group].may_start:",
+                "if first.number >= self._states[first.group].told:",
+            )
+        ],
+    ),
+    "the newest collective is launched first": (
+        group_payloads,
+        [
+            ("            first = self._asked[0]\n", "            first = self._asked[-1]\n"),
+            ("            self._asked.popleft()\n", "            self._asked.remove(first)\n"),
+        ],
+    ),
+    "a member is ready for several groups at a time": (
+        group_payloads,
+        [
+            ("if collective.group != self._asked[0].group:", "if False:"),
+            (
+                "            first = self._asked[0]\n",
+                "            may = [c for c in self._asked if c.number < self._states[c.group].may_start]\n"
+                "            first = may[-1] if may and self._under_way is None else self._asked[0]\n"
+                "            self._asked.remove(first)\n            self._asked.appendleft(first)\n",
+            ),
+        ],
+    ),
+    "a collective counts once it is launched": (
+        group_payloads,
+        [
+            (
+                "if not self._under_way.proceed(self._library):",
+                "self._under_way.proceed(self._library)\n            if False:",
+            )
+        ],
+    ),
+    "one member is not told to start": (group_payloads, [("members.ranks[1:]:", "members.ranks[1:-1]:")]),
+    "a broadcast comes from another member": (
+        group_payloads,
+        [("ranks.index(collective.root), stream)", "ranks.index(collective.root) - 1, stream)")],
+    ),
+    "a sum is freed once it is launched": (
+        group_payloads,
+        [
+            (
+                "        return Launched(comm, [collective.tensor], launch, stream)\n",
+                "        tensors = [collective.tensor]\n"
+                "        if self.connected:\n            collective.tensor = None\n\n"
+                "        def launch_and_forget(tensor):\n            launch(tensor)\n            tensors[0] = None\n\n"
+                "        return Launched(comm, tensors, launch_and_forget, stream)\n",
+            ),
+        ],
+    ),
+    "tensors are let go of before the abort": (
+        traffic,
+        [
+            (
+                "        self._aborted = True\n",
+                "        self._aborted = True\n        self.pairs.drop()\n        self.groups.drop()\n",
+            )
+        ],
+    ),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_transport_is_noticed(monkeypatch: pytest.MonkeyPatch, mutation: str) -> None:
-    source = inspect.getsource(payloads)
-    for old, new in MUTATIONS[mutation]:
+    module, changes = MUTATIONS[mutation]
+    source = inspect.getsource(module)
+    for old, new in changes:
         assert source.count(old) == 1, f"{old!r} must be in the source once"
         source = source.replace(old, new)
-    broken = ModuleType("broken_payloads")
+    broken = ModuleType("broken")
     monkeypatch.setitem(sys.modules, broken.__name__, broken)  # where dataclasses look for their annotations
     exec(compile(source, mutation, "exec"), broken.__dict__)
-    monkeypatch.setattr(nccl_histories, "product", broken)
+    for name in module.__all__:
+        for user in (payloads, group_payloads, traffic):
+            if hasattr(user, name):
+                monkeypatch.setattr(user, name, getattr(broken, name))
     with pytest.raises(BrokenPromiseError):
         check_histories(range(HUNT))

@@ -19,6 +19,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime import nccl_transport as module
 from lightning_recycle.runtime.groups import CommunicationError, Group
 from lightning_recycle.runtime.machine_errors import is_device_error
+from lightning_recycle.runtime.nccl import NcclError
 from lightning_recycle.runtime.nccl_transport import NcclTransport
 from lightning_recycle.runtime.transports import Channel, GlooTransport
 from lightning_recycle.runtime.wire import Layout
@@ -26,6 +27,7 @@ from lightning_recycle.runtime.wire import Layout
 VALUE = torch.arange(20_000.0)
 LAYOUT = Layout.of(VALUE)
 FORWARD = Channel.ACTIVATIONS
+STAGE = "stage0"
 AT_ONCE = 2.0  # seconds, on a machine with other things to do
 GLOO_PACKS = GlooTransport(timedelta(seconds=1)).packed_bytes(0)
 
@@ -54,16 +56,16 @@ class Pair:
         names: Sequence[str] = ("first", "second"),
         with_nccl: Sequence[bool] = (True, True),
         required: bool = False,
+        breaks: Callable[[Pair], None] = lambda pair: None,
+        aborts: bool = False,
     ) -> None:
-        network, meeting = LocalNetwork(), Meeting()
+        network, self._meeting = LocalNetwork(), Meeting()
         self.devices = [FakeDevice(network, threaded=True) for _ in range(2)]
-        self.cancelled = [threading.Event() for _ in range(2)]
-        self.links = list(socket.socketpair())
         self.transports = [
             NcclTransport(
                 rank,
                 torch.device("cpu"),
-                device if with_nccl[rank] else None,
+                device if with_nccl[rank] else "there is no NCCL here",
                 device,
                 names[rank],
                 GlooTransport(timedelta(seconds=1)),
@@ -71,6 +73,17 @@ class Pair:
             )
             for rank, device in enumerate(self.devices)
         ]
+        self.generation = -1
+        breaks(self)
+        self.reconnect(aborts)
+
+    def reconnect(self, aborts: bool = False) -> None:
+        """Connects in another generation; ``aborts``: which is aborted as soon as one of them has failed, or soon."""
+        if self.generation >= 0:
+            self.close()
+        self.generation += 1
+        self.cancelled = [threading.Event() for _ in range(2)]
+        self.links = list(socket.socketpair())
         self.errors: list[Exception] = []
 
         def connect(rank: int) -> None:
@@ -80,13 +93,19 @@ class Pair:
             channel.places = {0: (None, 0), 1: (None, 1)}
             groups = {module._LINKS: links, **{each.value: channel for each in Channel}}
             try:
-                self.transports[rank].connect(0, groups, meeting, self.cancelled[rank])
+                self.transports[rank].connect(
+                    self.generation, {STAGE: (0, 1)}, groups, self._meeting, self.cancelled[rank]
+                )
             except Exception as error:
                 self.errors.append(error)
 
         threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
+        if aborts:
+            threads[0].join(0.2)
+            for rank in range(2):
+                self.abort(rank)
         for thread in threads:
             thread.join()
 
@@ -109,19 +128,19 @@ def pair() -> Iterator[Pair]:
 
 
 class Waiting:
-    """A receive of worker 1 that is waited for in a thread of its own."""
+    """Something that worker 1 waits for in a thread of its own; by default, a receive."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, what: Callable[[NcclTransport], list[Tensor | None]] | None = None) -> None:
         self.error: Exception | None = None
         self.tensors: list[Tensor | None] = []
 
-        def receive() -> None:
+        def wait() -> None:
             try:
-                self.tensors = pair.transports[1].receive(FORWARD, LAYOUT, 0, 3)
+                self.tensors = (what or receive)(pair.transports[1])
             except Exception as error:
                 self.error = error
 
-        self.thread = threading.Thread(target=receive)
+        self.thread = threading.Thread(target=wait)
         self.thread.start()
 
     def end(self) -> Exception:
@@ -129,6 +148,18 @@ class Waiting:
         assert not self.thread.is_alive()
         assert self.error is not None
         return self.error
+
+
+def receive(transport: NcclTransport) -> list[Tensor | None]:
+    return transport.receive(FORWARD, LAYOUT, 0, 3)
+
+
+def replace(transport: NcclTransport, root: int | None = None) -> list[Tensor | None]:
+    """The sum of both workers' values, or the value of ``root``."""
+    assert transport.takes(STAGE, VALUE)
+    value = VALUE * (transport._rank + 1)
+    transport.end_collective(transport.begin_collective(STAGE, value, root))
+    return [value]
 
 
 def test_a_payload_goes_from_one_to_the_other(pair: Pair) -> None:
@@ -140,14 +171,117 @@ def test_a_payload_goes_from_one_to_the_other(pair: Pair) -> None:
     assert torch.equal(received, VALUE)
 
 
+def test_both_have_the_sum_and_what_one_of_them_has(pair: Pair) -> None:
+    for root, factor in ((None, 3), (0, 1), (1, 2)):
+        waiting = Waiting(pair, lambda transport, root=root: replace(transport, root))  # type: ignore[misc]
+        (mine,) = replace(pair.transports[0], root)
+        waiting.thread.join(10)
+        for found in (mine, *waiting.tensors):
+            assert torch.equal(found, VALUE * factor)  # type: ignore[arg-type]
+
+
+def test_collectives_that_were_begun_together_end_in_any_order(pair: Pair) -> None:
+    values = [[VALUE + 10 * rank + number for number in range(8)] for rank in range(2)]
+    begun = [
+        [transport.begin_collective(STAGE, value) for value in mine]
+        for transport, mine in zip(pair.transports, values, strict=True)
+    ]
+    for rank in (1, 0):
+        for one in reversed(begun[rank]):
+            pair.transports[rank].end_collective(one)
+        assert all(torch.equal(value, 2 * VALUE + 10 + 2 * number) for number, value in enumerate(values[rank]))
+
+
+def test_small_tensors_and_those_that_nccl_cannot_sum_go_another_way(pair: Pair) -> None:
+    transport = pair.transports[0]
+    assert not transport.takes(STAGE, VALUE[:100])
+    assert not transport.takes(STAGE, VALUE.bool())
+    assert not transport.takes(STAGE, VALUE.to("meta"))
+    assert not transport.takes("stage7", VALUE)
+
+
+def test_different_collectives_of_the_members_are_an_error_of_their_leader(pair: Pair) -> None:
+    waiting = Waiting(pair, lambda transport: replace(transport, 1))
+    with pytest.raises(NcclError, match="different collectives"):
+        replace(pair.transports[0])
+    assert isinstance(waiting.end(), CommunicationError)
+
+
 @pytest.mark.parametrize(
     "how", [{"names": ("same", "same")}, {"with_nccl": (True, False)}], ids=["one device", "no nccl"]
 )
 def test_workers_that_cannot_use_nccl_agree_on_gloo(how: dict[str, tuple[str, str]]) -> None:
     pair = Pair(**how)  # type: ignore[arg-type]
     assert not pair.errors
-    assert [transport.packed_bytes(1 - rank) for rank, transport in enumerate(pair.transports)] == [GLOO_PACKS] * 2
+    assert_gloo(pair)
     assert all(link.fileno() == -1 for link in pair.links), "nobody needs them"
+    pair.close()
+
+
+def assert_gloo(pair: Pair) -> None:
+    """Everything goes by Gloo."""
+    assert [transport.packed_bytes(1 - rank) for rank, transport in enumerate(pair.transports)] == [GLOO_PACKS] * 2
+    assert not any(transport.takes(STAGE, VALUE) for transport in pair.transports)
+
+
+def break_call(rank: int, call: str, error: Exception) -> Callable[[Pair], None]:
+    """Lets a call of NCCL fail on a worker."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    return lambda pair: setattr(pair.devices[rank], call, fail)
+
+
+@pytest.mark.parametrize("call", ["init", "send", "receive", "all_reduce", "in_progress"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_that_find_that_nccl_does_not_work_agree_on_gloo_and_say_why_once(
+    call: str, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(breaks=break_call(rank, call, NcclError("the network is down")))
+    assert not pair.errors
+    assert_gloo(pair)
+    assert not any(device.comms or device.violations for device in pair.devices)
+    texts = [record.getMessage() for record in caplog.records if "go by Gloo" in record.getMessage()]
+    assert len(texts) == 2
+    assert all(f"worker {rank}: the network is down" in text for text in texts)
+    pair.reconnect()
+    assert_gloo(pair)
+    assert len([record for record in caplog.records if "go by Gloo" in record.getMessage()]) == 2
+    pair.close()
+
+
+def test_connecting_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TRIAL_SECONDS", 0.2)
+    pair = Pair(breaks=lambda pair: setattr(pair.devices[1], "in_progress", lambda comm: True))
+    assert not pair.errors
+    assert_gloo(pair)
+    pair.close()
+
+
+def test_a_sum_that_is_wrong_is_found_before_anything_depends_on_it() -> None:
+    def add_nothing(pair: Pair) -> None:
+        device = pair.devices[1]
+        real = device.all_reduce
+        device.all_reduce = lambda comm, tensor, stream: real(comm, tensor.zero_(), stream)  # type: ignore[method-assign]
+
+    pair = Pair(breaks=add_nothing)
+    assert not pair.errors
+    assert_gloo(pair)
+    pair.close()
+
+
+def test_a_device_that_is_lost_while_nccl_is_tried_is_no_reason_to_go_on_by_gloo() -> None:
+    pair = Pair(
+        breaks=break_call(1, "init", RuntimeError("CUDA error: an illegal memory access was encountered")), aborts=True
+    )
+    assert sorted(map(is_device_error, pair.errors)) == [False, True]
+    pair.close()
+
+
+def test_an_abort_ends_the_trial() -> None:
+    pair = Pair(breaks=lambda pair: setattr(pair.devices[1], "in_progress", lambda comm: True), aborts=True)
+    assert [type(error) for error in pair.errors] == [CommunicationError] * 2
     pair.close()
 
 
@@ -161,16 +295,35 @@ def test_where_nccl_is_required_that_is_an_error_that_names_the_remedy() -> None
 def hang(pair: Pair) -> Waiting:
     """A receive that is on the device of worker 1, whose sender's device stands still."""
     waiting = Waiting(pair)
-    payloads = pair.transports[0]._courier._payloads  # type: ignore[union-attr]
+    payloads = pair.transports[0]._courier._traffic.pairs  # type: ignore[union-attr]
     payloads._begin_send = lambda sending: None  # type: ignore[method-assign, assignment, return-value]
     pair.transports[0].send(FORWARD, LAYOUT, [VALUE], 1, 3)
     courier = pair.transports[1]._courier
     assert courier is not None
-    wait_for(lambda: courier._payloads._receiving is not None, 5)
+    wait_for(lambda: courier._traffic.pairs._receiving is not None, 5)
     return waiting
 
 
-@pytest.mark.parametrize("begin", [Waiting, hang], ids=["not offered", "on the device"])
+def sum_alone(pair: Pair) -> Waiting:
+    """A sum for which worker 0 is not ready."""
+    return Waiting(pair, replace)
+
+
+def hang_in_a_sum(pair: Pair) -> Waiting:
+    """A sum that is on the device of worker 1, while that of worker 0 stands still."""
+    waiting = Waiting(pair, replace)
+    pair.devices[0].all_reduce = lambda comm, tensor, stream: None  # type: ignore[method-assign]
+    pair.transports[0].begin_collective(STAGE, VALUE.clone())
+    courier = pair.transports[1]._courier
+    assert courier is not None
+    wait_for(lambda: courier._traffic.groups._under_way is not None, 5)
+    return waiting
+
+
+BEGIN = {"not offered": Waiting, "on the device": hang, "not ready": sum_alone, "in a sum": hang_in_a_sum}
+
+
+@pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
 def test_an_abort_ends_a_wait_at_once(pair: Pair, begin: Callable[[Pair], Waiting]) -> None:
     waiting = begin(pair)
     pair.abort(1)
@@ -182,19 +335,19 @@ def test_an_abort_ends_a_wait_at_once(pair: Pair, begin: Callable[[Pair], Waitin
     assert not any(device.violations for device in pair.devices)
 
 
-@pytest.mark.parametrize("begin", [Waiting, hang], ids=["not offered", "on the device"])
+@pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
 def test_a_sender_that_is_gone_ends_a_wait(pair: Pair, begin: Callable[[Pair], Waiting]) -> None:
     waiting = begin(pair)
     pair.abort(0)
     assert isinstance(waiting.end(), CommunicationError)
 
 
-@pytest.mark.parametrize("begin", [Waiting, hang], ids=["not offered", "on the device"])
+@pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
 def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: Pair, begin: Callable[[Pair], Waiting]) -> None:
     waiting = begin(pair)
     pair.devices[1].is_lost = True
     pair.transports[1]._courier.wake()  # type: ignore[union-attr]
-    if begin is hang:
+    if begin in (hang, hang_in_a_sum):
         assert is_device_error(waiting.end())
     else:
         pair.abort(1)  # nothing is asked of the device meanwhile
@@ -218,19 +371,20 @@ def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_gener
     ours, theirs = socket.socketpair()
     links = Group()
     links.links = {1: ours}
-    meeting.publish("generation7/nccl1", json.dumps({"device": "second", "ids": {"0": "00"}}).encode())
+    card = {"device": "second", "why": "", "links": [0], "pairs": {"0": "00"}, "groups": {}}
+    meeting.publish("generation7/nccl1", json.dumps(card).encode())
     cancelled = threading.Event()
     cancelled.set()
     with theirs, pytest.raises(CommunicationError, match="Generation 7 was aborted"):
-        pair.transports[0].connect(7, {module._LINKS: links}, meeting, cancelled)
+        pair.transports[0].connect(7, {STAGE: (0, 1)}, {module._LINKS: links}, meeting, cancelled)
     assert pair.transports[0]._courier is courier
 
 
 def test_neither_does_one_who_comes_too_late_over_gloo() -> None:
     gloo, past, now = GlooTransport(timedelta(seconds=1)), threading.Event(), threading.Event()
     groups = {each.value: Group() for each in Channel}
-    gloo.connect(2, groups, Meeting(), now)
+    gloo.connect(2, {}, groups, Meeting(), now)
     past.set()
     with pytest.raises(CommunicationError, match="Generation 1 was aborted"):
-        gloo.connect(1, {}, Meeting(), past)
+        gloo.connect(1, {}, {}, Meeting(), past)
     assert gloo._groups[FORWARD] is groups[FORWARD.value]

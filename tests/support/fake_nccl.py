@@ -4,41 +4,47 @@ What is imitated: there are no tags, a transfer belongs to the next one of the o
 transfer is a kernel: it occupies its stream until it is done, what is behind it waits, and it does nothing before the
 other side's has started. Kernels of one communicator run in the order of their launches, on whatever streams. Those of
 a group are one kernel. Communicators begin in the background, and so does the first transfer between two members, which
-is on its stream only when both have called. A transfer whose other side has aborted, or died, hangs until it is aborted
-itself, and then leaves half of the data. An abort waits for the device, that is, for the kernels of all communicators
-that are not aborted yet; a destroy waits for the others' destroy. Memory is read and written when a kernel runs, not
-when it is launched.
+is on its stream only when both have called. The same holds for sums and broadcasts, which all members must call in one
+order, with one size. A device has room for some kernels at a time; further ones do not start. A transfer whose other
+side has aborted, or died, hangs until it is aborted itself, and then leaves half of the data. An abort waits for the
+device, that is, for the kernels of all communicators that are not aborted yet; a destroy waits for the others' destroy.
+Memory is read and written when a kernel runs, not when it is launched.
 
 Two drivers: a test calls :meth:`FakeDevice.step` of one device or another, in an order that it draws (nothing else
 makes progress, so a history is its seed); or each process has a device and a thread that steps it, and communicators
 are sockets (:class:`SocketNetwork`).
 
 What no user should do is a *violation*, which the device remembers: a call on a communicator in progress, a call that
-never returns, a tensor that is gone when its kernel runs, two transfers of different size.
+never returns, a tensor that is gone when its kernel runs, calls that do not belong together.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import random
 import select
 import socket
 import struct
+import tempfile
 import threading
 import time
-import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_recycle.runtime.nccl import UNIQUE_ID_BYTES, NcclError
 
-Message = tuple[Any, ...]
+Message: TypeAlias = tuple[Any, ...]
+Lane: TypeAlias = tuple[int, int]
+"""(sender, receiver) of what goes over a communicator."""
+
+_ALL = -2  # the receiver of what goes to all members
 
 
 class HangError(Exception):
@@ -51,6 +57,9 @@ class Wire(Protocol):
     def put(self, message: Message) -> None: ...
 
     def get(self) -> Message | None: ...
+
+    def flush(self) -> bool:
+        """Whether everything has left."""
 
 
 class Meeting(Protocol):
@@ -141,15 +150,15 @@ class FakeStream:
 # ---------------------------------------------------------------------- kernels
 
 
-class _Part:
-    """One transfer of a kernel, over the lane (sender, receiver) of its communicator."""
+class _Work:
+    """What a kernel does with one tensor."""
 
-    def __init__(self, comm: FakeComm, tensor: Tensor, peer: int, sends: bool) -> None:
-        self._comm, self._tensor, self._peer, self._sends = comm, weakref.ref(tensor), peer, sends
-        self._bytes = tensor.nbytes
-        self.lane = (comm.rank, peer) if sends else (peer, comm.rank)
+    lane: Lane  # those of one kernel that have one are done one after the other
+    done = False
+
+    def __init__(self, comm: FakeComm, tensor: Tensor) -> None:
+        self._comm, self._tensor, self._bytes = comm, weakref.ref(tensor), tensor.nbytes
         self._turn = 0
-        self.done = False
 
     def _memory(self) -> Any:
         tensor = self._tensor()
@@ -158,8 +167,29 @@ class _Part:
             return bytearray(self._bytes)
         return tensor.view(-1).view(torch.uint8).numpy()
 
+    @property
+    def greetings(self) -> list[tuple[int, Lane, Lane]]:
+        """What connects it: with whom, the lane of what is told, and of what is heard."""
+        raise NotImplementedError
+
     def proceed(self) -> bool:
         """Takes one turn, if it is its own; half of the data is written in each of two turns."""
+        raise NotImplementedError
+
+
+class _Part(_Work):
+    """One transfer, over the lane (sender, receiver) of its communicator."""
+
+    def __init__(self, comm: FakeComm, tensor: Tensor, peer: int, sends: bool) -> None:
+        super().__init__(comm, tensor)
+        self._peer, self._sends = peer, sends
+        self.lane = (comm.rank, peer) if sends else (peer, comm.rank)
+
+    @property
+    def greetings(self) -> list[tuple[int, Lane, Lane]]:
+        return [(self._peer, self.lane, self.lane)]
+
+    def proceed(self) -> bool:
         turn = self._turn
         if self._sends:
             if turn == 0:
@@ -200,12 +230,84 @@ class _Part:
         return self._comm.take(self._peer, self.lane)
 
 
+class _Collective(_Work):
+    """A sum, or a broadcast of member ``root``: everybody tells everybody, and adds in the order of the members."""
+
+    def __init__(self, comm: FakeComm, tensor: Tensor, root: int | None) -> None:
+        super().__init__(comm, tensor)
+        self._root, self._dtype = root, tensor.dtype
+        self.lane = (comm.rank, _ALL)
+        self._others = [peer for peer in range(comm.size) if peer != comm.rank]
+        self._contributions: dict[int, bytes] = {}
+        self._result = b""
+
+    @property
+    def greetings(self) -> list[tuple[int, Lane, Lane]]:
+        return [(peer, self.lane, (peer, _ALL)) for peer in self._others]
+
+    def proceed(self) -> bool:
+        if self._turn == 0:
+            mine = bytes(self._memory())
+            self._contributions[self._comm.rank] = mine
+            for peer in self._others:
+                self._comm.wires[peer].put((self.lane, "data", mine, self._root, str(self._dtype)))
+        elif self._turn == 1:
+            if not self._hear():
+                return False
+        elif not all(self._comm.wires[peer].flush() for peer in self._others):
+            return False
+        elif self._turn == 2:
+            self._write(0, self._bytes // 2)
+        else:
+            self._write(self._bytes // 2, self._bytes)
+            self.done = True
+        self._turn += 1
+        return True
+
+    def _hear(self) -> bool:
+        """Whether all contributions are here."""
+        for peer in self._others:
+            if peer in self._contributions:
+                continue
+            message = self._comm.take(peer, (peer, _ALL))  # which also sends on what is left for that peer
+            if not message:
+                continue
+            _, data, root, dtype = message
+            if (len(data), root, dtype) != (self._bytes, self._root, str(self._dtype)):
+                self._comm.device.violate("members of a communicator have called different collectives")
+                data = bytes(self._bytes)
+            self._contributions[peer] = data
+        if len(self._contributions) < self._comm.size:
+            return False
+        self._result = self._contributions[self._root] if self._root is not None else self._sum()
+        return True
+
+    def _sum(self) -> bytes:
+        parts = [
+            torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._dtype)
+            for _, data in sorted(self._contributions.items())
+        ]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.view(torch.uint8).numpy().tobytes()
+
+    def _write(self, start: int, end: int) -> None:
+        self._memory()[start:end] = memoryview(self._result)[start:end]
+
+
 class _Kernel:
-    def __init__(self, comm: FakeComm, parts: list[_Part]) -> None:
+    def __init__(self, comm: FakeComm, parts: Sequence[_Work]) -> None:
         self.comm, self.parts = comm, parts
         self.previous = comm.newest
         comm.newest = self
         self.started = self.done = False
+
+    def touch(self) -> None:
+        """Sees to it that all of its memory is there."""
+        for part in self.parts:
+            if not part.done:
+                part._memory()
 
     def proceed(self) -> bool:
         if self.comm.aborted:  # with half of the data, perhaps
@@ -213,9 +315,11 @@ class _Kernel:
             return True
         if self.previous is not None and not self.previous.done:
             return False
+        if not self.started and not self.comm.device.has_room():
+            return False
         self.previous = None
         moved, self.started = not self.started, True
-        busy: set[tuple[int, int]] = set()
+        busy: set[Lane] = set()
         for part in self.parts:
             if not part.done and part.lane not in busy:
                 moved |= part.proceed()
@@ -235,9 +339,9 @@ class FakeComm:
         self.begun = self.aborted = self.destroyed = False
         self.error: Exception | None = None
         self.newest: _Kernel | None = None
-        self._inboxes: dict[tuple[int, tuple[int, int]], deque[Message]] = {}
-        self._connected: set[tuple[int, int]] = set()  # lanes
-        self._greeted: set[tuple[int, int]] = set()
+        self._inboxes: dict[tuple[int, Lane], deque[Message]] = {}
+        self._connected: set[tuple[int, Lane]] = set()
+        self._greeted: set[tuple[int, Lane]] = set()
         self._launching: tuple[_Kernel, FakeStream] | None = None
         self.gone: set[int] = set()  # members that have aborted
 
@@ -245,14 +349,14 @@ class FakeComm:
     def in_progress(self) -> bool:
         return not self.begun or self._launching is not None
 
-    def take(self, peer: int, lane: tuple[int, int]) -> Message | None:
+    def take(self, peer: int, lane: Lane) -> Message | None:
         """The next message for ``lane``, without it."""
         while (message := self.wires[peer].get()) is not None:
             self._inboxes.setdefault((peer, message[0]), deque()).append(message[1:])
         inbox = self._inboxes.get((peer, lane))
         return inbox.popleft() if inbox else None
 
-    def launch(self, parts: list[_Part], stream: FakeStream) -> None:
+    def launch(self, parts: Sequence[_Work], stream: FakeStream) -> None:
         self._launching = (_Kernel(self, parts), stream)
         self._connect()
 
@@ -262,17 +366,16 @@ class FakeComm:
             return False
         kernel, stream = self._launching
         moved = False
-        for part in kernel.parts:
-            lane = part.lane
-            peer = lane[1] if part._sends else lane[0]
-            if lane not in self._greeted:
-                self._greeted.add(lane)
-                self.wires[peer].put((lane, "connect"))
+        greetings = [greeting for part in kernel.parts for greeting in part.greetings]
+        for peer, told, heard in greetings:
+            if (peer, told) not in self._greeted:
+                self._greeted.add((peer, told))
+                self.wires[peer].put((told, "connect"))
                 moved = True
-            if lane not in self._connected and self.take(peer, lane) is not None:
-                self._connected.add(lane)
+            if (peer, heard) not in self._connected and self.take(peer, heard) is not None:
+                self._connected.add((peer, heard))
                 moved = True
-        if all(part.lane in self._connected for part in kernel.parts):
+        if all((peer, heard) in self._connected for peer, _, heard in greetings):
             self._launching = None
             stream.enqueue(kernel)
             moved = True
@@ -296,11 +399,11 @@ class FakeComm:
 
 class FakeDevice:
     """A device, its streams, and what runs on them. It is all three of them: ``Streams``, ``NcclLibrary``, and the
-    device that they belong to.
+    device that they belong to. ``room``: how many of NCCL's kernels can run at a time.
     """
 
-    def __init__(self, network: Network, threaded: bool = False) -> None:
-        self.network = network
+    def __init__(self, network: Network, threaded: bool = False, room: int = 3) -> None:
+        self.network, self._room = network, room
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
         self.comms: list[FakeComm] = []
@@ -308,7 +411,7 @@ class FakeDevice:
         self.is_lost = False
         self.computing = FakeStream(self)
         self.streams.append(self.computing)
-        self._group: list[tuple[FakeComm, _Part | None, FakeStream | None]] | None = None
+        self._group: list[tuple[FakeComm, _Work | None, FakeStream | None]] | None = None
         self._threaded = threaded
         self._stirred = threading.Event()
         if threaded:
@@ -367,6 +470,16 @@ class FakeDevice:
             self._stirred.wait(0.0005 if busy else 0.05)
             self._stirred.clear()
 
+    @property
+    def running(self) -> list[_Kernel]:
+        """The kernels that occupy the device."""
+        heads = [stream.queue[0] for stream in self.streams if stream.queue]
+        return [head for head in heads if isinstance(head, _Kernel) and head.started and not head.comm.aborted]
+
+    def has_room(self) -> bool:
+        """Whether another kernel can start."""
+        return len(self.running) < self._room
+
     # trouble
 
     def violate(self, what: str) -> None:
@@ -412,18 +525,23 @@ class FakeDevice:
             return comm.in_progress
 
     def send(self, comm: FakeComm, tensor: Tensor, peer: int, stream: FakeStream) -> None:
-        self._exchange(comm, tensor, peer, stream, True)
+        self._call(comm, _Part(comm, tensor, peer, sends=True), stream)
 
     def receive(self, comm: FakeComm, tensor: Tensor, peer: int, stream: FakeStream) -> None:
-        self._exchange(comm, tensor, peer, stream, False)
+        self._call(comm, _Part(comm, tensor, peer, sends=False), stream)
 
-    def _exchange(self, comm: FakeComm, tensor: Tensor, peer: int, stream: FakeStream, sends: bool) -> None:
+    def all_reduce(self, comm: FakeComm, tensor: Tensor, stream: FakeStream) -> None:
+        self._call(comm, _Collective(comm, tensor, None), stream)
+
+    def broadcast(self, comm: FakeComm, tensor: Tensor, root: int, stream: FakeStream) -> None:
+        self._call(comm, _Collective(comm, tensor, root), stream)
+
+    def _call(self, comm: FakeComm, part: _Work, stream: FakeStream) -> None:
         with self.lock:
             self.check()
             if comm.in_progress or comm.aborted or comm.error is not None:
                 self.violate("a call on a communicator that is in progress, aborted, or in error")
                 raise NcclError("invalid usage")
-            part = _Part(comm, tensor, peer, sends)
             if self._group is not None:
                 self._group.append((comm, part, stream))
             else:
@@ -438,7 +556,7 @@ class FakeDevice:
         with self.lock:
             group, self._group = self._group, None
             assert group is not None
-            kernels: dict[int, tuple[FakeComm, list[_Part], FakeStream]] = {}
+            kernels: dict[int, tuple[FakeComm, list[_Work], FakeStream]] = {}
             for comm, part, stream in group:
                 if part is not None and stream is not None:
                     kernels.setdefault(id(comm), (comm, [], stream))[1].append(part)
@@ -453,6 +571,9 @@ class FakeDevice:
             if comm.aborted:
                 self.violate("a communicator was aborted twice")
                 return
+            for kernel in self.running:
+                if kernel.comm is comm:
+                    kernel.touch()  # until then it may write
             comm.aborted = True  # in a group, too: its kernels end at once
             for peer in range(comm.size):
                 if peer != comm.rank and peer in comm.wires:
@@ -481,8 +602,7 @@ class FakeDevice:
             if isinstance(head, _Kernel) and head.comm.aborted:
                 head.proceed()
                 stream.queue.popleft()
-        running = [s.queue[0] for s in self.streams if s.queue and isinstance(s.queue[0], _Kernel)]
-        running = [kernel for kernel in running if kernel.started and not kernel.comm.aborted]
+        running = self.running
         if running:
             self._hang(
                 f"{what} waits for a kernel of another communicator, which waits for its other side",
@@ -502,6 +622,9 @@ class _LocalWire:
 
     def get(self) -> Message | None:
         return self._incoming.popleft() if self._incoming else None
+
+    def flush(self) -> bool:
+        return True
 
 
 class LocalNetwork:
@@ -550,16 +673,17 @@ class _SocketWire:
     def put(self, message: Message) -> None:
         data = pickle.dumps(message)
         self._outgoing += struct.pack("=Q", len(data)) + data
-        self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> bool:
         with contextlib.suppress(OSError):
             while self._outgoing:
                 sent = self._socket.send(self._outgoing[: 1 << 20])
                 del self._outgoing[:sent]
+        return not self._outgoing
 
     def get(self) -> Message | None:
-        self._flush()
+        self.flush()
         with contextlib.suppress(OSError):
             while chunk := self._socket.recv(1 << 20):
                 self._incoming += chunk
@@ -574,49 +698,58 @@ class _SocketWire:
 
 
 class SocketNetwork:
-    """Two members in two processes: rank 0, in the one that has made the unique id, and rank 1."""
-
-    def __init__(self) -> None:
-        self._listeners: dict[bytes, socket.socket] = {}
+    """Each member in a process: it listens at a path of its own, and connects to those of lower rank."""
 
     def unique_id(self) -> bytes:
-        # An abstract address (Linux) is gone with its process, also with a killed one; a file would stay.
-        address = b"\0fake-nccl-" + uuid.uuid4().hex.encode()
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(address)
-        listener.listen(1)
-        listener.setblocking(False)
-        unique_id = address.ljust(UNIQUE_ID_BYTES, b"\0")
-        self._listeners[unique_id] = listener
-        return unique_id
+        return tempfile.mktemp(prefix="fake_nccl_").encode().ljust(UNIQUE_ID_BYTES, b"\0")
 
     def join(self, unique_id: bytes, size: int, rank: int) -> _SocketMeeting:
-        assert size == 2
-        return _SocketMeeting(unique_id.rstrip(b"\0"), rank, self._listeners.pop(unique_id, None))
+        return _SocketMeeting(unique_id.rstrip(b"\0").decode(), size, rank)
 
 
 class _SocketMeeting:
-    def __init__(self, address: bytes, rank: int, listener: socket.socket | None) -> None:
-        self._address, self._rank, self._listener = address, rank, listener
-        self._socket: socket.socket | None = None
+    def __init__(self, path: str, size: int, rank: int) -> None:
+        self._path, self._size, self._rank = path, size, rank
+        self._sockets: dict[int, socket.socket] = {}
+        self._unnamed: list[socket.socket] = []  # accepted, and yet to say their rank
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{path}.{rank}")
+        self._listener.listen(size)
+        self._listener.setblocking(False)
 
     def wires(self) -> dict[int, Wire] | None:
-        if self._listener is not None:
-            if not select.select([self._listener], [], [], 0)[0]:
-                return None
-            self._socket, _ = self._listener.accept()
+        for peer in range(self._rank):
+            if peer not in self._sockets:
+                self._connect(peer)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._unnamed.append(self._listener.accept()[0])
+        for sock in list(self._unnamed):
+            if select.select([sock], [], [], 0)[0]:
+                self._unnamed.remove(sock)
+                if name := sock.recv(1):
+                    self._sockets[name[0]] = sock
+        if len(self._sockets) < self._size - 1:
+            return None
+        self._stop_listening()
+        return {peer: _SocketWire(sock) for peer, sock in self._sockets.items()}
+
+    def _connect(self, peer: int) -> None:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(f"{self._path}.{peer}")
+            sock.send(bytes([self._rank]))
+        except OSError:  # it is not there yet, or has ended
+            sock.close()
         else:
-            sock = socket.socket(socket.AF_UNIX)
-            try:
-                sock.connect(self._address)
-            except OSError:  # its maker has ended
-                sock.close()
-                return None
-            self._socket = sock
-        return {1 - self._rank: _SocketWire(self._socket)}
+            self._sockets[peer] = sock
+
+    def _stop_listening(self) -> None:
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self._path}.{self._rank}")
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        if self._listener is not None:
-            self._listener.close()
+        for sock in (*self._sockets.values(), *self._unnamed):
+            sock.close()
+        self._stop_listening()
