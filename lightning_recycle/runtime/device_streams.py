@@ -46,6 +46,9 @@ class Streams(Protocol):
     def create(self) -> Stream:
         """A new stream, which waits for no other."""
 
+    def check(self) -> None:
+        """Waits for all that is enqueued; raises a RuntimeError ("CUDA error") if the device is lost."""
+
 
 class CudaStream:
     """A stream of CUDA."""
@@ -76,3 +79,6 @@ class CudaStreams:
 
     def create(self) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self._device))
+
+    def check(self) -> None:
+        torch.cuda.synchronize(self._device)

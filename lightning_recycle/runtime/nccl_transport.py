@@ -39,7 +39,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.device_streams import Streams
 from lightning_recycle.runtime.group_payloads import Collective, GroupPayloads, Members
 from lightning_recycle.runtime.groups import CommunicationError, Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.nccl import SUMMED, NcclError, NcclLibrary
+from lightning_recycle.runtime.nccl import SUMMED, NcclLibrary
 from lightning_recycle.runtime.payload_notes import NOTE_BYTES, Note
 from lightning_recycle.runtime.payloads import Payloads, Receiving, Sending
 from lightning_recycle.runtime.traffic import Traffic
@@ -214,12 +214,13 @@ class NcclTransport:
         """
         try:
             courier.wait_for(lambda: courier.connected, courier.linked, _TRIAL_SECONDS)
-        except (NcclError, CommunicationError, TimeoutError) as error:
+        except (RuntimeError, CommunicationError, TimeoutError) as error:  # also CUDA's: perhaps only NCCL's use of it
             if cancelled.is_set():
                 raise
             with self._lock:
                 self._courier = None
             courier.end()
+            self._streams.check()
             return str(error)
         return ""
 

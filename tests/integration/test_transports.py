@@ -2,7 +2,8 @@
 
 import lightning as L
 import pytest
-from support.nccl_models import Wide
+from support.growth import causes
+from support.nccl_models import Sticky, Wide, WideTied
 from support.training import exact_fit, failures, trainer
 
 from lightning_recycle import ReCycleStrategy
@@ -10,9 +11,21 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import ConfigurationError
 
 
-def test_weights_equal_after_a_kill_in_the_middle_of_payloads_by_nccl() -> None:
-    run = exact_fit(Wide().double(), 2, 2, [Fault("kill", pipeline=1, stage=0, step=3)])
+def test_weights_equal_after_a_kill_in_the_middle_of_payloads_and_sums_by_nccl() -> None:
+    faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=5, at="reduce")]
+    run = exact_fit(Wide().double(), 3, 2, faults, strategy={"bucket_cap_mb": 0.1})
+    assert failures(run) == [(1, 0), (0, 1)]
+
+
+def test_weights_equal_when_tied_gradients_are_added_by_nccl() -> None:
+    run = exact_fit(WideTied().double(), 2, 2, [Fault("kill", pipeline=1, stage=1, step=4, at="reduce", when="after")])
+    assert failures(run) == [(1, 1)]
+
+
+def test_a_worker_whose_device_is_lost_is_lost_and_the_others_go_on() -> None:
+    run = exact_fit(Sticky(rank=2, step=3).double(), 2, 2)
     assert failures(run) == [(1, 0)]
+    assert "CUDA error: an illegal memory access" in causes(run)[0]
 
 
 def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:

@@ -271,11 +271,23 @@ def test_a_sum_that_is_wrong_is_found_before_anything_depends_on_it() -> None:
     pair.close()
 
 
-def test_a_device_that_is_lost_while_nccl_is_tried_is_no_reason_to_go_on_by_gloo() -> None:
-    pair = Pair(
-        breaks=break_call(1, "init", RuntimeError("CUDA error: an illegal memory access was encountered")), aborts=True
-    )
-    assert sorted(map(is_device_error, pair.errors)) == [False, True]
+CUDA_ERROR = RuntimeError("CUDA error in ncclCommInitRankConfig: peer access is not supported")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_error_of_cuda_while_nccl_is_tried_is_a_reason_for_gloo_only_if_the_device_still_works(
+    is_lost: bool,
+) -> None:
+    def fail(pair: Pair) -> None:
+        break_call(1, "init", CUDA_ERROR)(pair)
+        pair.devices[1].is_lost = is_lost
+
+    pair = Pair(breaks=fail, aborts=is_lost)
+    if is_lost:
+        assert sorted(map(is_device_error, pair.errors)) == [False, True]
+    else:
+        assert not pair.errors
+        assert_gloo(pair)
     pair.close()
 
 

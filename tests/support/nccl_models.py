@@ -1,9 +1,9 @@
-"""A model whose workers exchange payloads by the imitated NCCL: whoever imports this module does."""
+"""Models whose workers exchange payloads and sums by the imitated NCCL: whoever imports this module does."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ class CountingTransport(NcclTransport):
     """Counts what it is given."""
 
     sent = 0
+    collectives: ClassVar[list[tuple[str, int | None]]] = []  # the group and the root of each
+    devices: ClassVar[dict[int, FakeDevice]] = {}  # by rank: that of this process
 
     def send(
         self, channel: Channel, layout: Layout, tensors: Any, destination: int, tag: int
@@ -30,10 +32,14 @@ class CountingTransport(NcclTransport):
         CountingTransport.sent += 1
         return super().send(channel, layout, tensors, destination, tag)
 
+    def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
+        CountingTransport.collectives.append((roster, root))
+        return super().begin_collective(roster, tensor, root)
+
 
 def imitated(option: str, rank: int, device: torch.device) -> Transport:
     """The counterpart of ``transport_for``."""
-    fake = FakeDevice(SocketNetwork(), threaded=True)
+    fake = CountingTransport.devices[rank] = FakeDevice(SocketNetwork(), threaded=True)
     gloo = GlooTransport(timedelta(seconds=60))
     return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, required=True)
 
@@ -50,3 +56,50 @@ class Wide(Regression):
 
     def on_train_end(self) -> None:
         assert CountingTransport.sent > 0
+        if sum(parameter.nbytes for parameter in self.parameters()) > 1e6:  # less is summed without any library
+            assert any(roster.startswith("stage") for roster, _ in CountingTransport.collectives)
+
+
+class Sticky(Wide):
+    """A wide model in which the device of worker ``rank`` is lost in the step ``step``."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        super().__init__()
+        self.rank, self.step = rank, step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.step and self.rank in CountingTransport.devices:
+            CountingTransport.devices[self.rank].is_lost = True
+
+
+class Encode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 8) / 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Decode(nn.Module):
+    """The transpose of an :class:`Encode`, with its weight."""
+
+    def __init__(self, encode: Encode) -> None:
+        super().__init__()
+        self.weight = encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.t()).mean(-1, keepdim=True)
+
+
+class WideTied(Regression):
+    """The first and the last stage share a wide weight."""
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        encode = Encode()
+        return [encode, nn.Tanh(), nn.Tanh(), Decode(encode)]
+
+    def on_train_end(self) -> None:
+        roots = {root for roster, root in CountingTransport.collectives if roster == "tie0"}
+        assert len(roots) > 1, "each stage gives its gradient to the others"
