@@ -119,9 +119,10 @@ class ReCycleStrategy(ParallelStrategy):
         bucket_cap_mb: as in ``DistributedDataParallel``: the gradients of a stage are summed over its workers in
             buckets of at most so many MiB (a larger gradient is one of its own), each as soon as the last backward of a
             step has completed it, while the rest is computed. None for 25.
-        transport: what carries activations and gradients between stages: "gloo", by way of the processors' memory;
-            "nccl", from device to device, where every worker has a CUDA device of its own; or "auto", Gloo. The sums
-            within a stage go over Gloo. NCCL has been tried with an imitation only, not with devices.
+        transport: what carries activations and gradients between stages, and sums gradients within them: "gloo", by way
+            of the processors' memory; "nccl", from device to device, where every worker has a CUDA device of its own;
+            or "auto", NCCL where it works, which is tried before anything depends on it, and Gloo elsewhere. NCCL has
+            been tried with an imitation only, not with devices.
         gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
             but if they exceed 1 GB where workers are started by hand, they stay in the workers, and are in their
             checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by

@@ -38,7 +38,8 @@ import contextlib
 import ctypes
 import errno
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -62,6 +63,7 @@ from lightning_recycle.runtime.machine_errors import is_machine_error
 from lightning_recycle.runtime.mesh import Mesh
 from lightning_recycle.runtime.reachability import Doorbell
 from lightning_recycle.runtime.sockets import OpenSockets
+from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import TAGS, Channel, GlooTransport, Transport, receive_all, send_all
 from lightning_recycle.runtime.wire import HEADER_BYTES, Layout, Value
 
@@ -71,6 +73,7 @@ _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
 _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
 _TRANSFER_TAG = (_EXCHANGE_TAG + 1) * TAGS
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
+_AHEAD = 2  # chunks of a transfer that are under way: one is copied, or acknowledged, while another is sent
 _DEVICE_CHUNK_BYTES = 128 * 1024 * 1024  # the same from device to device, where each part costs notes to and fro
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
@@ -90,9 +93,9 @@ _Key: TypeAlias = tuple[Channel, int, int]
 class _Outbox:
     """A prepared message that carries a layout: with steady shapes, only the tensors need to be copied into it."""
 
-    def __init__(self, layout: Layout, packed: bool) -> None:
+    def __init__(self, layout: Layout, packed: bool, memory: HostMemory) -> None:
         self.layout, self.packed = layout, packed
-        self.message = torch.empty(layout.packed_bytes if packed else HEADER_BYTES, dtype=torch.uint8)
+        self.message = memory.empty((layout.packed_bytes if packed else HEADER_BYTES,))
         self.message.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(packed), dtype=np.uint8)
         self.views = layout.views(self.message) if packed else []
 
@@ -100,8 +103,8 @@ class _Outbox:
 class _Inbox:
     """The buffer posted for a tag, and the layout of its last message."""
 
-    def __init__(self, capacity: int) -> None:
-        self.message = torch.empty(capacity, dtype=torch.uint8)
+    def __init__(self, capacity: int, memory: HostMemory) -> None:
+        self.message = memory.empty((capacity,))
         self._bytes = self.message.numpy()
         self._header = b""
         self.layout: Layout | None = None
@@ -171,10 +174,11 @@ class Communicator:
         self._host = host
         self._timeout = timedelta(seconds=timeout)
         self.device = device
+        self._memory = HostMemory(device)
         self.on_progress: Callable[[], None] = lambda: None
         self._factory = GroupFactory(rank, host, rendezvous, key, loops=2)
         self._rendezvous = rendezvous
-        self._transport: Transport = GlooTransport(self._timeout) if transport is None else transport
+        self._transport: Transport = GlooTransport(self._timeout, self._memory) if transport is None else transport
         self._lock = threading.Lock()
         self._cancelled = threading.Event()  # set when the generation is aborted
         self._aborted_generation = -1
@@ -300,9 +304,9 @@ class Communicator:
         key = (channel, source, tag)
         inbox = self._inboxes.get(key)
         if inbox is None:
-            inbox = self._inboxes[key] = _Inbox(_SMALL_BYTES)
+            inbox = self._inboxes[key] = _Inbox(_SMALL_BYTES, self._memory)
         elif inbox.layout is not None and inbox.message.nbytes != self._capacity(inbox.layout, source):
-            inbox = self._inboxes[key] = _Inbox(self._capacity(inbox.layout, source))
+            inbox = self._inboxes[key] = _Inbox(self._capacity(inbox.layout, source), self._memory)
         with self._translated():
             work, end = receive_all(self._groups[channel], [inbox.message], source, tag * TAGS)
         return Incoming(key, inbox, work, end)
@@ -322,7 +326,8 @@ class Communicator:
         self._sent.pop(answered, None)
         self._sent_before.pop(answered, None)
         if self.device.type != "cpu":
-            tensors = [None if t is None else t.to(self.device) for t in tensors]
+            is_reused = inbox.packed
+            tensors = [None if t is None else self._memory.on_device(t, is_reused) for t in tensors]
         value: Value = inbox.layout.value(tensors)
         return value
 
@@ -338,7 +343,7 @@ class Communicator:
         capacity = _SMALL_BYTES if outbox is None else self._capacity(outbox.layout, destination)
         packed = layout.packed_bytes <= capacity
         if outbox is None or outbox.layout != layout or outbox.packed != packed:
-            outbox = self._outboxes[key] = _Outbox(layout, packed)
+            outbox = self._outboxes[key] = _Outbox(layout, packed, self._memory)
         tensors = value if isinstance(value, tuple) else (value,)
         if packed:
             for view, tensor in zip(outbox.views, tensors, strict=True):
@@ -421,7 +426,7 @@ class Communicator:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
         with self._translated():
-            staged = ((part, part.cpu()) for part in _parts(tensor))
+            staged = ((part, self._memory.staged(part)) for part in _parts(tensor))
             return Reduction(group, tuple((part, copy, group.allreduce([copy], options)) for part, copy in staged))
 
     def end_all_reduce(self, reduction: Reduction) -> None:
@@ -471,7 +476,7 @@ class Communicator:
         """Runs a collective of ``group`` over the contiguous ``tensor``, in parts."""
         for part in _parts(tensor):
             with self._translated():
-                staged = part.cpu()
+                staged = self._memory.staged(part)
                 work = start(staged)
             self._end_part(group, part, staged, work)
 
@@ -508,24 +513,44 @@ class Communicator:
         """Sends the bytes of ``tensor`` to rank ``destination``, which knows how many there are; returns when they
         have arrived.
         """
-        for chunk in _chunks(tensor.detach().contiguous().cpu()):
+        under_way: deque[tuple[Any, Any]] = deque()
+
+        def await_oldest() -> None:
+            arrived, _ = under_way.popleft()  # what it has sent must be kept until here
             with self._translated():
-                (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, _TRANSFER_TAG)
-                sent = send_all(self._groups[Channel.ACTIVATIONS], [chunk], destination, _TRANSFER_TAG)
                 arrived.wait(self._timeout)
-                del sent  # it had to be kept until here
             self.on_progress()
+
+        for chunk, tag in _chunks(tensor.detach().contiguous()):
+            if len(under_way) == _AHEAD:
+                await_oldest()
+            with self._translated():
+                staged = self._memory.staged(chunk)  # while the one before is under way
+                (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, tag)
+                sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
+            under_way.append((arrived, sent))
+        while under_way:
+            await_oldest()
 
     def receive_bytes(self, tensor: Tensor, source: int) -> None:
         """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`."""
-        for chunk in _chunks(tensor):
+        posted: deque[tuple[int, Any, Any]] = deque()
+
+        def await_oldest() -> None:
+            tag, work, end = posted.popleft()
             with self._translated():
-                work, end = receive_all(self._groups[Channel.ACTIVATIONS], [chunk], source, _TRANSFER_TAG)
                 end.wait(self._timeout)
                 work.wait(self._timeout)
-                key = (Channel.GRADIENTS, source, _TRANSFER_TAG)
-                self._sent[key] = send_all(self._groups[Channel.GRADIENTS], [], source, _TRANSFER_TAG)
+                self._sent[Channel.GRADIENTS, source, tag] = send_all(self._groups[Channel.GRADIENTS], [], source, tag)
             self.on_progress()
+
+        for chunk, tag in _chunks(tensor):
+            if len(posted) == _AHEAD:
+                await_oldest()
+            with self._translated():
+                posted.append((tag, *receive_all(self._groups[Channel.ACTIVATIONS], [chunk], source, tag)))
+        while posted:
+            await_oldest()
 
     # ------------------------------------------------------------------ errors
 
@@ -561,8 +586,9 @@ def _parts(tensor: Tensor, most_bytes: int = _CHUNK_BYTES) -> tuple[Tensor, ...]
     return parts
 
 
-def _chunks(tensor: Tensor) -> list[Tensor]:
-    """The memory of a contiguous ``tensor`` in parts, as bytes."""
+def _chunks(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """The memory of a contiguous ``tensor`` in parts, as bytes, each with the first of the tags under which it goes."""
     if tensor.numel() == 0:
-        return []
-    return list(tensor.view(-1).view(torch.uint8).split(_CHUNK_BYTES))
+        return
+    for number, chunk in enumerate(tensor.view(-1).view(torch.uint8).split(_CHUNK_BYTES)):
+        yield chunk, _TRANSFER_TAG + number % _AHEAD * TAGS

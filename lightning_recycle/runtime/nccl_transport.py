@@ -271,7 +271,7 @@ class NcclTransport:
         courier = self._courier_to(source)
         if courier is None:
             return self._gloo.receive(channel, layout, source, tag)
-        tensors = layout.empty(self._device)
+        tensors = layout.empty(lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, device=self._device))
         payload = [tensor for tensor in tensors if tensor is not None and tensor.numel() > 0]
         # Memory that is free again for the stream that computes may still be in use there.
         free = self._streams.current.record()

@@ -15,6 +15,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.device_streams import CudaStreams
 from lightning_recycle.runtime.nccl import Libnccl, device_name
 from lightning_recycle.runtime.nccl_transport import NcclTransport
+from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import GlooTransport, Transport
 
 __all__ = ["TIMEOUT_SECONDS", "check_transport", "transport_for"]
@@ -42,7 +43,7 @@ def transport_for(option: str, rank: int, device: torch.device) -> Transport:
         ConfigurationError: if it must be NCCL, and cannot be.
     """
     check_transport(option, device)
-    gloo = GlooTransport(timedelta(seconds=TIMEOUT_SECONDS))
+    gloo = GlooTransport(timedelta(seconds=TIMEOUT_SECONDS), HostMemory(device))
     if option == "gloo" or device.type != "cuda":
         return gloo
     required = option == "nccl"
@@ -52,5 +53,7 @@ def transport_for(option: str, rank: int, device: torch.device) -> Transport:
     except ConfigurationError as error:
         if required:
             raise
-        library = str(error)
-    return NcclTransport(rank, device, library, CudaStreams(device), device_name(device), gloo, required)
+        library, name = str(error), ""
+    else:
+        name = device_name(device)
+    return NcclTransport(rank, device, library, CudaStreams(device), name, gloo, required)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_recycle.runtime.groups import CommunicationError, Group, GroupPlan, Rendezvous
+from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.wire import MAX_TENSORS, Layout
 
 __all__ = ["TAGS", "Channel", "GlooTransport", "Rosters", "Transport", "receive_all", "send_all"]
@@ -110,10 +111,11 @@ class GlooTransport:
 
     Args:
         timeout: limit of any single operation.
+        memory: of the host.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
+        self._timeout, self._memory = timeout, memory
         self._lock = threading.Lock()
         self._groups: dict[Channel, Group] = {}
 
@@ -139,11 +141,11 @@ class GlooTransport:
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
-        staged = [tensor.contiguous().cpu() for tensor in tensors]
+        staged = [self._memory.staged(tensor).contiguous() for tensor in tensors]
         return send_all(self._groups[channel], staged, destination, tag * TAGS + _PAYLOAD)
 
     def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
-        tensors = layout.empty()
+        tensors = layout.empty(self._memory.empty)
         full = [t for t in tensors if t is not None]
         *works, end = receive_all(self._groups[channel], full, source, tag * TAGS + _PAYLOAD)
         end.wait(self._timeout)

@@ -6,7 +6,7 @@ Every message carries its layout, so no shapes need to be agreed beforehand.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -110,9 +110,9 @@ class Layout:
             offset += _aligned(size)
         return found
 
-    def empty(self, device: torch.device | None = None) -> list[Tensor | None]:
-        """New, uninitialised tensors; on the CPU by default."""
-        return [None if item is None else torch.empty(item[1], dtype=item[0], device=device) for item in self.tensors]
+    def empty(self, allocate: Callable[[Sequence[int], torch.dtype], Tensor]) -> list[Tensor | None]:
+        """New tensors; ``allocate`` makes one of a shape and a dtype."""
+        return [None if item is None else allocate(item[1], item[0]) for item in self.tensors]
 
     def value(self, tensors: Sequence[Tensor | None]) -> Any:
         """The value with these tensors, which require a gradient where the sender wants it back."""

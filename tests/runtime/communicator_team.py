@@ -28,6 +28,7 @@ from lightning_recycle.runtime.communicator import Channel, Communicator
 from lightning_recycle.runtime.device_streams import CudaStreams
 from lightning_recycle.runtime.nccl import Libnccl
 from lightning_recycle.runtime.nccl_transport import NcclTransport
+from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import GlooTransport
 
 HOST = "127.0.0.1"
@@ -180,7 +181,7 @@ def _await_stopped(pid: int) -> None:
 def fake_transport(rank: int) -> NcclTransport:
     """Payloads by an imitation of NCCL between processes."""
     device = FakeDevice(SocketNetwork(), threaded=True)
-    gloo = GlooTransport(timedelta(seconds=60))
+    gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
     return NcclTransport(rank, torch.device("cpu"), device, device, f"device {rank}", gloo, required=True)
 
 
@@ -192,7 +193,7 @@ def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
         os.environ["NCCL_HOSTID"] = f"member{rank}"  # a device of another machine is another one
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    gloo = GlooTransport(timedelta(seconds=60))
+    gloo = GlooTransport(timedelta(seconds=60), HostMemory(device))
     return NcclTransport(rank, device, Libnccl(), CudaStreams(device), f"member {rank}", gloo, required=True), device
 
 
@@ -339,6 +340,40 @@ def give(communicator: Communicator, size: int, destination: int) -> None:
 
 def take(communicator: Communicator, size: int, source: int) -> None:
     communicator.receive_bytes(torch.empty(size, dtype=torch.uint8), source)
+
+
+def transfer_numbers(communicator: Communicator, sizes: Sequence[int], chunk_bytes: int) -> bool:
+    """Rank 0 sends tensors in chunks of ``chunk_bytes``; whether rank 1 has got them."""
+    from lightning_recycle.runtime import communicator as module
+
+    before, module._CHUNK_BYTES = module._CHUNK_BYTES, chunk_bytes
+    values = [torch.arange(size) + 1000 * number for number, size in enumerate(sizes)]
+    found = []
+    for value in values:
+        if communicator._rank == 0:
+            communicator.send_bytes(value, 1)
+        else:
+            found.append(torch.empty_like(value))
+            communicator.receive_bytes(found[-1], 0)
+    module._CHUNK_BYTES = before
+    return communicator._rank == 0 or all(torch.equal(a, b) for a, b in zip(values, found, strict=True))
+
+
+def count_allocations(communicator: Communicator, sizes: Sequence[int], steps: int) -> list[int]:
+    """For each of ``steps``, how much memory of the host was taken for values of these sizes to and fro."""
+    taken: list[int] = []
+    real = HostMemory.empty
+
+    def empty(memory: HostMemory, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        taken[-1] += 1
+        return real(memory, shape, dtype)
+
+    HostMemory.empty = empty  # type: ignore[method-assign]
+    for _ in range(steps):
+        taken.append(0)
+        ping_pong(communicator, sizes)
+    HostMemory.empty = real  # type: ignore[method-assign]
+    return taken
 
 
 def bound_connecting(communicator: Communicator, seconds: float) -> None:

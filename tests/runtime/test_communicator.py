@@ -219,6 +219,21 @@ def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:
     assert len(four.run(tasks.all_reduce, 10, torch.float32, ranks=[2])[0]) == 10
 
 
+# ---------------------------------------------------------------------- transfers of state, and memory
+
+
+def test_transfers_in_many_chunks_arrive_whole(four: Team) -> None:
+    four.regroup(0, 1)
+    assert all(four.run(tasks.transfer_numbers, [0, 1, 100, 124, 125, 126, 1000, 1251], 1000, ranks=[0, 1]))
+
+
+def test_steady_values_take_no_more_memory_of_the_host(four: Team) -> None:
+    four.regroup(0, 1)
+    for taken in four.run(tasks.count_allocations, [10_000] * 3, 4, ranks=[0, 1]):
+        assert taken[0] > 0
+        assert taken[1:] == [0, 0, 0]
+
+
 # ---------------------------------------------------------------------- abort
 
 BLOCKING: dict[str, tuple[Any, ...]] = {

@@ -21,6 +21,8 @@ from lightning_recycle.runtime.groups import CommunicationError, Group
 from lightning_recycle.runtime.machine_errors import is_device_error
 from lightning_recycle.runtime.nccl import NcclError
 from lightning_recycle.runtime.nccl_transport import NcclTransport
+from lightning_recycle.runtime.staging import HostMemory
+from lightning_recycle.runtime.transport_choice import transport_for
 from lightning_recycle.runtime.transports import Channel, GlooTransport
 from lightning_recycle.runtime.wire import Layout
 
@@ -29,7 +31,7 @@ LAYOUT = Layout.of(VALUE)
 FORWARD = Channel.ACTIVATIONS
 STAGE = "stage0"
 AT_ONCE = 2.0  # seconds, on a machine with other things to do
-GLOO_PACKS = GlooTransport(timedelta(seconds=1)).packed_bytes(0)
+GLOO_PACKS = GlooTransport(timedelta(seconds=1), HostMemory(torch.device("cpu"))).packed_bytes(0)
 
 
 class Meeting:
@@ -68,7 +70,7 @@ class Pair:
                 device if with_nccl[rank] else "there is no NCCL here",
                 device,
                 names[rank],
-                GlooTransport(timedelta(seconds=1)),
+                GlooTransport(timedelta(seconds=1), HostMemory(torch.device("cpu"))),
                 required,
             )
             for rank, device in enumerate(self.devices)
@@ -393,10 +395,31 @@ def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_gener
 
 
 def test_neither_does_one_who_comes_too_late_over_gloo() -> None:
-    gloo, past, now = GlooTransport(timedelta(seconds=1)), threading.Event(), threading.Event()
+    gloo, past, now = (
+        GlooTransport(timedelta(seconds=1), HostMemory(torch.device("cpu"))),
+        threading.Event(),
+        threading.Event(),
+    )
     groups = {each.value: Group() for each in Channel}
     gloo.connect(2, {}, groups, Meeting(), now)
     past.set()
     with pytest.raises(CommunicationError, match="Generation 1 was aborted"):
         gloo.connect(1, {}, {}, Meeting(), past)
     assert gloo._groups[FORWARD] is groups[FORWARD.value]
+
+
+def test_auto_is_gloo_on_cpus_and_explains_itself_on_devices_without_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert isinstance(transport_for("auto", 0, torch.device("cpu")), GlooTransport)
+
+    def missing() -> None:
+        raise ConfigurationError("There is no NCCL here")
+
+    monkeypatch.setattr("lightning_recycle.runtime.transport_choice.Libnccl", missing)
+    chosen = transport_for("auto", 0, torch.device("cuda", 0))
+    assert isinstance(chosen, NcclTransport)
+    assert chosen._library == "There is no NCCL here"
+    assert not chosen._required
+    with pytest.raises(ConfigurationError, match="There is no NCCL here"):
+        transport_for("nccl", 0, torch.device("cuda", 0))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.runtime.nccl_transport import NcclTransport
+from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import Channel, GlooTransport, Transport
 from lightning_recycle.runtime.wire import Layout
 from lightning_recycle.session import session
@@ -40,7 +41,7 @@ class CountingTransport(NcclTransport):
 def imitated(option: str, rank: int, device: torch.device) -> Transport:
     """The counterpart of ``transport_for``."""
     fake = CountingTransport.devices[rank] = FakeDevice(SocketNetwork(), threaded=True)
-    gloo = GlooTransport(timedelta(seconds=60))
+    gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
     return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, required=True)
 
 

@@ -1,0 +1,66 @@
+"""Which memory of the host tensors of a device go through. What it is like to be pinned shows with a device only."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_recycle.runtime.staging import HostMemory
+
+CUDA = torch.device("cuda")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each new tensor was to be pinned."""
+    asked: list[bool] = []
+    real = torch.empty
+
+    def empty(*size: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        asked.append(pin_memory)
+        return real(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return asked
+
+
+def test_memory_is_pinned_for_a_device_and_not_for_a_cpu(pinned: list[bool]) -> None:
+    for device in (CUDA, CPU):
+        tensor = HostMemory(device).empty((3, 2), torch.float64)
+        assert (tensor.shape, tensor.dtype) == ((3, 2), torch.float64)
+    assert pinned == [True, False]
+
+
+def test_what_is_on_the_host_is_not_copied(pinned: list[bool]) -> None:
+    tensor = torch.arange(6)
+    assert HostMemory(CPU).staged(tensor) is tensor
+    assert HostMemory(CPU).on_device(tensor, is_reused=True) is tensor
+    assert not pinned
+
+
+def test_what_is_not_is_copied_to_pinned_memory(pinned: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Any] = []
+    monkeypatch.setattr(Tensor, "copy_", lambda *both: copied.append(both))
+    tensor = torch.ones(2, 3, device="meta", dtype=torch.int32)
+    pinned.clear()
+    copy = HostMemory(CUDA).staged(tensor)
+    assert (copy.shape, copy.dtype, copy.device) == ((2, 3), torch.int32, CPU)
+    assert pinned == [True]
+    assert [tuple(map(id, both)) for both in copied] == [(id(copy), id(tensor))]
+
+
+def test_a_copy_to_the_device_is_waited_for_only_if_its_memory_is_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[bool] = []
+
+    def to(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+        waited.append(not non_blocking)
+        return tensor
+
+    monkeypatch.setattr(Tensor, "to", to)
+    for is_reused in (True, False):
+        HostMemory(CUDA).on_device(torch.zeros(1), is_reused)
+    assert waited == [True, False]
