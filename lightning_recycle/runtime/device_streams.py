@@ -8,9 +8,11 @@ Not tried: :class:`CudaStreams` has never run, as there was no device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 __all__ = ["CudaStreams", "Event", "Stream", "Streams"]
 
@@ -46,6 +48,11 @@ class Streams(Protocol):
     def create(self) -> Stream:
         """A new stream, which waits for no other."""
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new tensor for the calling thread to compute with, whose memory nothing that is enqueued uses. Another
+        stream may write to it at once, if whoever makes it do so keeps the tensor meanwhile.
+        """
+
     def check(self) -> None:
         """Waits for all that is enqueued; raises a RuntimeError ("CUDA error") if the device is lost."""
 
@@ -69,6 +76,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._idle: torch.cuda.Stream | None = None
 
     def use(self) -> None:
         torch.cuda.set_device(self._device)
@@ -79,6 +87,17 @@ class CudaStreams:
 
     def create(self) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self._device))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # torch gives memory out again as soon as nothing uses it that comes later on the stream that it was allocated
+        # for, but what was enqueued before may. So this is allocated for a stream on which nothing runs; and torch
+        # waits with memory that was used on another one until that is done.
+        if self._idle is None:
+            self._idle = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._idle):
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor
 
     def check(self) -> None:
         torch.cuda.synchronize(self._device)

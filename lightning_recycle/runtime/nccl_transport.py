@@ -271,11 +271,9 @@ class NcclTransport:
         courier = self._courier_to(source)
         if courier is None:
             return self._gloo.receive(channel, layout, source, tag)
-        tensors = layout.empty(lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, device=self._device))
+        tensors = layout.empty(self._streams.empty)
         payload = [tensor for tensor in tensors if tensor is not None and tensor.numel() > 0]
-        # Memory that is free again for the stream that computes may still be in use there.
-        free = self._streams.current.record()
-        courier.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload, free))
+        courier.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
         return tensors
 
     def takes(self, roster: str, tensor: Tensor) -> bool:

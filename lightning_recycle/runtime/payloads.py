@@ -3,7 +3,7 @@
 Concept: NCCL has no tags, a transfer occupies its stream until both sides are in it, and one whose other side never
 comes occupies it until it is aborted. So nothing is launched before it is certain that the other side does the same.
 The sender *offers* a payload once the device has computed it. The receiver, which knows from the header what comes and
-has a free buffer for it, answers with a *go*, one at a time, and launches its receive; the sender launches payloads in
+has memory for it, answers with a *go*, one at a time, and launches its receive; the sender launches payloads in
 the order in which it is told to. Offers and goes are notes of some bytes between processors.
 
 Why nobody waits in a circle: a worker has one receive under way, which is at the head of its stream, and one send, to
@@ -57,13 +57,12 @@ class Sending:
 
 @dataclass(eq=False)
 class Receiving:
-    """A payload to receive: into ``tensors``, contiguous, once ``free`` is done."""
+    """A payload to receive: into ``tensors``, contiguous, whose memory nothing that is enqueued uses."""
 
     peer: int
     key: Key
     digest: int
     tensors: Sequence[Tensor]
-    free: Event
     finished: bool = False
 
 
@@ -161,8 +160,7 @@ class Payloads:
         if self._receiving is None:
             self._go()
         self._proceed_with_sends()
-        under_way = self._sending or self._receiving or self._computing or self._beginning
-        return bool(under_way) or self._next_offer(free=False) is not None
+        return bool(self._sending or self._receiving or self._computing or self._beginning)
 
     def begin_communicators(self) -> None:
         """Begins all communicators, before any is waited for: others may begin them in another order."""
@@ -184,8 +182,7 @@ class Payloads:
                 value = torch.tensor([self._generation, self._rank], device=self._device)
                 self.send(Sending(peer, _FIRST, 0, [value], self._streams.current.record()))
             for peer in sorted(self._incoming):
-                empty = torch.empty(2, dtype=torch.int64, device=self._device)
-                self._first.append(Receiving(peer, _FIRST, 0, [empty], self._streams.current.record()))
+                self._first.append(Receiving(peer, _FIRST, 0, [self._streams.empty((2,), torch.int64)]))
                 self.receive(self._first[-1])
         here = all(receiving.finished for receiving in self._first)
         if here and not (self._computing or self._offered or self._told_to_go or self._sending):
@@ -204,13 +201,11 @@ class Payloads:
             self._offered[sending.peer, sending.number] = sending
             self._tell(sending.peer, Note(Kind.OFFER, sending.key, sending.number, sending.digest))
 
-    def _next_offer(self, free: bool = True) -> tuple[int, Key] | None:
-        """The oldest offer of something that is wanted and, if asked for, whose buffer the device no longer uses."""
+    def _next_offer(self) -> tuple[int, Key] | None:
+        """The oldest offer of something that is wanted."""
         for place, note in self._offers.items():
             receiving = self._wanted.get(place)
-            if receiving is None or receiving.digest != note.digest or receiving.peer in self.lost:
-                continue
-            if not free or receiving.free.query():
+            if receiving is not None and receiving.digest == note.digest and receiving.peer not in self.lost:
                 return place
         return None
 

@@ -276,24 +276,11 @@ class World:
             return False
         arrived.remove(message)
         worker.program.popleft()
-        tensors = self.buffers(worker, message)
-        free = worker.device.current.record()
-        receiving = payloads.Receiving(message.source, message.key, digest(message), tensors, free)
+        tensors = [worker.device.empty((size,), torch.int64) for size in message.sizes]
+        receiving = payloads.Receiving(message.source, message.key, digest(message), tensors)
         worker.traffic.pairs.receive(receiving)
         worker.waiting = receiving, tensors, message
         return True
-
-    def buffers(self, worker: Worker, message: Message) -> list[Tensor]:
-        """Memory that the device may still be using for something older, which writes to it."""
-        tensors = [torch.full((size,), -1, dtype=torch.int64) for size in message.sizes]
-
-        def scribble() -> None:
-            for tensor in tensors:
-                tensor.fill_(-2)
-
-        if self.rng.random() < 0.5:
-            worker.device.current.compute(scribble)
-        return tensors
 
     def begin_joint(self, worker: Worker, joint: Joint) -> None:
         tensor = torch.full((joint.size,), -1, dtype=torch.int64)

@@ -62,7 +62,6 @@ MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
             )
         ],
     ),
-    "a go comes before the buffer is free": (payloads, [("if not free or receiving.free.query():", "if True:")]),
     "a go names another payload": (
         payloads,
         [("Note(Kind.GO, note.key, note.number, ", "Note(Kind.GO, note.key, 0, ")],

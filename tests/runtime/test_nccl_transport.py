@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from support.fake_nccl import FakeDevice, LocalNetwork
+from support.fake_nccl import FakeDevice, FakeEvent, LocalNetwork
 from support.waiting import wait_for
 from torch import Tensor
 
@@ -173,6 +173,15 @@ def test_a_payload_goes_from_one_to_the_other(pair: Pair) -> None:
     assert torch.equal(received, VALUE)
 
 
+def test_a_payload_arrives_while_the_device_computes(pair: Pair) -> None:
+    device = pair.devices[1]
+    device.current.wait(FakeEvent(device))  # which never is
+    waiting = Waiting(pair)
+    pair.transports[0].send(FORWARD, LAYOUT, [VALUE], 1, 3)
+    waiting.thread.join(10)
+    assert torch.equal(waiting.tensors[0], VALUE)  # type: ignore[arg-type]
+
+
 def test_both_have_the_sum_and_what_one_of_them_has(pair: Pair) -> None:
     for root, factor in ((None, 3), (0, 1), (1, 2)):
         waiting = Waiting(pair, lambda transport, root=root: replace(transport, root))  # type: ignore[misc]
@@ -320,7 +329,11 @@ def hang(pair: Pair) -> Waiting:
 
 def sum_alone(pair: Pair) -> Waiting:
     """A sum for which worker 0 is not ready."""
-    return Waiting(pair, replace)
+    waiting, courier = Waiting(pair, replace), pair.transports[1]._courier
+    assert courier is not None
+    (state,) = courier._traffic.groups._states.values()
+    wait_for(lambda: state.told == 2, 5)  # the first one was that by which they connected
+    return waiting
 
 
 def hang_in_a_sum(pair: Pair) -> Waiting:

@@ -432,6 +432,9 @@ class FakeDevice:
             self.streams.append(stream)
         return stream
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.full(tuple(shape), -1, dtype=dtype)
+
     # driving
 
     def step(self, rng: random.Random | None = None) -> bool:
