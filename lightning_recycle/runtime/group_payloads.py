@@ -47,6 +47,7 @@ from lightning_recycle.runtime.payload_notes import Key, Kind, Note
 __all__ = ["Collective", "GroupPayloads", "Members"]
 
 _GROUPS = 254  # the channel of notes about groups
+_TRIAL_NUMBERS = 1 << 18  # summed to connect a group: NCCL connects what it uses for sums of about this size (1 MiB)
 
 
 @dataclass(frozen=True)
@@ -199,19 +200,23 @@ class GroupPayloads:
             self._first = []
             # The order of the numbers is one of all groups.
             for group in sorted(self._groups):
-                value = torch.tensor([self._generation, 1], device=self._device)
+                value = self._trial_value(1)
                 self._first.append(Collective(group, value, None, self._streams.current.record()))
                 self.begin(self._first[-1])
         if all(collective.finished for collective in self._first):
             for collective in self._first:
-                size = len(self._groups[collective.group].ranks)
-                if (found := collective.tensor.tolist()) != [size * self._generation, size]:
+                ranks = self._groups[collective.group].ranks
+                if not torch.equal(collective.tensor, self._trial_value(len(ranks))):
                     raise NcclError(
-                        f"A communicator of {size} workers in generation {self._generation} has summed [generation, 1]"
-                        f" to {found}."
+                        f"A communicator of workers {ranks} does not sum, in generation {self._generation}."
                     )
             self.connected = True
             self._on_change()
+
+    def _trial_value(self, times: int) -> Tensor:
+        value = torch.full((_TRIAL_NUMBERS,), float(times), device=self._device)
+        value[0] *= self._generation
+        return value
 
     def _tell_ready(self) -> bool:
         """Tells that this worker is ready for the first that it was asked for, and what follows that in its group;
