@@ -243,6 +243,19 @@ def configure(
     communicator.configure(generation, ranks, mine, check_links=check_links)
 
 
+def configure_tied(
+    communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, ties: dict[int, Sequence[int]]
+) -> None:
+    """As :func:`configure`; ``ties``: the stages that hold each."""
+    rank = communicator._rank
+    mine = [other for other in ranks if other % stages == rank % stages]
+    rosters = {
+        tie: [other for other in ranks if other % stages in of] for tie, of in ties.items() if rank % stages in of
+    }
+    communicator.meeting.generation = generation  # type: ignore[attr-defined]
+    communicator.configure(generation, ranks, mine, rosters)
+
+
 def hide(communicator: Communicator, hidden: bool) -> None:
     """From now on nobody can reach this member who checks its links, or again everybody."""
     communicator.meeting.hidden = hidden  # type: ignore[attr-defined]
@@ -315,6 +328,26 @@ def broadcast(communicator: Communicator, source: int, size: int = 1000) -> torc
     tensor = torch.full((size,), float(communicator._rank))
     communicator.broadcast(tensor, source)
     return tensor[:1000]
+
+
+def reduce_in_buckets(communicator: Communicator, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Begins a sum of each size before it waits for the first."""
+    tensors = [torch.arange(float(size)) * (communicator._rank + 1) + number for number, size in enumerate(sizes)]
+    begun = [communicator.begin_all_reduce(tensor) for tensor in tensors]
+    for one in begun:
+        communicator.end_all_reduce(one)
+    return [tensor[:: max(1, len(tensor) // 100)].clone() for tensor in tensors]
+
+
+def broadcast_tied(communicator: Communicator, ties: Sequence[int], sources: Sequence[int], size: int) -> list[float]:
+    """What each tie's source has."""
+    found = []
+    for tie, source in zip(ties, sources, strict=True):
+        tensor = torch.full((size,), float(10 * tie + communicator._rank))
+        communicator.broadcast_tied(tie, tensor, source)
+        (value,) = tensor.unique().tolist()
+        found.append(value)
+    return found
 
 
 def send_many(communicator: Communicator, count: int, size: int, peer: int) -> None:

@@ -211,6 +211,27 @@ def test_broadcast_overwrites_with_the_tensor_of_a_rank_of_the_stage(four: Team)
         assert set(four.members[rank].result().tolist()) == {3.0}
 
 
+def test_sums_that_were_begun_together_are_each_their_own(four: Team) -> None:
+    four.regroup(0, 1, 2, 3, stages=2)
+    sizes = [100_000, 3, 50_000, 70_001]
+    for rank, found in enumerate(four.run(tasks.reduce_in_buckets, sizes)):
+        factor, peers = (4, 2) if rank % 2 == 0 else (6, 2)  # ranks 0 and 2, or 1 and 3, each times its rank + 1
+        for number, (size, values) in enumerate(zip(sizes, found, strict=True)):
+            expected = (torch.arange(float(size)) * factor + peers * number)[:: max(1, size // 100)]
+            torch.testing.assert_close(values, expected)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_members_of_a_tie_are_told_what_a_member_of_whatever_stage_has(four: Team, size: int) -> None:
+    four.generation += 1
+    four.run(tasks.configure_tied, four.generation, (0, 1, 2, 3), 4, {0: [0, 3], 1: [0, 1, 3], 2: [1, 2]})
+    members = {0: ([0, 1], [3, 1]), 1: ([1, 2], [1, 2]), 2: ([2], [2]), 3: ([0, 1], [3, 1])}
+    for rank, (ties, sources) in members.items():
+        four.members[rank].start(tasks.broadcast_tied, ties, sources, size)
+    found = four.collect(four.members)
+    assert found == [[3.0, 11.0], [11.0, 22.0], [22.0], [3.0, 11.0]]
+
+
 def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:
     four.regroup(0, 1, stages=2)
     expected = torch.randn(10, generator=torch.Generator().manual_seed(0)).mul(1e-3)
