@@ -262,7 +262,7 @@ class NcclTransport:
         courier = self._courier_to(destination)
         if courier is None:
             return self._gloo.send(channel, layout, tensors, destination, tag)
-        payload = [tensor.contiguous() for tensor in tensors if tensor.numel() > 0]
+        payload = [tensor.to(self._device).contiguous() for tensor in tensors if tensor.numel() > 0]
         ready = self._streams.current.record()
         courier.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
         return []  # the courier keeps them

@@ -263,7 +263,7 @@ def hide(communicator: Communicator, hidden: bool) -> None:
 
 def send(communicator: Communicator, values: Sequence[Any], destination: int, tags: Sequence[int]) -> None:
     for value, tag in zip(values, tags, strict=True):
-        communicator.send(FORWARD, value, destination, tag)
+        communicator.send(FORWARD, _moved(value, communicator.device), destination, tag)
     communicator.end_step()
 
 
@@ -290,12 +290,13 @@ def ping_pong(communicator: Communicator, sizes: Sequence[int]) -> list[Any]:
     channel, back = (Channel.ACTIVATIONS, Channel.GRADIENTS) if me == 0 else (Channel.GRADIENTS, Channel.ACTIVATIONS)
     for number, size in enumerate(sizes):
         incoming = communicator.post_receive(back, 1 - me, 0)
+        mine = torch.full((size,), float(10 * number + me), device=communicator.device)
         if me == 0:
-            communicator.send(channel, torch.full((size,), float(10 * number + me)), 1 - me, 0)
+            communicator.send(channel, mine, 1 - me, 0)
         value = communicator.receive(incoming)
         assert isinstance(value, torch.Tensor)
         if me == 1:
-            communicator.send(channel, torch.full((size,), float(10 * number + me)), 1 - me, 0)
+            communicator.send(channel, mine, 1 - me, 0)
         found.append((len(value), set(value.unique().tolist())))
         communicator.end_step()
     return found
@@ -305,7 +306,7 @@ def both_channels(communicator: Communicator) -> tuple[Any, Any]:
     """Rank 0 sends two values under one tag, one on each channel; rank 1 returns what it got on either."""
     if communicator._rank == 0:
         for number, channel in enumerate(Channel):
-            communicator.send(channel, torch.full((3,), float(number)), 1, 7)
+            communicator.send(channel, torch.full((3,), float(number), device=communicator.device), 1, 7)
         communicator.end_step()
         return None, None
     posted = [communicator.post_receive(channel, 0, 7) for channel in Channel]
@@ -316,45 +317,54 @@ def both_channels(communicator: Communicator) -> tuple[Any, Any]:
 def all_reduce(communicator: Communicator, size: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(communicator._rank)
     tensor = torch.randn(size, generator=generator).mul(1e3 ** (communicator._rank - 1)).to(dtype)
+    tensor = tensor.to(communicator.device)
     communicator.all_reduce(tensor)
-    return tensor
+    return tensor.cpu()
 
 
 def all_reduce_zeros(communicator: Communicator, size: int) -> None:
-    communicator.all_reduce(torch.zeros(size))
+    communicator.all_reduce(torch.zeros(size, device=communicator.device))
 
 
 def broadcast(communicator: Communicator, source: int, size: int = 1000) -> torch.Tensor:
-    tensor = torch.full((size,), float(communicator._rank))
+    tensor = torch.full((size,), float(communicator._rank), device=communicator.device)
     communicator.broadcast(tensor, source)
-    return tensor[:1000]
+    return tensor[:1000].cpu()
 
 
 def reduce_in_buckets(communicator: Communicator, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Begins a sum of each size before it waits for the first."""
-    tensors = [torch.arange(float(size)) * (communicator._rank + 1) + number for number, size in enumerate(sizes)]
+    tensors = [torch.arange(float(size), device=communicator.device) for size in sizes]
+    tensors = [tensor * (communicator._rank + 1) + number for number, tensor in enumerate(tensors)]
     begun = [communicator.begin_all_reduce(tensor) for tensor in tensors]
     for one in begun:
         communicator.end_all_reduce(one)
-    return [tensor[:: max(1, len(tensor) // 100)].clone() for tensor in tensors]
+    return [tensor[:: max(1, len(tensor) // 100)].cpu() for tensor in tensors]
 
 
 def broadcast_tied(communicator: Communicator, ties: Sequence[int], sources: Sequence[int], size: int) -> list[float]:
     """What each tie's source has."""
     found = []
     for tie, source in zip(ties, sources, strict=True):
-        tensor = torch.full((size,), float(10 * tie + communicator._rank))
+        tensor = torch.full((size,), float(10 * tie + communicator._rank), device=communicator.device)
         communicator.broadcast_tied(tie, tensor, source)
         (value,) = tensor.unique().tolist()
         found.append(value)
     return found
 
 
+def sum_of_negative_zeros(communicator: Communicator, size: int, dtype: torch.dtype) -> bool:
+    """Whether it is negative zeros, by which a parameter that nothing used is known."""
+    tensor = torch.full((size,), -0.0, dtype=dtype, device=communicator.device)
+    communicator.all_reduce(tensor)
+    return bool(torch.signbit(tensor).all()) and not tensor.any()
+
+
 def send_many(communicator: Communicator, count: int, size: int, peer: int) -> None:
     """Sends ``count`` values of ``size`` bytes and waits until each has been answered."""
     answers = [communicator.post_receive(Channel.GRADIENTS, peer, tag) for tag in range(count)]
     for tag in range(count):
-        communicator.send(FORWARD, torch.zeros(size, dtype=torch.uint8), peer, tag)
+        communicator.send(FORWARD, torch.zeros(size, dtype=torch.uint8, device=communicator.device), peer, tag)
     for answer in answers:
         communicator.receive(answer)
 
@@ -364,11 +374,11 @@ def receive_many(communicator: Communicator, count: int, peer: int) -> None:
     posted = [communicator.post_receive(FORWARD, peer, tag) for tag in range(count)]
     for tag, incoming in enumerate(posted):
         communicator.receive(incoming)
-        communicator.send(Channel.GRADIENTS, torch.zeros(1), peer, tag)
+        communicator.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), peer, tag)
 
 
 def give(communicator: Communicator, size: int, destination: int) -> None:
-    communicator.send_bytes(torch.zeros(size, dtype=torch.uint8), destination)
+    communicator.send_bytes(torch.zeros(size, dtype=torch.uint8, device=communicator.device), destination)
 
 
 def take(communicator: Communicator, size: int, source: int) -> None:
@@ -419,6 +429,23 @@ def count_descriptors(communicator: Communicator) -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def receive_while_computing(communicator: Communicator, source: int, size: int, rounds: int) -> list[float]:
+    """Receives values of ``size`` numbers into memory of the size of what is still being computed with; returns the
+    distinct numbers that were computed.
+    """
+    found: set[float] = set()
+    incoming = [communicator.post_receive(FORWARD, source, tag) for tag in range(rounds)]
+    for one in incoming:
+        value = torch.ones(size, device=communicator.device)
+        total = torch.zeros(size, device=communicator.device)
+        for _ in range(rounds):
+            total = total + value
+        del value  # its memory is free for what is computed next, and for nothing else yet
+        communicator.receive(one)
+        found.update(total.unique().tolist())
+    return sorted(found)
+
+
 def send_computed(communicator: Communicator, size: int, rounds: int, destination: int) -> None:
     """Sends ``size`` numbers that the device is still computing when it is asked to: each is ``rounds``."""
     value = torch.zeros(size, device=communicator.device)
@@ -459,7 +486,14 @@ def foreign_socket_survives_abort(communicator: Communicator, generation: int) -
     return received
 
 
+def _moved(value: Any, device: torch.device) -> Any:
+    """``value``, a tensor or a tuple, on ``device``."""
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device) for item in value)
+    return None if value is None else value.to(device)
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_copy(item) for item in value)
-    return None if value is None else value.clone()
+    return None if value is None else value.to("cpu", copy=True)

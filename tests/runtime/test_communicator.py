@@ -1,6 +1,7 @@
 """Messages between real processes, and their end when a generation is over.
 
-Payloads by Gloo, and by NCCL as imitated by tests/support/fake_nccl.py; a sample of the latter in the ordinary run.
+Payloads and sums by Gloo; by NCCL as imitated by tests/support/fake_nccl.py, a sample in the ordinary run; and by NCCL
+itself where there is a device.
 """
 
 import random
@@ -45,7 +46,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "transport" in metafunc.fixturenames:
         is_sampled = random.Random(metafunc.function.__name__).random() < SHARE
         nccl = pytest.param("nccl", marks=[] if is_sampled else pytest.mark.exhaustive)
-        metafunc.parametrize("transport", ["gloo", nccl], scope="module")
+        cuda = pytest.param("cuda", marks=pytest.mark.gpu)
+        metafunc.parametrize("transport", ["gloo", nccl, cuda], scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +195,13 @@ def test_all_reduce_gives_everybody_the_same_bits(four: Team, ranks: tuple[int, 
     # Each addition, in whatever order, may round the sum so far, which is no larger than that of the magnitudes.
     bound = len(ranks) * torch.finfo(dtype).eps * sum(part.double().abs() for part in parts)
     assert ((results[0].double() - sum(part.double() for part in parts)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_sum_of_negative_zeros_is_a_negative_zero(four: Team, dtype: torch.dtype) -> None:
+    four.regroup(0, 1, 2)
+    for size in (10, 400_000):
+        assert all(four.run(tasks.sum_of_negative_zeros, size, dtype, ranks=[0, 1, 2]))
 
 
 def test_stages_reduce_independently_of_each_other(four: Team) -> None:

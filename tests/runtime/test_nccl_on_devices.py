@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import communicator_team as tasks
 import pytest
+import torch
 from communicator_team import Failure, Team
 
 ROUNDS = 100  # kernels that are still to run when a payload is sent
@@ -38,6 +39,14 @@ def test_a_payload_holds_what_was_computed_before_it(three: Team) -> None:
     for size in SIZES[:2]:
         assert exchange(three, 0, 1, size) == [float(ROUNDS)]
         assert exchange(three, 1, 0, size) == [float(ROUNDS)]
+
+
+def test_a_payload_does_not_arrive_in_memory_that_is_computed_with(three: Team) -> None:
+    three.regroup(0, 1)
+    rounds = 20
+    three.members[1].start(tasks.receive_while_computing, 0, SIZES[1], rounds)
+    three.members[0].start(tasks.send, [torch.full((SIZES[1],), -7.0)] * rounds, 1, range(rounds))
+    assert three.collect([three.members[1], three.members[0]])[0] == [float(rounds)]
 
 
 @pytest.mark.gpu
