@@ -140,15 +140,15 @@ class NcclTransport:
             )
         for peer in set(links) - agreed.peers:
             links.pop(peer).close()
-        works = "nothing to try"
+        failure: Exception | None = None
         if agreed.peers:
             courier = self._start(generation, agreed, links, cancelled)
             if self._required:
                 courier.wait_for(lambda: courier.connected)
                 self._usable = frozenset(agreed.outgoing), frozenset(agreed.groups)
                 return
-            works = self._try(courier, cancelled)
-        self._decide(meeting, agreed, works, cancelled)
+            failure = self._try(courier, cancelled)
+        self._decide(meeting, agreed, failure, cancelled)
 
     def _start(
         self,
@@ -205,8 +205,8 @@ class NcclTransport:
             agreed.groups[name] = Members(roster, bytes.fromhex(cards[roster[0]]["groups"][name]))
         return agreed
 
-    def _try(self, courier: _Courier, cancelled: threading.Event) -> str:
-        """Connects, where Gloo can do it instead; returns why it does not work, or an empty text.
+    def _try(self, courier: _Courier, cancelled: threading.Event) -> Exception | None:
+        """Connects, where Gloo can do it instead; returns why it does not work, if it does not.
 
         Raises:
             CommunicationError: if the generation is aborted.
@@ -221,31 +221,35 @@ class NcclTransport:
                 self._courier = None
             courier.end()
             self._streams.check()
-            return str(error)
-        return ""
+            return error
+        return None
 
-    def _decide(self, meeting: _Meeting, agreed: _Agreement, failure: str, cancelled: threading.Event) -> None:
+    def _decide(
+        self, meeting: _Meeting, agreed: _Agreement, failure: Exception | None, cancelled: threading.Event
+    ) -> None:
         """What goes by NCCL, now that all have tried it: what works for all who take part in it. A worker for which it
         does not work does not try again in later generations.
         """
-        failures = {self._rank: failure, **meeting.exchange("nccl-works", failure, cancelled)}
-        working = {rank for rank, why in failures.items() if not why}
-        peers = frozenset(peer for peer in agreed.outgoing if {peer, self._rank} <= working)
-        groups = frozenset(name for name, members in agreed.groups.items() if set(members.ranks) <= working)
-        if agreed.peers:
-            agreed.obstacles += [f"worker {rank}: {why}" for rank, why in sorted(failures.items()) if why]
-            if failure:
-                self._library = failure
+        is_own = not isinstance(failure, CommunicationError)  # and no consequence of another's
+        mine = "" if failure is None else str(failure)
+        failures = {self._rank: (mine, is_own), **meeting.exchange("nccl-works", (mine, is_own), cancelled)}
+        working = {rank for rank, (why, _) in failures.items() if not why}
+        agreed.obstacles += [f"worker {rank}: {why}" for rank, (why, own) in sorted(failures.items()) if why and own]
+        if mine and is_own:
+            self._library = mine
         with self._lock:
             if cancelled.is_set():
                 raise CommunicationError(f"Generation {meeting.generation} was aborted.")
-            self._usable = peers, groups
-        if agreed.obstacles and not self._has_explained:
+            self._usable = (
+                frozenset(peer for peer in agreed.outgoing if {peer, self._rank} <= working),
+                frozenset(name for name, members in agreed.groups.items() if set(members.ranks) <= working),
+            )
+        if (agreed.obstacles or mine) and not self._has_explained:
             self._has_explained = True
             log.warning(
                 "Worker %d: some or all payloads and sums go by Gloo, through host memory: %s.",
                 self._rank,
-                "; ".join(agreed.obstacles),
+                "; ".join(agreed.obstacles or [mine]),
             )
 
     # what is carried

@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 from support.growth import causes
 from support.nccl_models import Sticky, Wide, WideTied
+from support.nccl_on_trial import OnTrial
 from support.training import exact_fit, failures, trainer
 
 from lightning_recycle import ReCycleStrategy
@@ -26,6 +27,12 @@ def test_a_worker_whose_device_is_lost_is_lost_and_the_others_go_on() -> None:
     run = exact_fit(Sticky(rank=2, step=3).double(), 2, 2)
     assert failures(run) == [(1, 0)]
     assert "CUDA error: an illegal memory access" in causes(run)[0]
+
+
+def test_nccl_that_fails_on_one_worker_costs_nothing_but_time() -> None:
+    """In the generation after the kill, too, in which that worker does not try it again."""
+    run = exact_fit(OnTrial().double(), 2, 2, [Fault("kill", pipeline=1, stage=0, step=3)])
+    assert failures(run) == [(1, 0)]
 
 
 def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:
