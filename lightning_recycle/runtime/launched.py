@@ -1,4 +1,8 @@
-"""One thing under way on a device: calls of NCCL, one after the other on one stream, and the event behind them."""
+"""One thing under way on a device: calls of NCCL with one tensor after the other.
+
+Each is launched when the one before has ended: a kernel behind one that waits for others would hold up what CUDA puts
+into the same queue of the hardware, which may be what those wait for.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class Launched:
     launch: Callable[[Tensor], None]
     stream: Stream
     launched: int = 0
-    end: Event | None = None
+    end: Event | None = None  # behind the newest of them
 
     def proceed(self, library: NcclLibrary) -> bool:
         """Launches what can be launched; returns whether the device is done with all of it.
@@ -38,13 +42,13 @@ class Launched:
             NcclError: if the communicator has failed.
             RuntimeError: if the device is lost.
         """
-        if library.in_progress(self.comm):
-            return False
-        while self.launched < len(self.tensors):
+        while not library.in_progress(self.comm):  # what is in progress is not on the stream yet
+            if self.launched > 0:
+                self.end = self.end or self.stream.record()
+                if not self.end.query():
+                    return False
+            if self.launched == len(self.tensors):
+                return True
             self.launch(self.tensors[self.launched])
-            self.launched += 1
-            if library.in_progress(self.comm):
-                return False
-        if self.end is None:
-            self.end = self.stream.record()  # not before: what is in progress is not on the stream yet
-        return self.end.query()
+            self.launched, self.end = self.launched + 1, None
+        return False

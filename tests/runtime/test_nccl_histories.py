@@ -70,21 +70,16 @@ MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
         launched,
         [
             (
-                "            self.launched += 1\n",
-                "            self.launched += 1\n"
+                "            self.launched, self.end = self.launched + 1, None\n",
+                "            self.launched, self.end = self.launched + 1, None\n"
                 "            self.tensors = [None] * self.launched + list(self.tensors[self.launched :])\n",
             )
         ],
     ),
-    "an event is not waited for": (launched, [("return self.end.query()", "return True")]),
+    "an event is not waited for": (launched, [("if not self.end.query():", "if False:")]),
     "what is in progress is not waited for": (
         launched,
-        [
-            (
-                "self.launched += 1\n            if library.in_progress(self.comm):\n                return False\n",
-                "self.launched += 1\n",
-            )
-        ],
+        [("while not library.in_progress(self.comm):", "library.in_progress(self.comm)\n        while True:")],
     ),
     "two receives are under way at a time": (
         payloads,
