@@ -33,6 +33,7 @@ from lightning_recycle.runtime import group_payloads, payloads, traffic
 from lightning_recycle.runtime.nccl import NcclError
 from lightning_recycle.runtime.payload_notes import Note
 
+ROOM = 3  # kernels of NCCL that a device runs at a time
 PATIENCE = 15_000  # turns without which a world that goes on must not be; a history has some hundreds
 CPU = torch.device("cpu")
 group_payloads._TRIAL_NUMBERS = 4  # the imitation does not care
@@ -101,7 +102,7 @@ class Watched(FakeDevice):
     """A device that sees to it that no collective is launched before all members are ready for it."""
 
     def __init__(self, network: LocalNetwork, world: World, rank: int) -> None:
-        super().__init__(network)
+        super().__init__(network, room=ROOM)
         self._world, self._of = world, rank
 
     def all_reduce(self, comm: Any, tensor: Tensor, stream: Any) -> None:
