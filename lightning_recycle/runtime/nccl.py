@@ -1,4 +1,4 @@
-"""The part of NCCL that payloads need, and its C library through ``ctypes``.
+"""The part of NCCL that payloads and sums need, and its C library through ``ctypes``.
 
 Concept: whoever wants to end a transfer in milliseconds must hold the communicator itself. torch's ``ProcessGroupNCCL``
 hides it behind a watchdog, makes one lazily for each pair of workers, and aborts what it knows of; so this is the
@@ -11,7 +11,7 @@ Communicators that may have kernels on the device are aborted together, between 
 the end of one waits for the device, and so for the kernels of those that are not aborted yet. None is destroyed: that
 waits for the others.
 
-Not tried: :class:`Libnccl` has never run, as there was no device. What is above it has run over an imitation.
+Not tried: :class:`Libnccl` has never run with a device, as there was none. What is above it has run over an imitation.
 
 Must not know: who is at the other end, and why something is sent.
 """
