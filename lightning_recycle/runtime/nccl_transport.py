@@ -39,7 +39,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.device_streams import Streams
 from lightning_recycle.runtime.group_payloads import Collective, GroupPayloads, Members
 from lightning_recycle.runtime.groups import CommunicationError, Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.nccl import SUMMED, NcclLibrary
+from lightning_recycle.runtime.nccl import SUMMED, NcclError, NcclLibrary
 from lightning_recycle.runtime.payload_notes import NOTE_BYTES, Note
 from lightning_recycle.runtime.payloads import Payloads, Receiving, Sending
 from lightning_recycle.runtime.traffic import Traffic
@@ -145,10 +145,18 @@ class NcclTransport:
             courier = self._start(generation, agreed, links, cancelled)
             if self._required:
                 courier.wait_for(lambda: courier.connected)
-                self._usable = frozenset(agreed.outgoing), frozenset(agreed.groups)
+                self._use(generation, agreed.outgoing, agreed.groups, cancelled)
                 return
             failure = self._try(courier, cancelled)
         self._decide(meeting, agreed, failure, cancelled)
+
+    def _use(
+        self, generation: int, peers: Collection[int], groups: Collection[str], cancelled: threading.Event
+    ) -> None:
+        with self._lock:
+            if cancelled.is_set():  # and the next generation may be connected already
+                raise CommunicationError(f"Generation {generation} was aborted.")
+            self._usable = frozenset(peers), frozenset(groups)
 
     def _start(
         self,
@@ -182,13 +190,18 @@ class NcclTransport:
         cancelled: threading.Event,
     ) -> _Agreement:
         """What can be done by NCCL, from what all have published about themselves."""
-        library = self._library
-        device, why = (None, library) if isinstance(library, str) else (self._name, "")
-        own: dict[str, Any] = {"device": device, "why": why, "links": sorted(links), "pairs": {}, "groups": {}}
-        if not isinstance(library, str):
-            own["pairs"] = {str(peer): library.unique_id().hex() for peer in sorted(links) if peer in neighbours}
+        own: dict[str, Any] = {"device": None, "why": "", "links": sorted(links), "pairs": {}, "groups": {}}
+        try:
+            if isinstance(self._library, str):
+                raise NcclError(self._library)
+            pairs = {str(peer): self._library.unique_id().hex() for peer in sorted(links) if peer in neighbours}
             led = [name for name, roster in sorted(rosters.items()) if roster[0] == self._rank]
-            own["groups"] = {name: library.unique_id().hex() for name in led}
+            own |= {"groups": {name: self._library.unique_id().hex() for name in led}, "pairs": pairs}
+            own["device"] = self._name
+        except RuntimeError as error:
+            if self._required:
+                raise
+            self._library = own["why"] = str(error)
         cards = {self._rank: own, **meeting.exchange("nccl", own, cancelled)}
         agreed = _Agreement()
         for peer in sorted(neighbours):
@@ -237,13 +250,9 @@ class NcclTransport:
         agreed.obstacles += [f"worker {rank}: {why}" for rank, (why, own) in sorted(failures.items()) if why and own]
         if mine and is_own:
             self._library = mine
-        with self._lock:
-            if cancelled.is_set():
-                raise CommunicationError(f"Generation {meeting.generation} was aborted.")
-            self._usable = (
-                frozenset(peer for peer in agreed.outgoing if {peer, self._rank} <= working),
-                frozenset(name for name, members in agreed.groups.items() if set(members.ranks) <= working),
-            )
+        peers = [peer for peer in agreed.outgoing if {peer, self._rank} <= working]
+        groups = [name for name, members in agreed.groups.items() if set(members.ranks) <= working]
+        self._use(meeting.generation, peers, groups, cancelled)
         if (agreed.obstacles or mine) and not self._has_explained:
             self._has_explained = True
             log.warning(

@@ -244,7 +244,7 @@ def break_call(rank: int, call: str, error: Exception) -> Callable[[Pair], None]
     return lambda pair: setattr(pair.devices[rank], call, fail)
 
 
-@pytest.mark.parametrize("call", ["init", "send", "receive", "all_reduce", "in_progress"])
+@pytest.mark.parametrize("call", ["unique_id", "init", "send", "receive", "all_reduce", "in_progress"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_that_find_that_nccl_does_not_work_agree_on_gloo_and_say_why_once(
     call: str, rank: int, caplog: pytest.LogCaptureFixture
@@ -259,6 +259,12 @@ def test_workers_that_find_that_nccl_does_not_work_agree_on_gloo_and_say_why_onc
     pair.reconnect()
     assert_gloo(pair)
     assert len([record for record in caplog.records if "go by Gloo" in record.getMessage()]) == 2
+    pair.close()
+
+
+def test_where_nccl_is_required_its_errors_are_errors() -> None:
+    pair = Pair(breaks=break_call(0, "unique_id", NcclError("no interface")), required=True, aborts=True)
+    assert sorted(type(error).__name__ for error in pair.errors) == ["CommunicationError", "NcclError"]
     pair.close()
 
 
