@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import select
 import selectors
 import socket
 import threading
@@ -52,7 +53,9 @@ log = logging.getLogger(__name__)
 
 _LINKS = "payloads"  # name of the group of links
 _PACKED_BYTES = 64 * 1024  # what is smaller is there by Gloo before two notes have gone to and fro
-_POLL_SECONDS = 50e-6  # between two looks at a device that is busy
+_POLL_SECONDS = 50e-6, 500e-6  # between two looks at a device that is busy; one takes 36 us of Python's lock (measured)
+_POLL_SHARE = 0.05  # of the time since something happened, in between: so little later is noticed what takes long
+_MOST_SELECTED = 1024  # FD_SETSIZE
 _LOOK_SECONDS = 0.1  # between checks of what nobody is woken up for
 _ABORT_SECONDS = 10.0  # what an abort may take; it waits for the device, which is asked to stop
 _TRIAL_SECONDS = 120.0  # to connect, where Gloo can do it instead; NCCL takes seconds, some of them in large networks
@@ -386,8 +389,9 @@ class _Courier:
         self._is_over = threading.Event()
         self._asked: deque[Callable[[], None]] = deque()  # by the main thread
         self._changed = threading.Condition()
+        self._moved = time.monotonic()  # when something happened
         self._failure: Exception | None = None
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()
         self._alarm, self._bell = socket.socketpair()
         self._bell.setblocking(False)
         self._alarm.setblocking(False)
@@ -463,6 +467,7 @@ class _Courier:
                 self._changed.wait(_LOOK_SECONDS)
 
     def _notify(self) -> None:
+        self._moved = time.monotonic()
         with self._changed:
             self._changed.notify_all()
 
@@ -490,7 +495,7 @@ class _Courier:
                 while self._asked:
                     self._asked.popleft()()
                 busy = self._traffic.advance()
-                self._listen(_POLL_SECONDS if busy else _LOOK_SECONDS)
+                self._listen(_poll_seconds(time.monotonic() - self._moved) if busy else _LOOK_SECONDS)
         except Exception as error:  # the main thread raises it
             self._failure = error
         finally:
@@ -511,7 +516,8 @@ class _Courier:
     def _listen(self, timeout: float) -> None:
         for link in self._links.values():
             link.flush()
-        for key, _ in self._selector.select(timeout):
+        for key, _ in self._select(timeout):
+            self._moved = time.monotonic()
             if key.data is None:
                 self._alarm.recv(4096)
                 continue
@@ -522,6 +528,16 @@ class _Courier:
                 self._selector.unregister(link.socket)
                 self._traffic.lose(key.data)
                 self._notify()
+
+    def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """What has come, after ``timeout`` seconds at most. epoll counts milliseconds; ``select`` does not, and takes
+        the epoll instance for one descriptor, if that has a small number.
+        """
+        descriptor = self._selector.fileno()
+        if timeout >= 1e-3 or descriptor >= _MOST_SELECTED:
+            return self._selector.select(timeout)
+        select.select([descriptor], [], [], timeout)
+        return self._selector.select(0)
 
     def _tell(self, peer: int, note: Note) -> None:
         self._links[peer].put(note)
@@ -563,6 +579,11 @@ class _Link:
         whole = len(self._incoming) // NOTE_BYTES * NOTE_BYTES
         notes, self._incoming = self._incoming[:whole], self._incoming[whole:]
         return [Note.decode(bytes(notes[start : start + NOTE_BYTES])) for start in range(0, whole, NOTE_BYTES)]
+
+
+def _poll_seconds(waited: float) -> float:
+    """How long to wait for the device, if nothing has happened for ``waited`` seconds."""
+    return min(max(_POLL_SHARE * waited, _POLL_SECONDS[0]), _POLL_SECONDS[1])
 
 
 def _number(roster: str) -> int:

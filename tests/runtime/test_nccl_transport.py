@@ -427,6 +427,11 @@ def test_neither_does_one_who_comes_too_late_over_gloo() -> None:
     assert gloo._groups[FORWARD] is groups[FORWARD.value]
 
 
+def test_a_device_that_takes_long_is_looked_at_less_often() -> None:
+    seconds = [module._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
+    assert seconds == pytest.approx([50e-6, 50e-6, 200e-6, 500e-6, 500e-6])
+
+
 def test_auto_is_gloo_on_cpus_and_explains_itself_on_devices_without_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
