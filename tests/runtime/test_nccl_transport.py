@@ -82,7 +82,7 @@ class Pair:
     def reconnect(self, aborts: bool = False) -> None:
         """Connects in another generation; ``aborts``: which is aborted as soon as one of them has failed, or soon."""
         if self.generation >= 0:
-            self.close()
+            self.end_generation()
         self.generation += 1
         self.cancelled = [threading.Event() for _ in range(2)]
         self.links = list(socket.socketpair())
@@ -115,10 +115,15 @@ class Pair:
         self.cancelled[rank].set()
         self.transports[rank].abort()
 
-    def close(self) -> None:
+    def end_generation(self) -> None:
         for rank in range(2):
             self.cancelled[rank].set()
             self.transports[rank].close()
+
+    def close(self) -> None:
+        self.end_generation()
+        for device in self.devices:
+            device.stop()
 
 
 @pytest.fixture

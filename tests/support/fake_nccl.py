@@ -414,6 +414,7 @@ class FakeDevice:
         self._group: list[tuple[FakeComm, _Work | None, FakeStream | None]] | None = None
         self._threaded = threaded
         self._stirred = threading.Event()
+        self._is_stopped = False
         if threaded:
             threading.Thread(target=self._run, daemon=True).start()
 
@@ -462,8 +463,13 @@ class FakeDevice:
     def stir(self) -> None:
         self._stirred.set()
 
+    def stop(self) -> None:
+        """Ends its thread."""
+        self._is_stopped = True
+        self.stir()
+
     def _run(self) -> None:
-        while True:
+        while not self._is_stopped:
             if self.step():
                 continue
             with self.lock:

@@ -1,0 +1,178 @@
+"""Workers that try NCCL, where something fails on some of them or a generation is aborted meanwhile: whatever happens,
+those who are connected afterwards mean the same. Threads in this process, imitated devices.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import combinations
+
+import pytest
+import torch
+from support.fake_nccl import FakeDevice, LocalNetwork
+
+from lightning_recycle.runtime import nccl_transport as module
+from lightning_recycle.runtime.groups import CommunicationError, Group
+from lightning_recycle.runtime.nccl import NcclError
+from lightning_recycle.runtime.nccl_transport import NcclTransport
+from lightning_recycle.runtime.staging import HostMemory
+from lightning_recycle.runtime.transports import Channel, GlooTransport, Rosters
+from lightning_recycle.runtime.wire import Layout
+
+CPU = torch.device("cpu")
+CALLS = ["unique_id", "init", "send", "receive", "all_reduce", "in_progress"]
+HISTORIES = 40
+PATIENCE = 30.0
+VALUE = torch.arange(20_000.0)
+
+
+class Meeting:
+    """A rendezvous in this process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def publish(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
+        while not all(key in self._values for key in keys):
+            if cancelled.wait(0.001):
+                raise CommunicationError("cancelled")
+        return [self._values[key] for key in keys]
+
+
+class World:
+    """Four workers: two stages of two, a tie of three, everybody a neighbour of everybody."""
+
+    def __init__(self) -> None:
+        self.rosters: Rosters = {"stage0": (0, 2), "stage1": (1, 3), "tie0": (0, 1, 3)}
+        network, self.meeting, self.generation = LocalNetwork(), Meeting(), -1
+        self.devices = [FakeDevice(network, threaded=True) for _ in range(4)]
+        self.transports = [
+            NcclTransport(
+                rank, CPU, device, device, f"device {rank}", GlooTransport(timedelta(seconds=1), HostMemory(CPU))
+            )
+            for rank, device in enumerate(self.devices)
+        ]
+        self.cancelled = [threading.Event() for _ in range(4)]
+
+    def of(self, rank: int) -> Rosters:
+        return {name: roster for name, roster in self.rosters.items() if rank in roster}
+
+    def connect(self, rng: random.Random, aborts: bool) -> list[Exception]:
+        """A new generation; ``aborts``: which is aborted at some moment. Returns what was raised."""
+        self.end_generation()
+        self.generation += 1
+        self.cancelled = [threading.Event() for _ in range(4)]
+        links: list[dict[int, socket.socket]] = [{} for _ in range(4)]
+        for a, b in combinations(range(4), 2):
+            links[a][b], links[b][a] = socket.socketpair()
+            links[a][b].setblocking(False)
+            links[b][a].setblocking(False)
+        errors: list[Exception] = []
+
+        def connect(rank: int) -> None:
+            group, channel = Group(), Group()
+            group.links = links[rank]
+            channel.places = {other: (None, other) for other in range(4)}
+            groups = {module._LINKS: group, **{each.value: channel for each in Channel}}
+            transport, cancelled = self.transports[rank], self.cancelled[rank]
+            try:
+                transport.connect(self.generation, self.of(rank), groups, self.meeting, cancelled)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        if aborts:
+            threads[0].join(rng.random() * 0.1)
+            self.abort()
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        return errors
+
+    def abort(self) -> None:
+        for cancelled, transport in zip(self.cancelled, self.transports, strict=True):
+            cancelled.set()
+            transport.abort()
+
+    def end_generation(self) -> None:
+        self.abort()
+        for transport in self.transports:
+            transport.close()
+        assert not any(device.violations or device.comms for device in self.devices)
+
+    def stop(self) -> None:
+        self.abort()
+        for device in self.devices:
+            device.stop()
+
+    def assert_agreed(self) -> None:
+        """All mean the same, and what they mean works."""
+        for a, b in combinations(range(4), 2):
+            assert (b in self.transports[a]._usable[0]) == (a in self.transports[b]._usable[0])
+        for name, roster in self.rosters.items():
+            takes = {self.transports[rank].takes(name, VALUE) for rank in roster}
+            assert len(takes) == 1
+            if takes == {True}:
+                begun = [
+                    (transport, value, transport.begin_collective(name, value))
+                    for transport, value in ((self.transports[rank], VALUE.clone()) for rank in roster)
+                ]
+                for transport, value, one in begun:
+                    transport.end_collective(one)
+                    assert torch.equal(value, VALUE * len(roster))
+        layout = Layout.of(VALUE)
+        for a, b in combinations(range(4), 2):
+            if b in self.transports[a]._usable[0]:
+                self.transports[a].send(Channel.ACTIVATIONS, layout, [VALUE], b, 1)
+                (received,) = self.transports[b].receive(Channel.ACTIVATIONS, layout, a, 1)
+                assert received is not None
+                assert torch.equal(received, VALUE)
+
+    @property
+    def usable(self) -> int:
+        return sum(len(peers) + len(groups) for peers, groups in (t._usable for t in self.transports))
+
+
+def break_some(world: World, rng: random.Random) -> set[int]:
+    """Lets a call fail on some workers, from its first or an early time on; returns their ranks."""
+    broken = set(rng.sample(range(4), rng.choice([0, 1, 1, 2])))
+    for rank in broken:
+        device, call = world.devices[rank], rng.choice(CALLS)
+        # Late only where it is met while they connect.
+        left = [rng.choice([0, 0, 1, 2]) if call in ("unique_id", "init") else 0]
+        real = getattr(device, call)
+
+        def fail(*given: object, left: list[int] = left, real: object = real) -> object:
+            left[0] -= 1
+            if left[0] < 0:
+                raise NcclError("broken")
+            return real(*given)  # type: ignore[operator]
+
+        setattr(device, call, fail)
+    return broken
+
+
+@pytest.mark.parametrize("seed", range(HISTORIES))
+def test_all_who_are_connected_mean_the_same(seed: int, request: pytest.FixtureRequest) -> None:
+    rng, world = random.Random(seed), World()
+    request.addfinalizer(world.stop)
+    broken = break_some(world, rng)
+    for _ in range(3):
+        aborts = rng.random() < 0.3
+        errors = world.connect(rng, aborts)
+        if aborts:
+            assert all(isinstance(error, CommunicationError) for error in errors)
+            continue
+        assert not errors
+        world.assert_agreed()
+        assert broken or world.usable == 4 * 3 + 2 + 2 + 3
+    world.end_generation()
