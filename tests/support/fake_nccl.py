@@ -21,15 +21,14 @@ never returns, a tensor that is gone when its kernel runs, calls that do not bel
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import random
 import select
 import socket
 import struct
-import tempfile
 import threading
 import time
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -707,22 +706,25 @@ class _SocketWire:
 
 
 class SocketNetwork:
-    """Each member in a process: it listens at a path of its own, and connects to those of lower rank."""
+    """Each member in a process: it listens at an address of its own, and connects to those of lower rank.
+
+    The addresses are abstract ones of Linux, which are gone with their process, also with a killed one.
+    """
 
     def unique_id(self) -> bytes:
-        return tempfile.mktemp(prefix="fake_nccl_").encode().ljust(UNIQUE_ID_BYTES, b"\0")
+        return f"\0fake-nccl-{uuid.uuid4().hex}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
 
     def join(self, unique_id: bytes, size: int, rank: int) -> _SocketMeeting:
         return _SocketMeeting(unique_id.rstrip(b"\0").decode(), size, rank)
 
 
 class _SocketMeeting:
-    def __init__(self, path: str, size: int, rank: int) -> None:
-        self._path, self._size, self._rank = path, size, rank
+    def __init__(self, address: str, size: int, rank: int) -> None:
+        self._address, self._size, self._rank = address, size, rank
         self._sockets: dict[int, socket.socket] = {}
         self._unnamed: list[socket.socket] = []  # accepted, and yet to say their rank
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"{path}.{rank}")
+        self._listener.bind(f"{address}.{rank}")
         self._listener.listen(size)
         self._listener.setblocking(False)
 
@@ -740,25 +742,20 @@ class _SocketMeeting:
                     self._sockets[name[0]] = sock
         if len(self._sockets) < self._size - 1:
             return None
-        self._stop_listening()
+        self._listener.close()
         return {peer: _SocketWire(sock) for peer, sock in self._sockets.items()}
 
     def _connect(self, peer: int) -> None:
         sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.connect(f"{self._path}.{peer}")
+            sock.connect(f"{self._address}.{peer}")
             sock.send(bytes([self._rank]))
         except OSError:  # it is not there yet, or has ended
             sock.close()
         else:
             self._sockets[peer] = sock
 
-    def _stop_listening(self) -> None:
-        self._listener.close()
-        with contextlib.suppress(OSError):
-            os.unlink(f"{self._path}.{self._rank}")
-
     def close(self) -> None:
         for sock in (*self._sockets.values(), *self._unnamed):
             sock.close()
-        self._stop_listening()
+        self._listener.close()
