@@ -272,7 +272,7 @@ BAD = [
     (["duration=long"], "duration='long'"),
     (["duration=0"], "duration=0"),
     (["seeds=0"], "seeds=0: give an integer of at least 1"),
-    (["section=mine"], "unknown section 'mine': choose one of intervals, traces"),
+    (["section=mine"], "unknown section 'mine': choose one of same, intervals, traces"),
     (["timeline=svg"], "timeline='svg': give true or false"),
     (["task=planner", "task.failed=1"], "task.failed=1"),
     (["task=planner", "task.grid.stages=0"], "stages=0"),
