@@ -7,13 +7,15 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import combinations
 
 import pytest
 import torch
-from support.fake_nccl import FakeDevice, LocalNetwork
+from support.fake_nccl import FakeComm, FakeDevice, FakeStream, LocalNetwork
+from torch import Tensor
 
 from lightning_recycle.runtime import nccl_transport as module
 from lightning_recycle.runtime.groups import CommunicationError, Group
@@ -27,6 +29,7 @@ CPU = torch.device("cpu")
 CALLS = ["unique_id", "init", "send", "receive", "all_reduce", "in_progress"]
 HISTORIES = 40
 PATIENCE = 30.0
+LATE_SECONDS = 0.1  # for which a call may wait for the others before it fails
 VALUE = torch.arange(20_000.0)
 
 
@@ -50,7 +53,7 @@ class World:
     """Four workers: two stages of two, a tie of three, everybody a neighbour of everybody."""
 
     def __init__(self) -> None:
-        self.rosters: Rosters = {"stage0": (0, 2), "stage1": (1, 3), "tie0": (0, 1, 3)}
+        self.rosters: Rosters = {"stage0": (0, 2), "stage1": (1, 3), "tie1": (0, 1, 3)}
         network, self.meeting, self.generation = LocalNetwork(), Meeting(), -1
         self.devices = [FakeDevice(network, threaded=True) for _ in range(4)]
         self.transports = [
@@ -109,6 +112,14 @@ class World:
             transport.close()
         assert not any(device.violations or device.comms for device in self.devices)
 
+    def await_connected(self, seconds: float) -> None:
+        """Until some worker is connected, if one can be."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if any(courier is not None and courier.connected for courier in (t._courier for t in self.transports)):
+                return
+            time.sleep(0.001)
+
     def stop(self) -> None:
         self.abort()
         for device in self.devices:
@@ -147,13 +158,20 @@ def break_some(world: World, rng: random.Random) -> set[int]:
     broken = set(rng.sample(range(4), rng.choice([0, 1, 1, 2])))
     for rank in broken:
         device, call = world.devices[rank], rng.choice(CALLS)
-        # Late only where it is met while they connect.
-        left = [rng.choice([0, 0, 1, 2]) if call in ("unique_id", "init") else 0]
+        # Late only where it is met while they connect: all but rank 2 sum in two groups.
+        choices = [0, 0, 1, 2] if call in ("unique_id", "init") else [0]
+        if call == "all_reduce" and len(broken) == 1 and rank != 2:
+            choices = [0, 1]
+        left = [rng.choice(choices)]
         real = getattr(device, call)
 
-        def fail(*given: object, left: list[int] = left, real: object = real) -> object:
+        is_late = rng.random() < 0.7
+
+        def fail(*given: object, left: list[int] = left, real: object = real, is_late: bool = is_late) -> object:
             left[0] -= 1
             if left[0] < 0:
+                if is_late:
+                    world.await_connected(LATE_SECONDS)
                 raise NcclError("broken")
             return real(*given)  # type: ignore[operator]
 
@@ -176,3 +194,29 @@ def test_all_who_are_connected_mean_the_same(seed: int, request: pytest.FixtureR
         world.assert_agreed()
         assert broken or world.usable == 4 * 3 + 2 + 2 + 3
     world.end_generation()
+
+
+def test_a_group_is_not_used_if_a_member_has_failed_with_others() -> None:
+    """Worker 2 has nothing to complain of: it has exchanged something with everybody, and its stage has summed."""
+    world = World()
+    device = world.devices[0]
+    launch, ask = device.all_reduce, device.in_progress
+    launched: list[FakeComm] = []
+
+    def all_reduce(comm: FakeComm, tensor: Tensor, stream: FakeStream) -> None:
+        launched.append(comm)
+        launch(comm, tensor, stream)
+
+    def in_progress(comm: FakeComm) -> bool:
+        """That of the tie is until worker 2 is connected, and then fails."""
+        if comm.size < 3 or comm not in launched:
+            return ask(comm)
+        courier = world.transports[2]._courier
+        if courier is not None and courier.connected:
+            raise NcclError("broken")
+        return True
+
+    device.all_reduce, device.in_progress = all_reduce, in_progress  # type: ignore[method-assign]
+    assert not world.connect(random.Random(0), aborts=False)
+    world.assert_agreed()
+    world.stop()
