@@ -38,6 +38,7 @@ import contextlib
 import ctypes
 import errno
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,7 +158,8 @@ class Communicator:
         transport: what carries payloads, the same kind on all workers; by default Gloo.
 
     Attributes:
-        on_progress: called when a part of a collective or a transfer, which may take long, has arrived.
+        on_progress: called when a part of a collective or a transfer, which may take long, has arrived, and while a
+            transport connects that takes long.
     """
 
     def __init__(
@@ -239,11 +241,13 @@ class Communicator:
             plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
         groups: dict[str, Group] = {}
         errors: list[BaseException] = []
+        begun: list[float] = []  # when the transport was asked to connect
         done = threading.Event()
 
         def connect() -> None:
             try:
                 groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets))
+                begun.append(time.monotonic())
                 self._transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
                 errors.append(error)
@@ -253,6 +257,8 @@ class Communicator:
         threading.Thread(target=connect, name="recycle-connect", daemon=True).start()
         while not done.wait(_LOOK.total_seconds()):
             self._check()  # abandons the thread, which ends when its connections time out
+            if begun and time.monotonic() - begun[0] < self._transport.connect_seconds:
+                self.on_progress()  # or all who wait for it would be told to connect again
         for error in errors:
             if isinstance(error, ReCycleError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
                 raise error

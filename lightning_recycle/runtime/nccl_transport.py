@@ -97,6 +97,8 @@ class NcclTransport:
         required: whether that is an error instead.
     """
 
+    connect_seconds = _TRIAL_SECONDS + _ABORT_SECONDS
+
     def __init__(
         self,
         rank: int,

@@ -47,7 +47,13 @@ Rosters: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class Transport(Protocol):
-    """Carries the payloads of one worker, generation after generation."""
+    """Carries the payloads of one worker, generation after generation.
+
+    Attributes:
+        connect_seconds: how long :meth:`connect` may take without anybody being able to tell what it waits for.
+    """
+
+    connect_seconds: float
 
     def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
         """The connections that it needs to exchange payloads with ``ranks``, and for the collectives of ``rosters``,
@@ -113,6 +119,8 @@ class GlooTransport:
         timeout: limit of any single operation.
         memory: of the host.
     """
+
+    connect_seconds = 0.0
 
     def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
         self._timeout, self._memory = timeout, memory

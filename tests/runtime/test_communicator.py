@@ -5,6 +5,7 @@ itself where there is a device.
 """
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,7 +26,8 @@ from lightning_recycle.runtime.communicator import (
     UnreachableError,
 )
 from lightning_recycle.runtime.reachability import CHECK_SECONDS
-from lightning_recycle.runtime.transports import _PACKED_BYTES
+from lightning_recycle.runtime.staging import HostMemory
+from lightning_recycle.runtime.transports import _PACKED_BYTES, GlooTransport
 from lightning_recycle.runtime.wire import HEADER_BYTES
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
@@ -425,6 +427,41 @@ def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(tmp_path
     communicator._wait_for(None, Ends())
     with pytest.raises(RuntimeError, match="Connection closed"):
         communicator._wait_for(None, Ends("Connection closed"))
+
+
+class Slow(GlooTransport):
+    """Takes some looks to connect."""
+
+    def __init__(self, connect_seconds: float) -> None:
+        super().__init__(timedelta(seconds=1), HostMemory(torch.device("cpu")))
+        self.connect_seconds = connect_seconds
+        self.may_connect = threading.Event()
+
+    def connect(self, *given: Any) -> None:
+        self.may_connect.wait(tasks.PATIENCE)
+        super().connect(*given)
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_a_transport_that_takes_long_to_connect_is_progress_for_as_long_as_it_may(
+    tmp_path: Path, seconds: float
+) -> None:
+    transport, told = Slow(seconds), []
+    communicator = Communicator(
+        0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY, transport=transport
+    )
+
+    def progressed() -> None:
+        told.append(True)
+        if len(told) == 3:
+            transport.may_connect.set()
+
+    communicator.on_progress = progressed
+    if not seconds:
+        threading.Timer(0.3, transport.may_connect.set).start()
+    communicator.configure(0, [0], [0])
+    assert len(told) >= 3 if seconds else not told
+    communicator.close()
 
 
 def test_a_late_abort_of_an_older_generation_does_not_touch_the_current_one(four: Team) -> None:
