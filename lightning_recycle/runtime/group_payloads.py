@@ -13,13 +13,12 @@ device, as one collective is under way at a time. Transfers between two workers 
 launched ends without any collective (:mod:`~lightning_recycle.runtime.payloads`).
 
 What that takes of the device: room for three of NCCL's kernels at a time, a send, a receive and a collective, on three
-streams. NCCL's documentation asks for one order of all operations of all communicators of a device, because kernels
+streams. NCCL's documentation asks for one order of all operations of all communicators on all devices, because kernels
 that wait for others may leave no room for those ("Using multiple NCCL communicators concurrently"). Between pipelines
-there is no such order that does not make transfers wait for sums. Here nothing is launched that waits for anything but
-what is being launched, at most three at a time, and a kernel of NCCL takes at most 64 of the more than 100
-multiprocessors of a device for data centres, usually far fewer; others that compute end by themselves. Nothing is
-queued behind a kernel that waits, so it does not matter which queue of the hardware CUDA puts a stream into. Where room
-is short, ``NCCL_MAX_CTAS`` limits what each takes.
+there is no such order that does not make transfers wait for sums. Here a kernel waits for nothing but what is being
+launched elsewhere, there are at most three of them, and kernels that compute end by themselves. Nothing is queued
+behind a kernel that waits, so it does not matter which queue of the hardware CUDA puts a stream into. A kernel takes
+one multiprocessor per channel, which ``NCCL_MAX_CTAS`` limits; that three fit has not been tried on a device.
 
 The same bits everywhere: NCCL adds each part of a tensor in one place, and passes the sum on (rings, trees, and sums
 within a switch). It would add in several places only in memory that is registered as a symmetric window, which none is.
