@@ -19,6 +19,7 @@ Must not know: who lets gradients wait, and when they are computed.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any, Optional
@@ -34,7 +35,8 @@ Defer = Callable[[Tensor, Tensor | None, Tensor, Tensor], bool]
 tensors ``x`` (rows, in) and gradient (rows, out)."""
 
 _linear = F.linear
-_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_HAS_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None) if _HAS_TAGS else None
 
 
 def define_linear(defer: Defer) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
