@@ -757,7 +757,6 @@ class Executor:
                 self._place = (step + 1, _READING)
                 data.handle.loader.read_ahead(data.handle)
                 self._place = (step, task.label)
-        self._timings.await_device(self._client.progressed)
         with self._client.waiting(f"rank {task.source}"):
             value = self._communicator.receive(self._incoming[task])
         if self._meter is not None and task.op.kind is OpKind.FORWARD:

@@ -61,8 +61,8 @@ class Timings:
         return _Stopwatch(self, kind, device, stretch)
 
     def await_device(self, progressed: Callable[[], None]) -> None:
-        """Waits until the device has done all that was measured. A worker does so before it waits for others: whoever
-        waits must have no work of its own that may be stuck.
+        """Waits until the device has done all that was measured: who then waits for others has no work of its own left
+        that may be stuck.
 
         Args:
             progressed: called after each operation that it has waited for.
