@@ -182,7 +182,7 @@ def test_the_running_example_has_the_papers_slots(tmp_path: Path) -> None:
 
 def test_an_experiment_takes_values_from_the_command_line_and_each_point_can_be_repeated(tmp_path: Path) -> None:
     # The command line wins over the lines of the experiment: one model and one run where the file has more.
-    arguments = ["experiment=layers", "model=gpt3_medium", "policy=recycle", "policy.effort=0"]
+    arguments = ["experiment=layers", "model=gpt3_medium", "policy=recycle", "policy.effort=0", "schedule=planned"]
     arguments += ["failures=fraction", "failures.part=0.0625"]
     out = simulate(tmp_path, *arguments, "hydra.run.dir=here")
     found = result_in(tmp_path / "here" / "layers" / "000")

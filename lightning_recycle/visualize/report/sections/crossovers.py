@@ -7,9 +7,10 @@ from dataclasses import replace
 from lightning_recycle.visualize.report.charts import Point, Series, legend, line_chart
 from lightning_recycle.visualize.report.grouping import Variants, models_of, protocol_text, short_model
 from lightning_recycle.visualize.report.markup import Cell, Markup, join, num, table
-from lightning_recycle.visualize.report.names import duration_text, failures_text, model_text
+from lightning_recycle.visualize.report.names import duration_text, failures_text, model_text, setting_text
 from lightning_recycle.visualize.report.records import Record, Results
 from lightning_recycle.visualize.report.scales import linear, logarithmic
+from lightning_recycle.visualize.report.sections.equal_schedules import schedule_of
 from lightning_recycle.visualize.report.sections.section import Section, charts, note, summary, with_points
 
 __all__ = ["layers_section", "restart_section", "spares_section"]
@@ -26,7 +27,7 @@ def spares_section(results: Results) -> Section:
     return Section(
         "spares",
         "How many hot spares equal ReCycle?",
-        "Spares are extra GPUs. The broken lines are ReCycle, which has none.",
+        "Spares are extra GPUs. The broken lines are ReCycle, which has none, with the same schedule.",
         _spares(found) if {"Spares", "Recycle"} <= kinds else None,
         "recycle-simulate experiment=spares",
     )
@@ -48,10 +49,12 @@ def _spares(records: list[Record]) -> Markup:
     y = linear(_AXIS, max(ratios), least=0.95 * min(ratios))
     pictures = []
     rows: list[list[Cell | str]] = []
-    for model in models_of(records):
+    schedules = sorted({str(schedule_of(record)) for record in records})
+    for model, schedule in ((model, schedule) for model in models_of(records) for schedule in schedules):
         lines = []
+        own = [r for r in records if r["model"]["name"] == model and str(schedule_of(r)) == schedule]
         for interval in intervals:
-            runs = [r for r in records if r["model"]["name"] == model and _mtbf(r) == interval]
+            runs = [run for run in own if _mtbf(run) == interval]
             recycle = next((run for run in runs if run["policy"]["name"] == "Recycle"), None)
             spares = sorted((run for run in runs if run["policy"]["name"] == "Spares"), key=_number)
             if recycle is None or not spares:
@@ -60,14 +63,17 @@ def _spares(records: list[Record]) -> Markup:
             points = [Point(_number(run), run["ratio"], summary(run, f"{_number(run)} spares")) for run in spares]
             lines.append(with_points(look, points))
             lines.append(replace(look, level=recycle["ratio"], dashed=True, marker=None))
-            rows.append([model_text(model), duration_text(interval), *_spares_row(recycle, spares)])
-        pictures.append(line_chart(model_text(model), lines, x, y))
-    columns = ["model", "failure every", "ReCycle", "equal with", "best per GPU: spares", "ratio per GPU"]
+            shown = setting_text("schedule", schedule)
+            rows.append([model_text(model), shown, duration_text(interval), *_spares_row(recycle, spares)])
+        if lines:
+            title = f"{model_text(model)}, {setting_text('schedule', schedule)}"
+            pictures.append(line_chart(title, lines, x, y))
+    columns = ["model", "schedule", "failure every", "ReCycle", "equal with", "best per GPU: spares", "ratio per GPU"]
     return join(
         (
             legend(list(looks.values())),
             charts(*pictures),
-            table(columns, rows, left=2, caption="Spares that equal ReCycle"),
+            table(columns, rows, left=3, caption="Spares that equal ReCycle"),
             note(
                 f"Protocol: {protocol_text(records)}. Equal: within {100 * _EQUAL:g} points of throughput. Per GPU: "
                 "spares count too."
