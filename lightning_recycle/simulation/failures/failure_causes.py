@@ -85,7 +85,7 @@ class FailureCauses:
         scale: factor by which all rates are multiplied.
         rack: nodes below a rack's switch.
         switch: racks below the next switch.
-        lemons: fraction of the nodes that fail more often; which ones depends on the seed.
+        lemons: fraction of the nodes that fail more often, above 0 at least one; which ones depends on the seed.
         lemon_factor: how much more often. The rate of the whole cluster does not change.
     """
 
@@ -109,7 +109,8 @@ class FailureCauses:
         """See :class:`FailureSource`."""
         random = Random(seed)
         nodes = range(cluster.nodes)
-        lemons = frozenset(random.sample(nodes, round(self.lemons * cluster.nodes)))
+        count = max(1, round(self.lemons * cluster.nodes)) if self.lemons else 0
+        lemons = frozenset(random.sample(nodes, count))
         weights = list(accumulate(self.lemon_factor if node in lemons else 1.0 for node in nodes))
         strikes: list[tuple[float, int, FailureCause]] = []
         for cause in self.causes:
