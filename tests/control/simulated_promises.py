@@ -353,6 +353,10 @@ class Promises:
                 worker = self.members.get(rank)
                 if worker is not None and worker.has_state and worker.version <= record.step:
                     raise Violation(f"step {record.step} is counted before {worker} has applied it")
+        elif record.kind == "revived":
+            # It says how many steps are done. That of a step whose news was still on its way when its coordinator was
+            # killed is among them, and not told again: workers keep what they said of their newest two.
+            self._completed += [step for step in range(record.step) if step not in self._completed]
         elif record.kind in ("left", "moved") and record.rank is not None:
             stage = record.rank % self.grid.stages
             others = [w for w in self.members.values() if w.stage == stage and w.has_state and w.rank != record.rank]

@@ -27,6 +27,7 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "a worker forgets what a recovery told of a commit": 1_500,
     "answers to an earlier pause count": 5_300,
     "the dead arrive where nobody else does": 10_500,
+    "what was on its way to the last holder is forgotten": 37_600,
     "nobody waits for a worker without micro-batches": 33_100,
 }
 MEETS = {  # what the sample must have met, or it says nothing about it
@@ -279,7 +280,8 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("the answers that were given do not count", revival, "rebuilt",
      "max(one.next_collective for one", "min(one.next_collective for one"),
     ("a commit that was answered is forgotten", revival, "rebuilt", "if known is None else", "if True else"),
-    ("who joins has applied nothing", revival, "rebuilt", "min(newest, default=-1)", "-1"),
+    ("who joins has applied nothing", revival, "rebuilt",
+     "min(newest, default=members[rank].joins_after)", "-1"),
     ("exceptions are forgotten", revival, "revived", "raised=written.raised", "raised=()"),
     ("exceptions without a verdict count as judged", revival, "rebuilt", "not in unanswered", "is not None"),
     ("nobody speaks for the run", revival, "revived", "leader=written.leader", "leader=state.leader"),
@@ -294,7 +296,9 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
      "self._known = messages.Known(message.generation, message.step, message.payloads)", "pass"),
     ("a worker forgets what a recovery told of a commit", Memory, "heard", "if message.commits:", "if False:"),
     ("a worker does not say what it applied", Memory, "said", "self._applied = message.step", "pass"),
-    ("a worker does not say where it got its state", Memory, "said", "self._applied = self._joined_at", "pass"),
+    ("a worker does not say where it got its state", Memory, "said", "self._applied = self._joins_after", "pass"),
+    ("what was on its way to the last holder is forgotten", revival, "rebuilt", "default=members[rank].joins_after",
+     "default=-1"),
     ("a worker forgets its exception", Memory, "said", "self._raised = message", "pass"),
 ]
 """As above, in histories in which the coordinator is killed. Who may return to it: see test_readmission.py."""

@@ -88,7 +88,13 @@ def objection_to_return(grid: Grid, returned: messages.Returned) -> str | None:
     indices = {index for losses in returned.losses for index in (*losses.losses, *losses.outputs)}
     if not all(0 <= index < grid.global_microbatches for index in indices):
         return f"there are no micro-batches {sorted(indices)}"
-    numbers = (newest + 1, returned.generation + 1, returned.restored, returned.next_collective)
+    numbers = (
+        newest + 1,
+        returned.joins_after + 1,
+        returned.generation + 1,
+        returned.restored,
+        returned.next_collective,
+    )
     return _unless(min(numbers) >= 0, f"it counts to less than nothing: {numbers}")
 
 

@@ -460,6 +460,7 @@ class Returned:
         wants: what its script wants, with the grid that it was told.
         generation: the newest that was announced to it; -1 before the first.
         applied: the newest step that it has applied, or got with its state; -1 for none.
+        joins_after: the step after which the newest generation gives it its state; -1 for none.
         restored: the steps of the checkpoint that it goes on from; 0 without one.
         next_collective: the first control collective that it has no answer to.
         facts: what it said of the newest steps that it applied, one after the other, the newest last.
@@ -489,6 +490,7 @@ class Returned:
     wants: Wants | None = None
     generation: int = -1
     applied: int = -1
+    joins_after: int = -1
     restored: int = 0
     next_collective: int = 0
     facts: tuple[Applied, ...] = ()

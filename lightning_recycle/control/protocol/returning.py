@@ -42,7 +42,7 @@ class Memory:
         self._measured: messages.Measured | None = None
         self._applied = -1
         self._restored = 0
-        self._joined_at = -1  # the step before the one at which it got its state
+        self._joins_after = -1  # the step after which it gets its state
         self._is_ready = False
         self._leave: messages.Leave | None = None
         self._ends_run = False
@@ -70,7 +70,7 @@ class Memory:
             case messages.Restored():
                 self._restored = message.version
             case messages.Entered():
-                self._applied = self._joined_at
+                self._applied = self._joins_after
             case messages.Ready():
                 self._is_ready = True
             case messages.Leave():
@@ -101,7 +101,7 @@ class Memory:
                 if message.commits:
                     self._known = messages.Known(message.generation, message.decision.version - 1, message.commits)
                 if rank in message.donors:
-                    self._joined_at = message.decision.version - 1
+                    self._joins_after = message.decision.version - 1
             case messages.StopVerdict():
                 if self._request is not None and self._request.point == message.point:
                     self._request = None
@@ -131,6 +131,7 @@ class Memory:
         return messages.Returned(
             generation=generation,
             applied=self._applied,
+            joins_after=self._joins_after,
             restored=self._restored,
             next_collective=number,
             facts=self._facts,

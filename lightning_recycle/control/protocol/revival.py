@@ -176,7 +176,8 @@ def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...
     applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}
     newest = [one.applied for rank, one in members.items() if rank not in state.joining or one.applied >= 0]
     for rank in state.joining - applied.keys():
-        applied[rank] = min(newest, default=-1)  # the others cannot go on without it
+        # The others cannot go on without it. If they are lost, what it was about to get may have arrived.
+        applied[rank] = min(newest, default=members[rank].joins_after)
     restored = max(one.restored for one in members.values())
     version = max(restored, 1 + min(applied.get(rank, -1) for rank in members))
     told = {loss.step: loss for one in members.values() for loss in one.told}
@@ -192,7 +193,7 @@ def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...
         applied=applied,
         version=version,
         passed=0,
-        summed=max([restored, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())]),
+        summed=max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())]),
         next_collective=max(one.next_collective for one in members.values()),
         answered=state.answered if known is None else (known.step, known.payloads),
         raised=tuple(one for one in state.raised if (one.rank, one.generation) not in unanswered),
