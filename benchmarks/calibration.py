@@ -38,23 +38,13 @@ from lightning_recycle.simulation import (
     get_model,
     simulate,
 )
+from lightning_recycle.visualize.report.paper import FAULT_FREE, THROUGHPUT
 
 __all__ = ["Samples", "calibration_tables", "measured", "order_of", "ratio_interval"]
 
 INTERVALS = ("6h", "2h", "30min")
 DURATION = "6h"
 SEEDS = 400
-# samples/s; Gandhi et al., SOSP'24 (arXiv 2405.14009), throughput by failure interval. None: out of memory.
-PAPER: dict[str, dict[str, tuple[float, ...] | None]] = {
-    "gpt3_medium": {
-        "Bamboo": (19.47, 18.98, 15.24),
-        "Oobleck": (27.26, 25.37, 19.47),
-        "Recycle": (27.27, 25.42, 22.27),
-    },
-    "gpt3_3_35b": {"Bamboo": None, "Oobleck": (14.55, 13.44, 9.78), "Recycle": (14.59, 14.17, 12.63)},
-    "gpt3_6_7b": {"Bamboo": None, "Oobleck": (4.98, 4.65, 2.78), "Recycle": (5.17, 4.85, 3.53)},
-}
-FREE = {"gpt3_medium": 27.58, "gpt3_3_35b": 14.87, "gpt3_6_7b": 5.33}
 POINTS = 5.0
 
 # samples/s of Oobleck on 30 down to 15 nodes; its artifact (SymbioticLab/Oobleck, branch sosp23-artifact,
@@ -96,7 +86,7 @@ def measured(
     """Simulate all cells; ``recovery``: settings of all policies that are not the defaults."""
     chosen = tuple(seeds)
     found = {}
-    for name in PAPER:
+    for name in THROUGHPUT:
         model = get_model(name, global_batch=batch)
         cluster = Cluster.of(model)
         for label, usual in systems(effort).items():
@@ -110,8 +100,8 @@ def measured(
 def paper_ratios() -> dict[tuple[str, str, str], float]:
     """Of the 21 cells, those with a throughput; out of memory is 0."""
     return {
-        (name, label, interval): (values[place] if values else 0.0) / FREE[name]
-        for name, rows in PAPER.items()
+        (name, label, interval): (values[place] if values else 0.0) / FAULT_FREE[name]
+        for name, rows in THROUGHPUT.items()
         for label, values in rows.items()
         for place, interval in enumerate(INTERVALS)
     }
@@ -177,7 +167,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 def _cells(found: Samples, paper: Mapping[tuple[str, str, str], float], seeds: int) -> Table:
     table = _table(
         f"The paper's cells: ratio to fault-free, {seeds} seeds, mean with its 95 % interval, and where 95 % of single "
-        f"runs are. {'; '.join(assumptions(get_model(name)) for name in PAPER)}",
+        f"runs are. {'; '.join(assumptions(get_model(name)) for name in THROUGHPUT)}",
         "model", "policy", "interval", "paper", "ours", "single runs", "points", left=3,
     )  # fmt: skip
     for key, values in found.items():
@@ -194,10 +184,10 @@ def _cells(found: Samples, paper: Mapping[tuple[str, str, str], float], seeds: i
 
 def _orders(found: Samples, paper: Mapping[tuple[str, str, str], float]) -> Table:
     table = _table("Order of the systems, fastest first", "model", "interval", "paper", "ours", left=4)
-    for name in PAPER:
+    for name in THROUGHPUT:
         for interval in INTERVALS:
-            theirs = order_of({label: paper[name, label, interval] for label in PAPER[name]})
-            ours = order_of({label: statistics.fmean(found[name, label, interval]) for label in PAPER[name]})
+            theirs = order_of({label: paper[name, label, interval] for label in THROUGHPUT[name]})
+            ours = order_of({label: statistics.fmean(found[name, label, interval]) for label in THROUGHPUT[name]})
             table.add_row(name, interval, " > ".join(theirs), "the same" if ours == theirs else " > ".join(ours))
     return table
 
@@ -206,7 +196,7 @@ def _speed_ups(found: Samples, paper: Mapping[tuple[str, str, str], float]) -> T
     table = _table(
         "Speed-up of ReCycle, 95 % interval of the ratio of means", "model", "over", "interval", "paper", "ours", left=3
     )
-    for name in PAPER:
+    for name in THROUGHPUT:
         for rival in ("Oobleck", "Bamboo"):
             for interval in INTERVALS:
                 if not paper[name, rival, interval]:
@@ -242,7 +232,7 @@ def _against_null(found: Samples, paper: Mapping[tuple[str, str, str], float]) -
         )  # fmt: skip
     pairs = [
         (found[name, "Recycle", interval], found[name, "Oobleck", interval], name, interval)
-        for name, interval in ((name, interval) for name in PAPER for interval in INTERVALS)
+        for name, interval in ((name, interval) for name in THROUGHPUT for interval in INTERVALS)
     ]
     claimed = [paper[name, "Recycle", when] / paper[name, "Oobleck", when] for _, _, name, when in pairs]
     ours = [(ratio_interval(a, b)[0], goal) for (a, b, _, _), goal in zip(pairs, claimed, strict=True)]
@@ -278,7 +268,7 @@ def protocol_table(seeds: int = 60) -> Table:
         means = {key: statistics.fmean(values) for key, values in found.items()}
         cells = [(means[key], paper[key]) for key in found if key[1] != "Bamboo"]
         both = [
-            [values[name, "Recycle", when] / values[name, "Oobleck", when] for name in PAPER for when in INTERVALS]
+            [values[name, "Recycle", when] / values[name, "Oobleck", when] for name in THROUGHPUT for when in INTERVALS]
             for values in (means, paper)
         ]
         near = sum(abs(a - b) <= POINTS / 100 for a, b in cells)
@@ -289,7 +279,7 @@ def protocol_table(seeds: int = 60) -> Table:
     null = null_model(paper)
     cells = [(null[key[2]], value) for key, value in paper.items() if key[1] != "Bamboo"]
     near = sum(abs(a - b) <= POINTS / 100 for a, b in cells)
-    claimed = [paper[name, "Recycle", when] / paper[name, "Oobleck", when] for name in PAPER for when in INTERVALS]
+    claimed = [paper[name, "Recycle", when] / paper[name, "Oobleck", when] for name in THROUGHPUT for when in INTERVALS]
     table.add_row(
         "null model: one constant per interval",
         f"{near} of 18", f"{error(cells):.1f}", f"{error((1.0, goal) for goal in claimed):.1f}", "none",

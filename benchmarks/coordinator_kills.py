@@ -132,6 +132,7 @@ class _Run:
         self.folder, self.output = folder, folder / "trained.pt"
         self.steps: list[tuple[float, int]] = []  # when a worker began which step
         self.workers: list[subprocess.Popen[str]] = []
+        self.training: set[int] = set()  # the processes that have begun a step
         self._environment = {
             **os.environ,
             "RECYCLE_KEY": "a key of this benchmark",
@@ -162,6 +163,7 @@ class _Run:
             assert worker.stdout is not None
             for line in worker.stdout:
                 if line.startswith("step "):
+                    self.training.add(worker.pid)
                     self.steps.append((time.monotonic(), int(line.split()[1])))
 
         threading.Thread(target=listen, daemon=True).start()
@@ -268,7 +270,8 @@ def _disturb(run: _Run, kills: int, chance: random.Random, result: Result, death
         if run.has_finished:
             break  # killed while it ended: there is nothing to go on with, and another one would wait for the next run
         alive = [worker for worker in run.workers if worker.poll() is None]
-        if deaths and result.kills % 2 and len(alive) == WORKERS and 2 <= run.step < STEPS - 40:
+        whole = len(alive) == WORKERS and run.training.issuperset(worker.pid for worker in alive)  # or a stage is lost
+        if deaths and result.kills % 2 and whole and 2 <= run.step < STEPS - 40:
             chance.choice(alive).kill()
             died += 1
             run.start_worker()

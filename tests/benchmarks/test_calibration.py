@@ -9,7 +9,6 @@ import statistics
 import pytest
 from calibration import (
     INTERVALS,
-    PAPER,
     error,
     measured,
     null_model,
@@ -18,6 +17,8 @@ from calibration import (
     published_rows,
     ratio_interval,
 )
+
+from lightning_recycle.visualize.report.paper import THROUGHPUT
 
 SEEDS = 20
 OURS = {
@@ -74,10 +75,10 @@ def test_there_are_21_cells_and_bamboo_runs_out_of_memory_where_the_paper_says(f
 
 def test_systems_are_in_the_papers_order_with_listed_exceptions() -> None:
     paper = paper_ratios()
-    for name in PAPER:
+    for name in THROUGHPUT:
         for when in INTERVALS:
             orders = [
-                order_of({label: values[name, label, when] for label in PAPER[name]}) for values in (paper, MEANS)
+                order_of({label: values[name, label, when] for label in THROUGHPUT[name]}) for values in (paper, MEANS)
             ]
             assert (orders[0] == orders[1]) == ((name, when) not in OTHER_ORDER)
 
@@ -101,7 +102,7 @@ def test_oobleck_and_recycle_are_nearer_to_the_paper_than_a_null_model() -> None
 def test_speed_ups_are_nearer_to_the_papers_than_none_at_all(found) -> None:
     paper = paper_ratios()
     ours, null = [], []
-    for name in PAPER:
+    for name in THROUGHPUT:
         for when in INTERVALS:
             claimed = paper[name, "Recycle", when] / paper[name, "Oobleck", when]
             ratio, width = ratio_interval(found[name, "Recycle", when], found[name, "Oobleck", when])

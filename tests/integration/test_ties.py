@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import Decode, Encode
 from support.training import exact_fit, failures
 from torch import Tensor, nn
 
@@ -11,30 +12,10 @@ from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault
 
 
-class Encode(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 8) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
-
-
-class Decode(nn.Module):
-    """The transpose of an :class:`Encode`, with its weight."""
-
-    def __init__(self, encode: Encode) -> None:
-        super().__init__()
-        self.weight = encode.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight.t()).mean(-1, keepdim=True)
-
-
 class AutoEncoder(PipelineModule):
     def configure_pipeline(self) -> list[nn.Module]:
         torch.manual_seed(0)
-        encode = Encode()
+        encode = Encode(6, 8, 3)
         return [encode, nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), Decode(encode)]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.fake_nccl import FakeDevice, FakeEvent, LocalNetwork
+from support.meeting import Meeting
 from support.waiting import wait_for
 from torch import Tensor
 
@@ -32,22 +33,6 @@ FORWARD = Channel.ACTIVATIONS
 STAGE = "stage0"
 AT_ONCE = 2.0  # seconds, on a machine with other things to do
 GLOO_PACKS = GlooTransport(timedelta(seconds=1), HostMemory(torch.device("cpu"))).packed_bytes(0)
-
-
-class Meeting:
-    """A rendezvous in this process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def publish(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-
-    def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
-        while not all(key in self._values for key in keys):
-            if cancelled.wait(0.001):
-                raise CommunicationError("cancelled")
-        return [self._values[key] for key in keys]
 
 
 class Pair:

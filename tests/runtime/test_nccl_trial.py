@@ -8,13 +8,13 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import combinations
 
 import pytest
 import torch
 from support.fake_nccl import FakeComm, FakeDevice, FakeStream, LocalNetwork
+from support.meeting import Meeting
 from torch import Tensor
 
 from lightning_recycle.runtime import nccl_transport as module
@@ -31,22 +31,6 @@ HISTORIES = 40
 PATIENCE = 30.0
 LATE_SECONDS = 0.1  # for which a call may wait for the others before it fails
 VALUE = torch.arange(20_000.0)
-
-
-class Meeting:
-    """A rendezvous in this process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def publish(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-
-    def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
-        while not all(key in self._values for key in keys):
-            if cancelled.wait(0.001):
-                raise CommunicationError("cancelled")
-        return [self._values[key] for key in keys]
 
 
 class World:

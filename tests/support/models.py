@@ -61,3 +61,25 @@ def dataset(num_samples: int = GLOBAL_BATCH * STEPS) -> TensorDataset:
     x = torch.randn(num_samples, 8, generator=generator, dtype=torch.float64)
     y = torch.randn(num_samples, 1, generator=generator, dtype=torch.float64)
     return TensorDataset(x, y)
+
+
+class Encode(nn.Module):
+    """A product with a weight (outputs, inputs) that a :class:`Decode` may share."""
+
+    def __init__(self, outputs: int, inputs: int, divisor: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / divisor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Decode(nn.Module):
+    """The transpose of an :class:`Encode`, with its weight."""
+
+    def __init__(self, encode: Encode) -> None:
+        super().__init__()
+        self.weight = encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.t()).mean(-1, keepdim=True)

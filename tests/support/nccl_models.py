@@ -14,7 +14,7 @@ from lightning_recycle.runtime.transports import Channel, GlooTransport, Transpo
 from lightning_recycle.runtime.wire import Layout
 from lightning_recycle.session import session
 from support.fake_nccl import FakeDevice, SocketNetwork
-from support.models import Regression
+from support.models import Decode, Encode, Regression
 
 WIDTH = 5_000  # so that a micro-batch of two samples is larger than what Gloo carries with its header
 
@@ -73,32 +73,12 @@ class Sticky(Wide):
             CountingTransport.devices[self.rank].is_lost = True
 
 
-class Encode(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 8) / 30)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
-
-
-class Decode(nn.Module):
-    """The transpose of an :class:`Encode`, with its weight."""
-
-    def __init__(self, encode: Encode) -> None:
-        super().__init__()
-        self.weight = encode.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight.t()).mean(-1, keepdim=True)
-
-
 class WideTied(Regression):
     """The first and the last stage share a wide weight."""
 
     def configure_pipeline(self) -> list[Any]:
         torch.manual_seed(0)
-        encode = Encode()
+        encode = Encode(WIDTH, 8, 30)
         return [encode, nn.Tanh(), nn.Tanh(), Decode(encode)]
 
     def on_train_end(self) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SOURCE", "paper_slots", "paper_throughput"]
+__all__ = ["FAULT_FREE", "SOURCE", "THROUGHPUT", "paper_slots", "paper_throughput"]
 
 SOURCE = "Gandhi et al., SOSP\N{RIGHT SINGLE QUOTATION MARK}24, arXiv 2405.14009"
 
-_FAULT_FREE = {"gpt3_medium": 27.58, "gpt3_3_35b": 14.87, "gpt3_6_7b": 5.33}
+FAULT_FREE = {"gpt3_medium": 27.58, "gpt3_3_35b": 14.87, "gpt3_6_7b": 5.33}
 _INTERVALS = (21600.0, 7200.0, 1800.0)
 # Samples/s; None: out of memory.
-_THROUGHPUT: dict[str, dict[str, tuple[float, ...] | None]] = {
+THROUGHPUT: dict[str, dict[str, tuple[float, ...] | None]] = {
     "gpt3_medium": {
         "Bamboo": (19.47, 18.98, 15.24),
         "Oobleck": (27.26, 25.37, 19.47),
@@ -37,10 +37,10 @@ def paper_throughput(record: Mapping[str, Any]) -> float | None:
     model, policy, failures = record["model"], record["policy"], record["failures"]
     if failures["name"] != "Poisson" or failures["settings"]["mtbf"] not in _INTERVALS:
         return None
-    usual = _FAULT_FREE.get(model["name"])
+    usual = FAULT_FREE.get(model["name"])
     if usual is None or abs(record["fault_free_throughput"] / usual - 1) > 0.001:
         return None
-    if policy["name"] not in _THROUGHPUT[model["name"]]:
+    if policy["name"] not in THROUGHPUT[model["name"]]:
         return None
     usual_schedule = "planned" if policy["name"] == "Recycle" else "1f1b"
     if policy["settings"].get("schedule", usual_schedule) != usual_schedule:
@@ -48,7 +48,7 @@ def paper_throughput(record: Mapping[str, Any]) -> float | None:
     switches = ("adaptive", "decoupled", "staggered", "normalization")
     if not all(policy["settings"].get(switch, True) for switch in switches):
         return None
-    found = _THROUGHPUT[model["name"]][policy["name"]]
+    found = THROUGHPUT[model["name"]][policy["name"]]
     return 0.0 if found is None else found[_INTERVALS.index(failures["settings"]["mtbf"])]
 
 
