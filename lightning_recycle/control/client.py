@@ -287,17 +287,18 @@ class ControlClient:
         self.send(self.member.raised(step, operation, summary, text, exact, sticky))
         return self._wait(self.member.judged, "a verdict on its exception").own
 
-    def report(self, status: WorkerStatus, payload: Any = None) -> messages.Resume:
+    def report(self, status: WorkerStatus, payload: Any = None, cuts: messages.Cuts = ()) -> messages.Resume:
         """Reports for the entered generation and waits for all others.
 
         Args:
             status: what this worker holds.
             payload: its contribution to the commit of its step, if it is REDUCED.
+            cuts: the layout of the layers that it has.
 
         Raises:
             Interrupted: when a newer generation was announced meanwhile.
         """
-        self.send(self.member.report(status, pack(payload)))
+        self.send(self.member.report(status, pack(payload), cuts))
         return self._wait(self.member.resumed, "the others to report", interruptible=True)
 
     def commit(self, step: int, payload: Any) -> dict[int, Any]:

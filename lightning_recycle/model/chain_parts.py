@@ -16,7 +16,9 @@ that the step is such a chain.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -97,9 +99,9 @@ class ChainParts(StepParts):
         self._owned, self._middle = owned, range(stages[0].stop, stages[-1].start)
         self._is_first, self._is_last = stage == 0, stage == len(stages) - 1
         self.takes_target = self._is_last
-        self._stage, self._held = stage, _Held(module, chain, stages)
+        known = getattr(self, "_held", None)  # found before the layers of other stages were dropped
+        self._stage, self._held = stage, _Held(module, chain, stages) if known is None else known.under(stages)
         self._names = frozenset(module.state_dict())
-        self._ties = self._held.ties()
         layers = self._layers()
         self._dropped: list[tuple[nn.Module, str, nn.Module]] = []
         for index, layer in enumerate(layers):
@@ -117,8 +119,52 @@ class ChainParts(StepParts):
             for part in set(original.modules()) - kept:
                 _release(part)
         last = len(layers) - 1
-        self._watched = [handle for index in owned for handle in watch(layers[index], index, last=index == last)]
+        self._watched = {index: watch(layers[index], index, last=index == last) for index in owned}
         ask_instead(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
+
+    @property
+    def stages(self) -> Sequence[range]:
+        """The layers of each stage."""
+        return self._held.stages
+
+    @override
+    def path(self, index: int) -> str:
+        return self._chain.paths[index]
+
+    @override
+    @contextmanager
+    def handed_out(self, *layers: int) -> Iterator[Sequence[nn.Module]]:
+        modules = [self.module.get_submodule(self._chain.paths[index]) for index in layers]
+        for index in layers:
+            self._look_away(index)
+        try:
+            yield modules
+        finally:
+            for index, layer in zip(layers, modules, strict=True):
+                self._watched[index] = watch(layer, index, last=index == len(self._chain.paths) - 1)
+
+    def _look_away(self, index: int) -> None:
+        for handle in self._watched.pop(index):
+            handle.remove()
+
+    @override
+    def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
+        self._put_back()
+        for index, layer in layers.items():
+            original = self.module.get_submodule(self._chain.paths[index])
+            for parent in list(self.module.modules()):
+                for name in [name for name, child in parent._modules.items() if child is original]:
+                    parent._modules[name] = layer
+        self._held.share(self.module, [f"{self._chain.paths[index]}." for index in layers])
+        self.keep(stages, stage)
+
+    def _put_back(self) -> None:
+        """The modules of other stages are in their places again, as far as they are here."""
+        ask_no_more(self.module)
+        for index in list(self._watched):
+            self._look_away(index)
+        for parent, name, original in self._dropped:
+            parent._modules[name] = original
 
     def _drop(self, parent: nn.Module, name: str, stub: AbsentPart) -> None:
         self._dropped.append((parent, name, parent.get_submodule(name)))
@@ -138,8 +184,8 @@ class ChainParts(StepParts):
 
     @override
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
-        if hasattr(self, "_ties"):
-            return self._ties  # found before the layers of other stages were dropped
+        if hasattr(self, "_held"):
+            return self._held.under(stages).ties()  # found before the layers of other stages were dropped
         return _Held(self.module, self._chain, stages).ties()
 
     @override
@@ -182,11 +228,7 @@ class ChainParts(StepParts):
 
     @override
     def rebuild(self, state: Mapping[str, Any]) -> None:
-        ask_no_more(self.module)
-        for handle in self._watched:
-            handle.remove()
-        for parent, name, original in self._dropped:
-            parent._modules[name] = original
+        self._put_back()
         found: dict[str, nn.Parameter] = {}
         places = []
         for path, module in self.module.named_modules():
@@ -227,6 +269,24 @@ class _Held:
             self._names.setdefault(id(parameter), []).append(name)
         self.same_as = {name: names[0] for names in self._names.values() for name in names}
         self.outside = tuple(_outside(module, "", chain))
+
+    def under(self, stages: Sequence[range]) -> _Held:
+        """The same for other ``stages``."""
+        other = copy.copy(self)
+        other.stages = stages
+        return other
+
+    def share(self, module: nn.Module, came: Sequence[str]) -> None:
+        """Makes one object of the members of each shared parameter that are here: that of a module that was here before
+        those whose names begin with one of ``came``, if there is one.
+        """
+        there = tuple(came)
+        for names in self._names.values():
+            here = [name for name in names if not module.get_parameter(name).is_meta]
+            here.sort(key=lambda name: name.startswith(there))
+            for name in here[1:]:
+                path, _, inner = name.rpartition(".")
+                module.get_submodule(path)._parameters[inner] = module.get_parameter(here[0])
 
     def on(self, name: str, stage: int) -> bool:
         """Whether ``stage`` holds ``name``, of a state dict of the whole module."""

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from typing_extensions import Self, override
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewhere, tie
+from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewhere, share, tie
 from lightning_recycle.model.tying import merge_groups, shared_parameters, split_name
 from lightning_recycle.model.weights import set_weights
 from lightning_recycle.randomness import generator_states, set_generator_states
@@ -157,6 +157,13 @@ class LayeredModule(pl.LightningModule):
                     layers[index] = layer = AbsentLayer()
                 layer.elsewhere = True
                 layer.kept.update(kept.get(index, {}))
+
+    def exchange_layers(self, indices: range, layers: Mapping[int, nn.Module]) -> None:
+        """Takes ``layers`` from another process, and drops every layer outside ``indices``."""
+        for index, layer in layers.items():
+            self.layers[index] = layer
+        share(self.layers, self._tied, layers.keys())
+        self.keep_layers(indices)
 
     def without_storage(self) -> Self:
         """A copy of the whole model whose parameters are on torch's meta device: for what only looks at shapes."""

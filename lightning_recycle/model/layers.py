@@ -20,7 +20,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.tying import split_name
 from lightning_recycle.randomness import derive_seed
 
-__all__ = ["AbsentLayer", "LayerSpec", "count_parameters", "needed_elsewhere", "tie"]
+__all__ = ["AbsentLayer", "LayerSpec", "count_parameters", "needed_elsewhere", "share", "tie"]
 
 
 class LayerSpec:
@@ -197,6 +197,27 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
             for _, index, inner in members:
                 if index in absent:
                     absent[index].kept.pop(inner, None)
+
+
+def share(layers: nn.ModuleList, groups: Iterable[Sequence[str]], came: Container[int]) -> None:
+    """Makes one object of the members of each group that are here: that of a layer that was here before, if there is
+    one. All have the same values.
+
+    Args:
+        layers: layers of the whole model.
+        groups: as for :func:`tie`.
+        came: indices of the layers that have just come.
+    """
+    for group in groups:
+        members = [(name, *split_name(name)) for name in group]
+        here = [member for member in members if not isinstance(layers[member[1]], AbsentLayer)]
+        here.sort(key=lambda member: member[1] in came)
+        if len(here) > 1:
+            source = _parameter(layers[here[0][1]], *here[0])
+            for name, index, inner in here[1:]:
+                parameter = _parameter(layers[index], name, index, inner)
+                if parameter is not source:
+                    _replace(layers[index], parameter, source)
 
 
 def needed_elsewhere(

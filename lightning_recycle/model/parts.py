@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,6 +97,26 @@ class ModelParts(ABC):
     @abstractmethod
     def keep(self, stages: Sequence[range], stage: int) -> None:
         """Drops what ``stage`` does not need; ``stages``: the parts of each."""
+
+    def path(self, index: int) -> str:
+        """The name of a part that is a layer, in a state dict."""
+        raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
+
+    def handed_out(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
+        """Within the block these layers, which are here, have nothing of this package about them: they can be pickled
+        if they are the user's to pickle.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
+
+    def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
+        """From now on ``stages`` are the parts of each stage. Drops what this ``stage`` does not need any more.
+
+        Args:
+            stages: the parts of each stage.
+            stage: of this worker.
+            layers: those of them that were not here before.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
 
     @abstractmethod
     def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
@@ -232,6 +252,18 @@ class LayerParts(ModelParts):
     @override
     def keep(self, stages: Sequence[range], stage: int) -> None:
         self.module.keep_layers(stages[stage])
+
+    @override
+    def path(self, index: int) -> str:
+        return f"layers.{index}"
+
+    @override
+    def handed_out(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
+        return nullcontext([self.module.layers[index] for index in layers])
+
+    @override
+    def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
+        self.module.exchange_layers(stages[stage], layers)
 
     @override
     def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:

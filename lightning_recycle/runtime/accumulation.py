@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +42,18 @@ class AccumulatedGradients:
     Args:
         gradients: the gradients of each step of the schedule.
         parameters: the parameters of the stage.
+        sums: what it begins with.
     """
 
-    def __init__(self, gradients: GradientBuffers, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        gradients: GradientBuffers,
+        parameters: Sequence[nn.Parameter],
+        sums: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+    ) -> None:
         self._gradients = gradients
         self._parameters = list(parameters)
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[nn.Parameter, Tensor] = dict(sums)
 
     @torch.no_grad()
     def add(self, step: int, share: Share) -> None:
@@ -97,6 +104,11 @@ class AccumulatedGradients:
             part = gradient / share.batches
             totals[parameter] = totals[parameter] + part if parameter in totals else part
         return totals
+
+    @property
+    def sums(self) -> Mapping[nn.Parameter, Tensor]:
+        """What they have added up to, by parameter."""
+        return self._sums
 
     def state(self) -> dict[int, Tensor]:
         """For a worker that joins this stage, by the index of the parameter."""

@@ -62,7 +62,9 @@ from lightning_recycle.runtime.communicator import (
 )
 from lightning_recycle.runtime.forwards import Forwards
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
+from lightning_recycle.runtime.layer_moves import LayerKeeper, LayerMoves
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.memory_meter import MemoryMeter
 from lightning_recycle.runtime.profiling import StageProfiler
@@ -84,6 +86,7 @@ _NOTHING = nullcontext()
 _WHOLE_STEP = Share()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
+_LAYERS_TIMEOUT = 1800.0  # seconds for others to get the layers that they lack; who is stuck is found by its heartbeats
 
 
 @dataclass
@@ -118,6 +121,7 @@ class Executor:
         ties: weights that several stages hold; with them all stages commit a step together.
         held: returns the tensors that this process holds between two steps besides the parameters, their gradients and
             their previous version; None if the memory is not to be measured.
+        layers: changes the layers that this worker has; None if they stay.
 
     Attributes:
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
@@ -146,6 +150,7 @@ class Executor:
         ties: TieExchange | None = None,
         presumes: Callable[[float], bool] | None = None,
         held: Callable[[], Iterable[Tensor]] | None = None,
+        layers: LayerKeeper | None = None,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -155,22 +160,19 @@ class Executor:
         self.stretch_operation: Callable[[float], None] | None = None
         self._client = client
         self._communicator = communicator
-        self._stage = stage
-        self._forwards = Forwards(worker, grid, client, communicator, stage)
-        self._gradients, self._parameters, self._held = gradients, parameters, held
-        self._reduction = BucketedReduction(communicator, gradients, stage, lambda: self.is_settled)
-        self.accumulated = AccumulatedGradients(gradients, parameters)
+        self._held = held
         self._host = host
+        self._moving = None if layers is None else LayerMoves(layers, grid, worker, client, communicator)
         self._needs_norm, self._needs_overflow = needs_norm, needs_overflow
         self._profiler = profiler
-        self._ties = ties or TieExchange()
         self._leads: dict[int, int] = {}
-        waits = needs_overflow or not staggered or bool(self._ties.ties)
+        ties = ties or TieExchange()
+        waits = needs_overflow or not staggered or bool(ties.ties)
         self._guesses = None if waits or presumes is None else Guesses(client, worker.stage, grid.stages, presumes)
         self._commits = waits or (needs_norm and presumes is None)
-        self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
-        self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
-        self._meter = None if held is None else MemoryMeter(communicator.device, self._all_held)
+        self._redoes_whole_steps = bool(ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
+        self._shadow_on_host = shadow_on_host
+        self._hold(Holding(stage, parameters, gradients, ties))
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
         self._payload: CommitPayload | None = None
@@ -190,6 +192,16 @@ class Executor:
         communicator.on_progress = client.progressed
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
+
+    def _hold(self, holding: Holding) -> None:
+        """From now on this worker has these layers. Nothing is under way."""
+        self._stage, self._gradients, self._ties = holding.stage, holding.gradients, holding.ties
+        self._parameters = holding.parameters
+        self._forwards = Forwards(self.worker, self.grid, self._client, self._communicator, holding.stage)
+        self._reduction = BucketedReduction(self._communicator, self._gradients, self._stage, lambda: self.is_settled)
+        self.accumulated = AccumulatedGradients(self._gradients, self._parameters, holding.accumulated)
+        self._shadow = None if self._commits else Shadow(self._parameters, self._shadow_on_host)
+        self._meter = None if self._held is None else MemoryMeter(self._communicator.device, self._all_held)
 
     # ------------------------------------------------------------------ a step
 
@@ -589,9 +601,13 @@ class Executor:
         status = WorkerStatus(self.worker.stage, version, self._reduced, not self.is_settled)
         self._client.doing(self.version, "recovery", _RECOVER)
         self._place = (self.version, "recovery")
-        resume = self._client.report(status, self._payload)
+        resume = self._client.report(status, self._payload, () if self._moving is None else self._moving.cuts)
         if resume.generation > 0:
             self._host.on_recovery(resume.decision.version)
+        if self._moving is not None and not self._joining:
+            holding = self._moving.decided(resume.cuts)
+            if holding is not None:
+                self._take_up(holding)
         self._connect(resume, announced.check_links)
         with self._client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
             self._host.on_generation()
@@ -611,6 +627,27 @@ class Executor:
                 self._carry_out(action, resume, commits)
         if self._guesses is not None and self._guesses.unsettled:  # the others have yet to tell of the step
             self._guesses.tell(self.version - 1, self._payload, guesses=True)
+        if resume.becomes:
+            self._get_ready(resume)
+
+    def _get_ready(self, resume: messages.Resume) -> None:
+        """Exchanges layers with the workers of other stages; ends with another generation, which has the layout that
+        these are for, or has lost somebody.
+
+        Raises:
+            Interrupted: then.
+        """
+        assert self._moving is not None, "who cannot give layers away has said so"
+        self._client.doing(self.version, "layers", _RECOVER)
+        self._moving.exchange(resume)
+        self._client.send(messages.LayersHeld(self._client.rank, resume.generation))
+        self._client.await_announcement(_LAYERS_TIMEOUT)
+        raise Interrupted
+
+    def _take_up(self, holding: Holding) -> None:
+        self._hold(holding)
+        self._stage.remember_modes()
+        self._reduced, self._payload = False, None
 
     def _connect(self, resume: messages.Resume, check_links: bool) -> None:
         """Connects this worker with those that it needs in the generation; from now on its schedule holds."""
@@ -619,13 +656,16 @@ class Executor:
         stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
         self._leads = stage_leads(self.grid, resume.roster)
+        ties = self._ties.ties if self._moving is None else self._moving.ties(resume.cuts)
         tie_rosters = {
             index: [rank for rank, stage in stages.items() if stage in tie.stages]
-            for index, tie in enumerate(self._ties.ties)
+            for index, tie in enumerate(ties)
             if self.worker.stage in tie.stages
         }
         rank = self._client.rank
         transfers = {other for pair in resume.donors.items() if rank in pair for other in pair}
+        if self._moving is not None:
+            transfers |= self._moving.partners(resume)
         with self._client.waiting("connections"):
             self._communicator.configure(
                 resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, check_links
@@ -642,8 +682,12 @@ class Executor:
                     snapshot = self._host.take_snapshot()
                 with self._client.waiting("the transfer of state"):
                     for rank in action.ranks:
+                        if self._moving is not None and rank in resume.strangers:
+                            self._moving.give_all(rank)
                         send_object(self._communicator, snapshot, rank)
             case Take():
+                if self._moving is not None and self._client.rank in resume.strangers:
+                    self._take_up(self._moving.take_all(action.donor, resume.cuts))
                 with self._client.waiting("the transfer of state"):
                     snapshot = receive_object(self._communicator, action.donor)
                 with self._client.busy("taking over the state"):

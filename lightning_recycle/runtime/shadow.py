@@ -37,12 +37,14 @@ class Shadow:
     @torch.no_grad()
     def update(self) -> None:
         """Copies the current parameters; called right before they change."""
-        torch._foreach_copy_(self._copies, [p.detach() for p in self._parameters])
+        if self._copies:  # a stage may have layers without parameters only
+            torch._foreach_copy_(self._copies, [p.detach() for p in self._parameters])
 
     @torch.no_grad()
     def restore(self) -> None:
         """Makes the current parameters those of the previous version again."""
-        torch._foreach_copy_([p.detach() for p in self._parameters], self._copies)
+        if self._copies:
+            torch._foreach_copy_([p.detach() for p in self._parameters], self._copies)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -111,6 +111,11 @@ class Stage:
         self._modes: list[tuple[nn.Module, bool]] = []
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """What F runs, in order."""
+        return self._layers
+
     def remember_modes(self) -> None:
         """Records which modules are in training mode, for :meth:`as_in_training`."""
         self._modes = [(module, module.training) for layer in self._layers for module in layer.modules()]

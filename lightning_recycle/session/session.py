@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,11 +21,11 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
+from lightning_recycle.control.protocol.messages import AfterStep, Facts, LayoutWanted, Restored
 from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
@@ -33,7 +34,7 @@ from lightning_recycle.data.iterables import BatchIterableLoader
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.engines.requeue import requeue
-from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.model.parts import ModelParts
@@ -44,6 +45,7 @@ from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.host import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.profiling import StageProfiler
@@ -78,6 +80,7 @@ from lightning_recycle.session.preemption import Preemption
 from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
+from lightning_recycle.session.stage_layers import StageLayers
 from lightning_recycle.session.step_state import ManualStepState
 from lightning_recycle.session.stop_requests import StopRequests
 from lightning_recycle.session.weight_averages import WeightAverages
@@ -141,6 +144,7 @@ class Session:
         self.finetuning = Finetuning(trainer)
         self.pruning = Pruning(trainer)
         self._preemption = Preemption(trainer, client, fitting=self._fitting)
+        self._layers: StageLayers | None = None
         self._digested = -1  # the newest generation with a digest of the parameters
         self._moments: dict[int, Moment] = {}  # of the current step and the one before
         self._handle: StepHandle  # of the current step
@@ -209,10 +213,7 @@ class Session:
         overridden = any(is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources)
         self._transfers = strategy.root_device.type != "cpu" or overridden
         ties = TieExchange(self.parts.ties(self.run.parts), self.worker.stage, dict(module.named_parameters()))
-        if self.grid.stages > 1:
-            stage = self.worker.stage
-            names = {id(p): ties.copies.get((stage, name), name) for name, p in module.named_parameters()}
-            complete_norms(self.collectives.gather_stages, names)
+        self._name_norms(ties)
         self.executor = self._build_executor(ties)
         self.collectives.settle = self.executor.settle_newest
         self._whole_forward = WholeForward(self.parts, self._recorder, module, self.collectives, self.executor)
@@ -238,6 +239,19 @@ class Session:
         if self.client.joining:
             trainer.num_sanity_val_steps = 0  # the others are past it
         self.reach("setup", 0)
+
+    def _name_norms(self, ties: TieExchange) -> None:
+        """Lets hooks see norms of gradients over all stages."""
+        if self.grid.stages > 1:
+            stage = self.worker.stage
+            names = {id(p): ties.copies.get((stage, name), name) for name, p in self.module.named_parameters()}
+            complete_norms(self.collectives.gather_stages, names)
+
+    def _has_other_layers(self, holding: Holding) -> None:
+        """The layers of this worker have changed."""
+        self._name_norms(holding.ties)
+        self.checkpoints.copies = holding.ties.copies
+        self._newest_step = OptimizerStep()
 
     def _save_when_ending(self) -> None:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -278,14 +292,16 @@ class Session:
         if not self.parts.optimizes_itself:  # otherwise the plugin sees all there is
             strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
-    def _build_executor(self, ties: TieExchange) -> Executor:
-        trainer, module, device = self.trainer, self.module, self.trainer.strategy.root_device
-        owned = self.run.parts[self.worker.stage]
+    def _hold(
+        self, owned: range, ties: TieExchange, accumulated: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+    ) -> Holding:
+        """What runs the parts ``owned``, which are there."""
+        device = self.trainer.strategy.root_device
         by_itself = self._fitting and self.parts.optimizes_itself
         # Only fit trains them, and only by the schedule has this strategy something to keep for each.
-        parameters = list(module.parameters()) if self._fitting and not by_itself else []
+        parameters = list(self.module.parameters()) if self._fitting and not by_itself else []
         training_parts = self.parts.training_parts(owned, self._recorder)
-        scaler = scaler_of(trainer)
+        scaler = scaler_of(self.trainer)
         stage = Stage(
             training_parts,
             owned.start,
@@ -301,6 +317,14 @@ class Session:
             takes_target=self.parts.takes_target,
             scale_loss=None if scaler is None else scaler.scale,
         )
+        gradients = GradientBuffers(parameters, device, self.options.bucket_bytes)
+        return Holding(stage, parameters, gradients, ties, accumulated)
+
+    def _build_executor(self, ties: TieExchange) -> Executor:
+        trainer, module, device = self.trainer, self.module, self.trainer.strategy.root_device
+        owned = self.run.parts[self.worker.stage]
+        by_itself = self._fitting and self.parts.optimizes_itself
+        held = self._hold(owned, ties)
         common = (
             self.worker,
             self.grid,
@@ -313,15 +337,15 @@ class Session:
                 self.client.key_for("connections"),
                 transport=transport_for(self.options.transport, self.place.rank, device),
             ),
-            stage,
-            parameters,
-            GradientBuffers(parameters, device, self.options.bucket_bytes),
+            held.stage,
+            held.parameters,
+            held.gradients,
             self,
         )
         if by_itself:
             self.manual = ManualSteps(
                 trainer,
-                training_parts[0],
+                held.stage.layers[0],
                 self.begin_microbatch,
                 lambda output, samples: self.record_output(output, None, samples),
                 self._forward_context,
@@ -330,13 +354,25 @@ class Session:
             )
             return WholeStepExecutor(*common, body=self.manual, state=ManualStepState(trainer))
         needs = needs_of(trainer, module, self.grid.stages)
+        if self._fitting and self.grid.stages > 1:
+            self._layers = StageLayers(
+                trainer,
+                self.parts,
+                self.worker.stage,
+                self.run.parts,
+                device,
+                self._hold,
+                lambda: self.executor.accumulated.sums,
+                self._has_other_layers,
+            )
         return Executor(
             *common,
             staggered=self.run.staggered,
             shadow_on_host=self.options.shadow == "host",
-            profiler=StageProfiler(parameters) if self.run.profiles else None,
+            profiler=StageProfiler(held.parameters) if self.run.profiles else None,
             ties=ties,
-            held=self._held_besides if parameters else None,
+            held=self._held_besides if held.parameters else None,
+            layers=self._layers,
             needs_norm=needs.norm,
             needs_overflow=needs.overflow,
             presumes=self._leaves_gradients_alone if needs.afterwards else None,
@@ -483,6 +519,13 @@ class Session:
     def settle(self) -> None:
         """Returns when the parameters are what they will be."""
         self.executor.settle_newest()
+
+    def move_layers(self, sizes: Sequence[int]) -> None:
+        if self._layers is None:
+            raise ConfigurationError(
+                "Layers move while fit trains a module in several stages by a schedule, only then."
+            )
+        self.client.send(LayoutWanted(self.place.rank, self._layers.layout_of(sizes)))
 
     def agree_on_stop(self, place: StopPlace) -> None:
         self.stop_requests.agree(place)

@@ -376,7 +376,7 @@ class Promises:
             raise Violation("a pause in the middle of a regroup")
         if state.ready & state.live:
             raise Violation(f"{sorted(state.ready & state.live)} are members and wait to be let in")
-        busy = state.generation < 0 or state.regrouping or state.joining or state.pause is not None
+        busy = state.generation < 0 or state.regrouping or state.joining or state.pause is not None or state.becomes
         if not busy and state.ready - state.moves.keys():
             raise Violation(f"{sorted(state.ready)} wait to be let in, and nobody is asked to stop")
 

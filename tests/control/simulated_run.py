@@ -1,6 +1,7 @@
 """A run in a simulated world: the coordinator's state machine, workers, a network, a clock, faults; all from a seed.
 
-``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [plans_late]`` prints a history event by event.
+``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [plans_late] [layouts]`` prints a history event by
+event.
 
 The coordinator's shell is reduced to what the state machine can observe: connections, exits of processes, evictions,
 candidates for empty positions. Each connection keeps its order, with random delays; connections are independent of each
@@ -33,6 +34,7 @@ from simulated_workers import (
     Interrupted,
     Schedule,
     SimulatedWorker,
+    first_layout,
     linked_with,
 )
 
@@ -47,6 +49,7 @@ from lightning_recycle.control.protocol.state import (
     Evict,
     GraceElapsed,
     Joined,
+    LayoutReady,
     Lost,
     MembershipState,
     MovePlanned,
@@ -110,6 +113,7 @@ class Run:
         stops: whether workers want to stop training early.
         kills: whether the coordinator is killed.
         plans_late: whether the last report of a generation is held while its plan is made.
+        layouts: whether layers move.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Run:
         stops: bool = False,
         kills: bool = False,
         plans_late: bool = False,
+        layouts: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
@@ -180,6 +185,10 @@ class Run:
         replans = random.Random(f"replans {seed}")
         for number in range(1, 1 + replans.choice((0, 0, 1, 2, 3, 6))):
             self._at(replans.random() * FAULTS_END, self._replan, number, replans.random() * 0.1)
+        self._layouts = random.Random(f"layouts {seed}")
+        if layouts and self.grid.stages > 1:
+            for _ in range(self._layouts.choice((1, 2, 3))):
+                self._at(self._layouts.random() * FAULTS_END, self._move_layers)
         self._links = random.Random(f"links {seed}")
         self._cuts: dict[Pair, tuple[int, ...]] = {}  # cut links, and which of the two workers find that out
         self._held_back: dict[Fact, set[int]] = {}  # the ranks kept from it by a link that was cut on arrival
@@ -289,6 +298,8 @@ class Run:
         self.promises.on_entry(worker)
 
     def begins(self, worker: SimulatedWorker, step: int) -> None:
+        if self.state.becomes and worker.generation == self.state.generation:
+            raise Violation(f"worker {worker.rank} begins step {step} while layers are under way")
         self.promises.on_begin(worker, step)
 
     def applied(self, worker: SimulatedWorker, step: int, gradient: int) -> None:
@@ -664,6 +675,14 @@ class Run:
         self._plans[roster] = number
         self._handle(PlanReady(roster, (roster, number), {}, self._reconnects((roster, number))))
 
+    def _move_layers(self) -> None:
+        """The layers are to lie in another way: as a user wants, or as the planner does for the current workers."""
+        if self.state.generation >= 0 and not self._is_down:
+            parts = range(1, first_layout(self.grid)[-1])
+            cuts = (0, *sorted(self._layouts.sample(parts, self.grid.stages - 1)), parts.stop)
+            roster = self.state.roster if self._layouts.random() < 0.5 else ()
+            self._at_coordinator(self.delay(), self._handle, LayoutReady(roster, cuts))
+
     def _reconnects(self, schedule: Schedule) -> bool:
         """Whether ``schedule`` needs connections that those who run do not have."""
         if self.meshed or self._linked_by[0] != schedule[0]:
@@ -789,6 +808,11 @@ class Run:
             decision = message.decision
             self.met["adoption"] += len(decision.adoptions)
             self.met["ahead"] += bool(decision.ahead)
+            self.met["stranger"] += bool(message.strangers)
+            if message.becomes:
+                self.met["layers under way"] += 1
+                if self._layouts.random() < 0.3:
+                    self._at(self.delay() * 4, self._fault)
             self.met["loss computed again"] += len(decision.ahead) == self.grid.stages
             if message.donors and self._follow_ups and self.random() < 0.5:
                 self._follow_ups -= 1
@@ -938,7 +962,12 @@ class Run:
 
 
 def check_histories(
-    seeds: Iterable[int], ends: bool = False, stops: bool = False, kills: bool = False, plans_late: bool = False
+    seeds: Iterable[int],
+    ends: bool = False,
+    stops: bool = False,
+    kills: bool = False,
+    plans_late: bool = False,
+    layouts: bool = False,
 ) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
@@ -948,13 +977,14 @@ def check_histories(
         stops: whether workers want to stop training early.
         kills: whether the coordinator is killed in each.
         plans_late: whether the last report of a generation may be held while its plan is made.
+        layouts: whether layers move.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
     """
     met: Counter[str] = Counter()
     for seed in seeds:
-        run = Run(seed, ends=ends, stops=stops, kills=kills, plans_late=plans_late)
+        run = Run(seed, ends=ends, stops=stops, kills=kills, plans_late=plans_late, layouts=layouts)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:

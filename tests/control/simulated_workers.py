@@ -20,6 +20,7 @@ from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.blame import OUTSIDE
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import AfterStep
+from lightning_recycle.control.protocol.relayout import transfers
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined, stage_leads
 from lightning_recycle.control.protocol.stopping import StopPlace, stop_point
 from lightning_recycle.planning.grid import Grid
@@ -30,6 +31,7 @@ __all__ = [
     "Plan",
     "Schedule",
     "SimulatedWorker",
+    "first_layout",
     "full_gradient",
     "linked_with",
     "loss_of",
@@ -104,6 +106,11 @@ class Network(Protocol):
     def may_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
 
     def delay(self) -> float: ...
+
+
+def first_layout(grid: Grid) -> messages.Cuts:
+    """Four layers for each stage."""
+    return tuple(range(0, 4 * grid.stages + 1, 4))
 
 
 def full_gradient(grid: Grid) -> int:
@@ -219,6 +226,8 @@ class SimulatedWorker:
         self.committed_in = (-1, -1)  # generation and step of its newest commit
         self.parameters: list[int] = []  # the gradients applied, by step
         self.shadow = -1  # version that the shadow holds
+        self.cuts = first_layout(network.grid)  # the layout of the layers that it has
+        self.beside: tuple[Any, int] | None = None  # the one for which it holds layers, and their version
         self.buffers: list[tuple[int, int]] = [(-1, 0), (-1, 0)]  # (step, reduced gradient), of even and odd steps
         self.place = (OUTSIDE, "set-up")  # of an exception
         self.is_past = False
@@ -483,11 +492,13 @@ class SimulatedWorker:
         self.network.entered(self)
         version = self.version if self.has_state else -1
         status = recovery.WorkerStatus(self.stage, version, self.reduced, self.unsettled)
-        self.send(self.member.report(status, self.payload))
+        self.send(self.member.report(status, self.payload, self.cuts))
         yield from self.wait(lambda: self.member.resumed() is not None)
         resume = self.member.resumed()
         assert resume is not None
         network = self.network
+        if self.has_state:
+            self.take_up(resume.cuts)
         self.schedule = resume.program  # the whole: what a program is, the protocol does not know
         self.linked = frozenset(self.roster)
         if not network.meshed:
@@ -503,8 +514,37 @@ class SimulatedWorker:
             yield from self.carry_out(action, resume)
         if self.unsettled:
             self.tell_of(self.version - 1)
+        if resume.becomes:
+            yield from self.get_ready(resume)
+        assert self.cuts == self.layout(resume.cuts), f"it goes on with the layers of {self.cuts}"
         assert self.has_state, "it is to go on without a state"
         assert self.version - resume.decision.version in (0, 1), "it goes on from another version than the others"
+
+    def layout(self, cuts: messages.Cuts) -> messages.Cuts:
+        return cuts or first_layout(self.grid)
+
+    def take_up(self, cuts: messages.Cuts) -> None:
+        """LayerMoves.decided."""
+        beside, self.beside = self.beside, None
+        if self.cuts != self.layout(cuts):
+            assert beside == (cuts, self.version), f"it holds the layers of {beside} for {cuts} and step {self.version}"
+            self.cuts = cuts
+
+    def get_ready(self, resume: messages.Resume) -> Waits:
+        """Executor._get_ready."""
+        assert not self.unsettled, "it gives layers that are a guess"
+        assert self.version == resume.decision.version, "it gives layers of another step"
+        before = self.layout(resume.cuts)
+        assert self.cuts == before
+        for one in transfers(self.grid, resume.roster, before, resume.becomes):
+            if one.donor == self.rank:
+                self.tell(f"layers {one.layers} for {one.receiver}", self.version)
+            elif one.receiver == self.rank:
+                yield from self.exchange(f"layers {one.layers} for {self.rank}", self.version, (one.donor,))
+        self.beside = (resume.becomes, self.version)
+        self.send(messages.LayersHeld(self.rank, self.generation))
+        yield from self.wait(lambda: self.interrupted, interruptible=False)
+        raise Interrupted
 
     def check_links(self) -> Waits:
         """Communicator.configure, before it connects."""
@@ -526,6 +566,8 @@ class SimulatedWorker:
                 assert not self.unsettled, "it gives a state that is a guess"
                 member = self.member
                 state = (list(self.parameters), self.position, member.next_collective, self.version, self.stop_agreed)
+                for rank in resume.strangers:
+                    assert rank in resume.donors, "whom nobody knows is to get layers"
                 self.tell("state", version, state)
             case recovery.Take():
                 assert not self.has_state, "its state is overwritten"
@@ -534,6 +576,8 @@ class SimulatedWorker:
                 yield self.network.delay() * 0.1
                 parameters, self.position, self.member.next_collective, self.version, self.stop_agreed = state
                 self.parameters = list(parameters)
+                if self.rank in resume.strangers:
+                    self.cuts = self.layout(resume.cuts)
                 self.has_state = True
                 self.send(messages.Entered(self.rank, self.generation))
             case recovery.Apply():

@@ -109,6 +109,24 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment() -> N
     assert not {kind for kind in MEETS_WHEN_KILLED if not met[kind]}
 
 
+@pytest.mark.parametrize("kills", [False, True])
+def test_every_promise_holds_when_layers_move(kills: bool) -> None:
+    met = check_histories(range(SAMPLE), kills=kills, layouts=True)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE
+    assert met["layers_moved"] > SAMPLE / 10
+    assert met["layers under way"] > met["layers_moved"], "none was undone"
+    assert met["stranger"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kills", [False, True])
+@pytest.mark.parametrize("tens_of_thousands", range(10))
+def test_every_promise_holds_in_100_000_histories_in_which_layers_move(tens_of_thousands: int, kills: bool) -> None:
+    first = 10_000 * tens_of_thousands
+    check_histories(range(first, first + 10_000), kills=kills, layouts=True)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stops", [False, True])
@@ -303,6 +321,29 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
 ]
 """As above, in histories in which the coordinator is killed. Who may return to it: see test_readmission.py."""
 
+LAYOUTS: list[tuple[str, Any, str, str, str]] = [
+    ("a layout counts as soon as one worker holds its layers", membership, "_layers_held",
+     "state.held != state.live", "False"),
+    ("layers of an earlier generation count", membership, "_layers_held",
+     "event.generation != state.generation or not state.becomes or state.regrouping", "not state.becomes"),
+    ("a loss undoes nothing", membership, "_lose",
+     "_begin_generation(state) if", "_begin_generation(replace(state, cuts=state.becomes or state.cuts)) if"),
+    ("steps go on while layers are under way", SimulatedWorker, "recover", "if resume.becomes:", "if False:"),
+    ("who joins keeps its layers", membership, "_report", "state.cuts and state.reports", "False and state.reports"),
+    ("layers are given before all say what they hold", membership, "_at_boundary",
+     "_begin_generation(state, layout.cuts)", "_begin_generation(replace(state, cuts=layout.cuts))"),
+    ("a worker drops its layers before all hold theirs", SimulatedWorker, "get_ready",
+     "self.beside = (resume.becomes, self.version)", "self.cuts = resume.becomes"),
+    ("a layout that a worker holds is that of the others", SimulatedWorker, "take_up",
+     "self.beside = self.beside, None", "self.beside = self.beside, self.beside"),
+]
+"""As above, in histories in which layers move."""
+
+LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
+    ("the layout is forgotten", revival, "revived", "cuts=written.cuts,", ""),
+]
+"""As above, and the coordinator is killed."""
+
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker forgets its wish to stop", Memory, "said", "self._request = message", "pass"),
     ("nobody is told again that all stop", revival, "_repeated",
@@ -332,15 +373,19 @@ def broken(owner: Any, name: str, old: str, new: str) -> Any:
 def assert_noticed(mutation: str) -> None:
     first = HUNT_FROM.get(mutation, 0)
     stops = mutation in [name for name, *_ in (*STOPPING, *STOPPING_REVIVAL)]
-    kills = mutation in [name for name, *_ in (*REVIVAL, *STOPPING_REVIVAL)]
+    kills = mutation in [name for name, *_ in (*REVIVAL, *STOPPING_REVIVAL, *LAYOUTS_REVIVAL)]
+    layouts = mutation in [name for name, *_ in (*LAYOUTS, *LAYOUTS_REVIVAL)]
     with pytest.raises(Violation, match="history"):
-        check_histories(range(first, first + HUNT), stops=stops, kills=kills)
+        check_histories(range(first, first + HUNT), stops=stops, kills=kills, layouts=layouts)
+
+
+ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *LAYOUTS, *LAYOUTS_REVIVAL)
 
 
 @pytest.mark.parametrize(
     ("mutation", "owner", "name", "old", "new"),
-    [*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL],
-    ids=[mutation[0] for mutation in (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL)],
+    ALL,
+    ids=[mutation[0] for mutation in ALL],
 )
 def test_it_is_noticed_when(
     monkeypatch: pytest.MonkeyPatch, mutation: str, owner: Any, name: str, old: str, new: str

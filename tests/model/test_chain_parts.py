@@ -223,6 +223,11 @@ def made(model: type[Model]) -> Model:
     return model().double()
 
 
+def cut_of(stages: list[tuple[Any, Stage]]) -> tuple[range, ...]:
+    """The parts of each stage."""
+    return stages[0][0].stages
+
+
 def stages_of(model: Model, num_stages: int, partition: Any = "count", pipeline: Any = None) -> list[tuple[Any, Stage]]:
     """(parts, stage) of each stage, with a copy of the model of its own."""
     found = []
@@ -260,7 +265,7 @@ def gradients(model: Model, num_stages: int, decoupled: bool = True, **options: 
         else:
             grads = stage.backward(0, grads)
     found = {"loss": loss}
-    first_name = {copy: tie.names[0] for tie in stages[0][0].ties(()) for copy in tie.copies}
+    first_name = {copy: tie.names[0] for tie in stages[0][0].ties(cut_of(stages)) for copy in tie.copies}
     for index, (parts, _) in enumerate(stages):
         for own_name, parameter in parts.module.named_parameters():
             if parameter.grad is not None:
@@ -541,14 +546,14 @@ def test_the_names_of_each_stage_are_those_of_the_whole() -> None:
         assert {name for name in everything if found.is_elsewhere(name)} == everything - mine
         assert not found.is_elsewhere("unknown")
     assert {name for found, _ in stages for name in found.module.state_dict() if found.writes(name)} == everything
-    ties = stages[0][0].ties(())
+    ties = stages[0][0].ties(cut_of(stages))
     assert [tie.copies for tie in ties] == [
         ((0, "position"), (1, "position"), (2, "position")),
         ((0, "embed.weight"), (2, "embed.weight")),
         ((0, "norm.weight"), (2, "norm.weight")),
         ((0, "norm.bias"), (2, "norm.bias")),
     ]
-    assert all(found.ties(()) == ties for found, _ in stages)
+    assert all(found.ties(cut_of(stages)) == ties for found, _ in stages)
 
 
 def test_a_module_that_held_one_stage_becomes_whole_again() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol import messages, relayout
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.control.protocol.stopping import last_point
@@ -46,6 +46,8 @@ _OF_MEMBERS = (
     messages.RequestStop,
     messages.GoesOn,
     messages.Raised,
+    messages.LayoutWanted,
+    messages.LayersHeld,
     messages.Connected,
     messages.Publish,
     messages.LookUp,
@@ -136,6 +138,8 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             return _unless(-1 <= message.begun <= newest, f"step {message.begun} cannot have begun")
         case messages.RequestStop() | messages.GoesOn():
             return _unless(0 <= message.point <= last_point(newest), f"stop point {message.point} cannot have come")
+        case messages.LayoutWanted():
+            return _unless(relayout.is_layout(message.cuts, state.grid.stages), f"{message.cuts} is no layout")
         case messages.Confirm():
             return _unless(message.number >= 0, f"there is no confirmation {message.number}")
         case messages.Broken():

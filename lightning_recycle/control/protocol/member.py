@@ -191,9 +191,9 @@ class Member:
         self.plans.clear()
         return announced
 
-    def report(self, status: WorkerStatus, payload: Any) -> messages.Report:
+    def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:
         """The report for the generation that was entered: what this worker holds and brings to a commit."""
-        return messages.Report(self.rank, self.generation, status, payload, self.begun)
+        return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts)
 
     def resumed(self) -> messages.Resume | None:
         """Where all go on in the generation that was entered."""

@@ -28,6 +28,10 @@ carries the plan, and each worker switches to it when it reaches that step. If a
 holds, which is the shell's business (Resume). A plan that needs other connections is such a generation's: all stop at
 the boundary and connect anew.
 
+Another layout of the layers (LayoutReady, LayoutWanted) takes two generations: in the first, at a step boundary,
+workers get the layers that they lack; when all hold them (LayersHeld), the second begins with it
+(:mod:`~lightning_recycle.control.protocol.relayout`).
+
 A coordinator that was killed and started again begins with what it had written down, and waits for the workers
 (Returned); then the same workers connect again, without those that do not return
 (:mod:`~lightning_recycle.control.protocol.revival`).
@@ -40,7 +44,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.protocol import agreements, blame, links, messages, revival, stopping
+from lightning_recycle.control.protocol import agreements, blame, links, messages, relayout, revival, stopping
 from lightning_recycle.control.protocol import state as _state
 from lightning_recycle.control.protocol.agreements import end
 from lightning_recycle.control.protocol.blame import Verdict
@@ -56,6 +60,7 @@ from lightning_recycle.control.protocol.state import (
     Failed,
     GraceElapsed,
     Joined,
+    LayoutReady,
     Lost,
     MembershipEvent,
     MembershipState,
@@ -106,6 +111,8 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         case PlanReady():
             fits = event.roster == state.roster and state.generation >= 0 and not state.regrouping
             return (replace(state, plan=event) if fits else state), ()
+        case LayoutReady():
+            return relayout.wanted(state, event), ()
     if event.rank not in state.live:
         return state, ()
     match event:
@@ -136,6 +143,10 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return _at_boundary(state, event)
         case messages.Entered():
             return _entered(state, event)
+        case messages.LayoutWanted():
+            return relayout.wanted(state, LayoutReady((), event.cuts)), ()
+        case messages.LayersHeld():
+            return _layers_held(state, event)
         case messages.Restored():
             if state.applied or event.version <= state.version:
                 return state, ()
@@ -168,7 +179,8 @@ def _begin_if_complete(state: MembershipState) -> _Next:
     return _begin_generation(state)
 
 
-def _begin_generation(state: MembershipState) -> _Next:
+def _begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> _Next:
+    """All live workers stop and report; ``becomes``: the layout that they then get ready for."""
     state = _with_leader(agreements.forget_retracted(state))
     state = replace(
         state,
@@ -180,10 +192,29 @@ def _begin_generation(state: MembershipState) -> _Next:
         pause=None,
         pauses=0,
         plan=None,
+        layout=state.layout if relayout.is_for(state.layout, state.roster) else None,
+        becomes=becomes,
+        held=frozenset(),
         broken_pairs=frozenset(),
     )
     regroup = messages.Regroup(state.generation, state.roster, state.leader, check_links=state.disturbances > 0)
     return state, (Send(state.roster, regroup),)
+
+
+def _layers_held(state: MembershipState, event: messages.LayersHeld) -> _Next:
+    """A worker has what it needs of the layout to come; when all have, it holds, whoever is lost from now on."""
+    if event.generation != state.generation or not state.becomes or state.regrouping:
+        return state, ()
+    state = state.updated(held=state.held | {event.rank})
+    if state.held != state.live:
+        return state, ()
+    layout = state.layout
+    details: dict[str, Any] = {"before": state.cuts, "cuts": state.becomes}
+    if layout is not None and layout.cuts == state.becomes:
+        details.update(layout.details)
+        layout = None
+    state = replace(state, cuts=state.becomes, layout=layout)
+    return _with((Record("layers_moved", state.version, None, details),), _begin_generation(state))
 
 
 def _with_leader(state: MembershipState) -> MembershipState:
@@ -298,7 +329,11 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         "ahead": tuple(sorted(decision.ahead)),
         "redone": any(report.begun >= decision.version for report in state.reports.values()),
     }
-    resume = Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors))
+    strangers = tuple(sorted(rank for rank in joining if state.cuts and state.reports[rank].cuts != state.cuts))
+    layers = {"cuts": state.cuts, "becomes": state.becomes, "strangers": strangers}
+    resume = Send(
+        state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors, **layers)
+    )
     state, known = _tell_what_is_settled(state, statuses, decision.version)
     return state, (resume, *known, Record("resumed", decision.version, None, details))
 
@@ -431,9 +466,9 @@ def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def _pause_if_wanted(state: MembershipState) -> _Next:
-    if state.generation < 0 or state.regrouping or state.pause is not None or state.joining:
+    if state.generation < 0 or state.regrouping or state.pause is not None or state.joining or state.becomes:
         return state, ()
-    if not any(_wanted(state)) and state.plan is None:
+    if not any(_wanted(state)) and state.plan is None and state.layout is None:
         return state, ()
     pause = PauseState(state.pauses)
     return replace(state, pause=pause), (Send(state.roster, messages.Pause(state.generation, pause.number)),)
@@ -450,7 +485,8 @@ def _paused(state: MembershipState, event: messages.Paused) -> _Next:
     if pause.begun.keys() != state.live:
         return state, ()
     boundary = max(pause.begun.values()) + 1
-    if state.plan is not None and not state.plan.reconnects and not any(_wanted(state)):
+    in_passing = state.plan is not None and not state.plan.reconnects and state.layout is None
+    if state.plan is not None and in_passing and not any(_wanted(state)):
         return _change_plan(state, state.plan, boundary)
     state = replace(state, pause=replace(pause, boundary=boundary))
     return state, (Send(state.roster, messages.Boundary(state.generation, boundary, None, pause.number)),)
@@ -473,6 +509,9 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
         return state, ()
     enter, leave = _wanted(state)
     commands: list[Command] = [Record("paused", event.step)]
+    layout = state.layout
+    if layout is not None and not (enter or leave):
+        return _with(tuple(commands), _begin_generation(state, layout.cuts))
     if state.plan is not None and not (enter or leave):
         commands.append(Record("replanned", event.step, None, state.plan.details))
     moved = {mover: rank for rank, mover in state.moves.items() if rank in enter}

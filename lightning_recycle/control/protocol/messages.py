@@ -26,6 +26,9 @@ Number: TypeAlias = bool | int | float
 Payload: TypeAlias = tuple[bytes, ...]
 """A pickled value that the coordinator passes on unread, in pieces (see :mod:`lightning_recycle.control.payload`)."""
 
+Cuts: TypeAlias = tuple[int, ...]
+"""A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Empty: as at the start."""
+
 # ---------------------------------------------------------------------- worker -> coordinator
 
 
@@ -219,6 +222,7 @@ class Report:
 
     ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; if it has
     applied its newest step on a guess, that to the commit of this step. ``begun``: the newest step that it has begun.
+    ``cuts``: the layout of the layers that it has, see :data:`Cuts`.
     """
 
     rank: int
@@ -226,6 +230,7 @@ class Report:
     status: WorkerStatus
     commit: Payload | None = None
     begun: int = -1
+    cuts: Cuts = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +410,22 @@ class Crash:
     summary: str
     exception: bytes | None
     traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutWanted:
+    """Somebody who uses this worker wants the layers to lie as ``cuts`` says."""
+
+    rank: int
+    cuts: Cuts
+
+
+@dataclass(frozen=True, slots=True)
+class LayersHeld:
+    """The worker holds all layers that it is to have in the layout for which ``generation`` began, besides its own."""
+
+    rank: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -655,6 +676,12 @@ class Resume:
     """What the stages contributed to the commit of step ``decision.version - 1``, by stage, as far as known."""
     donors: Mapping[int, int] = field(default_factory=dict)
     """For each rank that joins, the peer that gives it its state."""
+    cuts: Cuts = ()
+    """The layout that all have in this generation. Who holds the layers of this one besides another takes it up."""
+    becomes: Cuts = ()
+    """If not empty: no step runs in this generation. All get what they lack of this layout, besides what they have."""
+    strangers: tuple[int, ...] = ()
+    """The ranks that join with another layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -778,6 +805,8 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     GoesOn,
     Raised,
     Crash,
+    LayoutWanted,
+    LayersHeld,
     Connected,
     Publish,
     LookUp,

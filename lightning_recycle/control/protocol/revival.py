@@ -12,8 +12,8 @@ Contract: a generation that anybody has heard of is never used again. Nothing is
 new generation is written down, nobody has been told anything that the workers did not know already.
 
 Not kept, and not missed: moves, which only a launching process plans, and it ends with its coordinator; pauses and
-boundaries, commits, broken links and what else counts in one generation only; a better plan; the record, which begins
-anew, but for its counters.
+boundaries, commits, broken links and what else counts in one generation only, such as a layout that the workers were
+getting ready for; a better plan; the record, which begins anew, but for its counters.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Kept:
     stop_agreed: bool = False
     after_step: AfterStep = AfterStep.GO_ON
     over: Over | None = None
+    cuts: messages.Cuts = ()
 
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
@@ -109,6 +110,7 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
         state.stop_round,
         state.after_step,
         state.outcome,
+        state.cuts,
     )
 
 
@@ -129,6 +131,7 @@ def kept(state: MembershipState) -> Kept:
         stop is not None and is_decided and stop.agreed,
         state.after_step,
         None if state.outcome is None else _over(state, state.outcome),
+        state.cuts,
     )
 
 
@@ -164,6 +167,7 @@ def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
         if written.stop_point >= 0
         else None,
         after_step=written.after_step,
+        cuts=written.cuts,
         returned={},
     )
 

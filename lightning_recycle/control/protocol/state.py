@@ -76,6 +76,21 @@ class PlanReady:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutReady:
+    """The workers ``roster`` do better with another layout.
+
+    Args:
+        roster: the ranks that the layout is for; others have no use for it.
+        cuts: the layout.
+        details: why it is better, for the record.
+    """
+
+    roster: tuple[int, ...]
+    cuts: messages.Cuts
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class GraceElapsed:
     """Communication broke in ``generation`` a while ago; no death explains it yet."""
 
@@ -94,6 +109,7 @@ MembershipEvent: TypeAlias = (
     | CandidateLost
     | MovePlanned
     | PlanReady
+    | LayoutReady
     | GraceElapsed
     | EndWanted
     | messages.Report
@@ -108,6 +124,8 @@ MembershipEvent: TypeAlias = (
     | messages.GoesOn
     | messages.Raised
     | messages.Crash
+    | messages.LayoutWanted
+    | messages.LayersHeld
     | messages.Ready
     | messages.Leave
     | messages.EndRun
@@ -264,6 +282,10 @@ class MembershipState:
         pause: the pause for a change at a step boundary, if one is under way.
         pauses: how many earlier ones the generation had.
         plan: what all are to run from a step boundary on.
+        cuts: the layout with which all train.
+        layout: the one that all are to have from a step boundary on.
+        becomes: the layout that they get ready for in the current generation; empty in any other.
+        held: the ranks that have what they need of it.
         commits: the commits of the current generation and step, by rank.
         committed: the newest step whose commit was answered in the current generation; -1 if there is none.
         answered: step and payloads, by stage, of the newest commit that was answered.
@@ -306,6 +328,10 @@ class MembershipState:
     pause: PauseState | None = None
     pauses: int = 0
     plan: PlanReady | None = None
+    cuts: messages.Cuts = ()
+    layout: LayoutReady | None = None
+    becomes: messages.Cuts = ()
+    held: frozenset[int] = frozenset()
     commits: Mapping[int, messages.Commit] = field(default_factory=dict)
     committed: int = -1
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))

@@ -1,0 +1,78 @@
+"""Another layout of the layers: which stage has which of them, and who gives what to whom when that changes. Pure.
+
+Concept: a layout is the same for all pipelines, so a layer that goes to another stage goes to all workers of that
+stage. Each of them gets it from a worker of the stage that has it. That is a transaction in two generations, at a step
+boundary. In the first all hold what they have and get what they lack; nothing runs. When all of them have it
+(:class:`~lightning_recycle.control.protocol.messages.LayersHeld`) the layout is decided: the second generation has it,
+and workers drop what they no longer need. A loss in the first generation undoes the change, as everybody still has what
+it had. A loss after it undoes nothing, as everybody holds what it needs.
+
+Must not know: what a layer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lightning_recycle.control.protocol.messages import Cuts
+from lightning_recycle.control.protocol.state import LayoutReady, MembershipState
+from lightning_recycle.planning.grid import Grid
+
+__all__ = ["Transfer", "is_for", "is_layout", "ranges", "transfers", "wanted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Rank ``donor`` gives the parts ``layers`` to rank ``receiver``."""
+
+    donor: int
+    receiver: int
+    layers: tuple[int, ...]
+
+
+def is_layout(cuts: Cuts, stages: int) -> bool:
+    """Whether ``cuts`` gives each of ``stages`` stages at least one part."""
+    return len(cuts) == stages + 1 and cuts[0] == 0 and all(start < end for start, end in pairwise(cuts))
+
+
+def ranges(cuts: Cuts) -> tuple[range, ...]:
+    """The parts of each stage."""
+    return tuple(range(start, end) for start, end in pairwise(cuts))
+
+
+def wanted(state: MembershipState, event: LayoutReady) -> MembershipState:
+    """The state in which a layout is to change at the next step boundary."""
+    if state.generation < 0 or event.cuts in (state.cuts, state.becomes) or not is_for(event, state.roster):
+        return state
+    if state.cuts and state.cuts[-1] != event.cuts[-1]:
+        return state
+    return replace(state, layout=event)
+
+
+def is_for(layout: LayoutReady | None, roster: tuple[int, ...]) -> bool:
+    """Whether these workers are to have ``layout``: one that a user wants is for all."""
+    return layout is not None and layout.roster in ((), roster)
+
+
+def transfers(grid: Grid, roster: Collection[int], before: Cuts, after: Cuts) -> tuple[Transfer, ...]:
+    """Who gives what to whom. Everybody goes through this list in its order, sending and receiving: then nobody waits
+    for somebody who waits.
+
+    A worker gets layers from its own pipeline where it can, else from those of the other stage in turn.
+    """
+    workers: Mapping[int, list[int]] = {
+        stage: sorted(rank for rank in roster if grid.worker(rank).stage == stage) for stage in range(grid.stages)
+    }
+    found = []
+    for giver, had in enumerate(ranges(before)):
+        for taker, gets in enumerate(ranges(after)):
+            layers = tuple(layer for layer in had if layer in gets)
+            if giver == taker or not layers:
+                continue
+            for turn, receiver in enumerate(workers[taker]):
+                own = grid.rank(type(grid.worker(receiver))(grid.worker(receiver).pipeline, giver))
+                donor = own if own in workers[giver] else workers[giver][turn % len(workers[giver])]
+                found.append(Transfer(donor, receiver, layers))
+    return tuple(found)

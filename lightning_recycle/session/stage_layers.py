@@ -1,0 +1,246 @@
+"""The layers of this worker's stage, with all that belongs to them, as they come and go while the run goes on.
+
+Concept: a layer travels as the module that it is, with its parameters and buffers, and with what its parameters have
+elsewhere: the states of the optimizers, and the gradients that were accumulated. The optimizers stay the objects that
+they are, so schedulers, hooks and callbacks that know them do not notice; what changes is which parameters their groups
+hold. The group of a parameter, and its place there, are those of the worker that gave it: the order is that of one
+device (:mod:`~lightning_recycle.session.optimizer_states`), so checkpoints number it as before.
+
+What callbacks keep by layer does not travel. Where there is any, layers stay (:func:`why_layers_stay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_recycle.control.protocol.messages import Cuts
+from lightning_recycle.control.protocol.relayout import is_layout, ranges
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.model.apart import put_together, take_apart
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.model.tying import Tie
+from lightning_recycle.runtime.holding import Holding
+from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.session.optimizer_states import merged_names
+
+__all__ = ["StageLayers", "why_layers_stay"]
+
+_BY_LAYER = (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
+
+
+def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]) -> str:
+    """Why the layers ``owned`` of this worker cannot go to another one; empty if they can."""
+    if parts.optimizes_itself:
+        return "the module optimizes by itself"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _BY_LAYER):
+            return f"{type(callback).__name__} keeps something for each layer"
+    for optimizer in trainer.optimizers:
+        if (name := _kept_besides(optimizer)) is not None:
+            return f"{type(optimizer).__name__} keeps tensors in its attribute {name!r}, not in its state"
+    for index in owned:
+        try:
+            with parts.handed_out(index) as layer:
+                take_apart(layer, _travels)
+        except Exception as error:  # whatever the user's objects raise
+            return f"layer {index} cannot be pickled ({type(error).__name__}: {error})"
+    return ""
+
+
+def _kept_besides(optimizer: Optimizer) -> str | None:
+    """The attribute in which an optimizer keeps tensors that are no states of parameters."""
+    for name, value in vars(optimizer).items():
+        if name not in _OF_OPTIMIZERS and any(isinstance(item, Tensor) for item in _flat(value)):
+            return name
+    return None
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Layers on their way to another worker.
+
+    Args:
+        stage: of the worker that gave them.
+        skeleton: ``(layers, states, sums)`` without the tensors: the modules by index, the states of each optimizer and
+            what was accumulated by name of the parameter.
+        tensors: those.
+        kinds: of each whether it is a parameter, whether it requires a gradient, and whether it is on the device.
+        names: the names of the parameters of that stage, by optimizer and group. A parameter that several layers share
+            has several.
+    """
+
+    stage: int
+    skeleton: bytes
+    tensors: list[Tensor]
+    kinds: list[tuple[bool, bool, bool]]
+    names: list[list[list[str]]]
+
+
+class StageLayers:
+    """The layers that this worker has; a :class:`~lightning_recycle.runtime.layer_moves.LayerKeeper`.
+
+    Args:
+        trainer: the Trainer of this process.
+        parts: the user's module.
+        stage: the stage of this worker.
+        stages: the parts of each stage at the start.
+        device: where the layers are.
+        hold: what runs the parts of a range, given the weights that stages share, and what was accumulated.
+        sums: returns what was accumulated, by parameter.
+        changed: called when this worker has other layers.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        parts: ModelParts,
+        stage: int,
+        stages: Sequence[range],
+        device: torch.device,
+        hold: Callable[[range, TieExchange, Mapping[nn.Parameter, Tensor]], Holding],
+        sums: Callable[[], Mapping[nn.Parameter, Tensor]],
+        changed: Callable[[Holding], None],
+    ) -> None:
+        self._trainer, self._parts, self._stage, self._device = trainer, parts, stage, device
+        self._hold, self._sums, self._changed = hold, sums, changed
+        self.cuts: Cuts = (0, *(part.stop for part in stages))
+
+    @property
+    def owned(self) -> range:
+        """The parts that this worker has."""
+        return ranges(self.cuts)[self._stage]
+
+    def ties(self, cuts: Cuts) -> tuple[Tie, ...]:
+        return self._parts.ties(ranges(cuts))
+
+    def layout_of(self, sizes: Sequence[int]) -> Cuts:
+        """The layout in which the stages have that many layers.
+
+        Raises:
+            ConfigurationError: if there is none, or layers cannot move.
+        """
+        cuts = (0, *accumulate(sizes))
+        if not is_layout(cuts, len(self.cuts) - 1) or cuts[-1] != self.cuts[-1]:
+            raise ConfigurationError(
+                f"{list(sizes)} is no layout of {self.cuts[-1]} layers over {len(self.cuts) - 1} stages: give each"
+                " stage one number of at least 1; together they are all layers."
+            )
+        if bool(self.ties(cuts)) != bool(self.ties(self.cuts)):
+            raise ConfigurationError(
+                f"With {list(sizes)} layers, layers that share a weight would come to lie on one stage, or on several:"
+                " the way in which stages step would change. Keep them together, or apart."
+            )
+        why = why_layers_stay(self._trainer, self._parts, self.owned)
+        if why:
+            raise ConfigurationError(f"The layers cannot move: {why}.")
+        return cuts
+
+    # ------------------------------------------------------------------ giving
+
+    def give(self, layers: Iterable[int]) -> _Given:
+        layers = tuple(layers)
+        prefixes = tuple(f"{self._parts.path(index)}." for index in layers)
+        named = {n: p for n, p in self._named() if n.startswith(prefixes)}
+        states = [
+            {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
+            for optimizer in self._trainer.optimizers
+        ]
+        sums = self._sums()
+        accumulated = {name: sums[p] for name, p in named.items() if p in sums}
+        with self._parts.handed_out(*layers) as modules:
+            # What was said to be picklable at the start still is, unless the user's code has changed it.
+            skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, accumulated), _travels)
+        kinds = [(isinstance(t, nn.Parameter), t.requires_grad, t.device.type != "cpu") for t in tensors]
+        return _Given(self._stage, skeleton, [t.detach() for t in tensors], kinds, self._names())
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self._parts.module.named_parameters(remove_duplicate=False))
+
+    def _names(self) -> list[list[list[str]]]:
+        """All names of this stage's parameters, by optimizer and group."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._named():
+            names.setdefault(id(parameter), []).append(name)
+        return [
+            [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
+            for optimizer in self._trainer.optimizers
+        ]
+
+    # ------------------------------------------------------------------ taking up
+
+    def take_up(self, cuts: Cuts, given: Sequence[_Given]) -> Holding:
+        stages = ranges(cuts)
+        names = {self._stage: self._names(), **{one.stage: one.names for one in given}}
+        sums = dict(self._sums())
+        layers: dict[int, nn.Module] = {}
+        states: list[dict[str, Any]] = [{} for _ in self._trainer.optimizers]
+        accumulated: dict[str, Tensor] = {}
+        for one in given:
+            tensors = [self._whole(tensor, *kind) for tensor, kind in zip(one.tensors, one.kinds, strict=True)]
+            found, more, begun = put_together(one.skeleton, tensors)
+            layers.update(found)
+            accumulated.update(begun)
+            for known, state in zip(states, more, strict=True):
+                known.update(state)
+        self._parts.exchange(stages, self._stage, layers)
+        self.cuts = cuts
+        by_name = dict(self._named())
+        for index, optimizer in enumerate(self._trainer.optimizers):
+            parts = [names[stage][index] for stage in sorted(names)]
+            _regroup(optimizer, merged_names(parts, {}), by_name, states[index])
+        held = set(by_name.values())
+        sums = {parameter: total for parameter, total in sums.items() if parameter in held}
+        sums.update((by_name[name], total) for name, total in accumulated.items() if by_name[name] not in sums)
+        ties = TieExchange(self.ties(cuts), self._stage, dict(self._parts.module.named_parameters()))
+        holding = self._hold(self.owned, ties, sums)
+        self._changed(holding)
+        return holding
+
+    def _whole(self, tensor: Tensor, is_parameter: bool, requires_grad: bool, on_device: bool) -> Tensor:
+        tensor = tensor.to(self._device) if on_device else tensor
+        return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _regroup(
+    optimizer: Optimizer,
+    names: Sequence[Sequence[str]],
+    by_name: Mapping[str, nn.Parameter],
+    states: Mapping[str, Any],
+) -> None:
+    """Lets the groups of ``optimizer`` hold the parameters ``names``, as far as they are here, in that order, with the
+    ``states`` of those that were not here before.
+    """
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = list(dict.fromkeys(by_name[name] for name in members if name in by_name))
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in [parameter for parameter in optimizer.state if parameter not in held]:
+        del optimizer.state[parameter]
+    for name, state in states.items():
+        parameter = by_name[name]
+        if parameter in held and parameter not in optimizer.state:
+            optimizer.state[parameter] = state
+
+
+def _travels(tensor: Tensor) -> bool:
+    """Whether a tensor goes apart from what is pickled around it."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
