@@ -64,7 +64,7 @@ from lightning_recycle.runtime.forwards import Forwards
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
-from lightning_recycle.runtime.layer_moves import LayerKeeper, LayerMoves
+from lightning_recycle.runtime.layer_exchange import LayerKeeper, LayerMoves
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.memory_meter import MemoryMeter
 from lightning_recycle.runtime.profiling import StageProfiler

@@ -97,7 +97,7 @@ class _Given:
 
 
 class StageLayers:
-    """The layers that this worker has; a :class:`~lightning_recycle.runtime.layer_moves.LayerKeeper`.
+    """The layers that this worker has; a :class:`~lightning_recycle.runtime.layer_exchange.LayerKeeper`.
 
     Args:
         trainer: the Trainer of this process.

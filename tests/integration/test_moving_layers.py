@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
-from lightning_recycle.runtime import layer_moves
+from lightning_recycle.runtime import layer_exchange
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session import stage_layers
 
@@ -58,9 +58,9 @@ class KilledWhileLayersMove(Callback):
         if strategy.executor is None or strategy.grid_rank != self.rank:
             return
         for owner, name in [
-            (layer_moves, "send_object"),
-            (layer_moves, "receive_object"),
-            (layer_moves.LayerMoves, "exchange"),
+            (layer_exchange, "send_object"),
+            (layer_exchange, "receive_object"),
+            (layer_exchange.LayerMoves, "exchange"),
             (stage_layers.StageLayers, "give"),
             (stage_layers.StageLayers, "take_up"),
             (LayerParts, "exchange"),
