@@ -7,11 +7,15 @@
 """
 
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
+from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.contingencies import normalized_problem
 from lightning_recycle.planning.costs import Costs, communication_seconds
 from lightning_recycle.planning.exact import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.heuristic import HeuristicPlanner, heuristic
+from lightning_recycle.planning.layer_costs import LayerCosts, even_cuts
+from lightning_recycle.planning.layer_moves import LayerMove, layer_moves
+from lightning_recycle.planning.layouts import Candidate, Changing, Layout, LayoutPlan, plan_layout
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import (
@@ -36,11 +40,18 @@ from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
 __all__ = [
     "PLAN_SCHEMA",
+    "Candidate",
+    "Changing",
     "Costs",
     "ExactPlanner",
+    "FailureRecord",
     "Grid",
     "HeuristicPlanner",
     "InvalidScheduleError",
+    "LayerCosts",
+    "LayerMove",
+    "Layout",
+    "LayoutPlan",
     "Memory",
     "Microbatch",
     "Move",
@@ -59,8 +70,10 @@ __all__ = [
     "available_planners",
     "communication_seconds",
     "distribution_of",
+    "even_cuts",
     "get_planner",
     "heuristic",
+    "layer_moves",
     "load_plan",
     "load_profile",
     "lower_bound",
@@ -71,6 +84,7 @@ __all__ = [
     "normalized_problem",
     "one_f_one_b",
     "plan",
+    "plan_layout",
     "register_planner",
     "reroute",
     "retime",

@@ -1,0 +1,236 @@
+"""Where to cut the layers and how many workers each stage needs: exact, by dynamic programming.
+
+Concept: a stage with n of the live workers runs the largest of n shares of the D M micro-batches, so it needs
+
+    load = share(n) x seconds of its layers for one micro-batch + seconds of REDUCE and STEP
+
+and the slowest stage decides the period. For a limit T on the load, the fewest workers for a stage that holds
+layers i .. j - 1 follow from the shares, and the fewest for all layers up to j on the stages up to s from
+
+    fewest[s][j] = min over i < j of fewest[s - 1][i] + need(s, i, j, T)
+
+A cut with no load above T exists if and only if fewest[S][L] is at most the number of live workers. Bisection over T,
+each feasible T lowered to the largest load that its cut has, finds the least T: the partition and the replicas of each
+stage at once. Among all cuts within a limit, :func:`cheapest` finds the one of least additive cost, e.g. bytes to move.
+
+Contract: pure, deterministic; O(S L l) for each T, where l is the most layers that a stage can take.
+
+Must not know: schedules (a load is a lower bound of a period), which worker goes where.
+
+Source: the partition of PipeDream (Narayanan et al., SOSP'19, section 3.1), contiguous layers and replicas per stage by
+dynamic programming; here for a fixed number of stages, memory that differs by stage, and workers of unequal speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+__all__ = ["Cut", "Stages", "cheapest", "fastest", "shares"]
+
+_PRECISION = 1e-9  # relative: two bottlenecks that are closer are equal
+_LABELS = 64  # numbers of workers that are told apart for a stage and a bound in `cheapest`
+
+
+def shares(microbatches: int, factors: Sequence[float]) -> tuple[float, ...]:
+    """``shares[n]``: the least possible largest load of n workers, in micro-batches at factor 1; infinite for n = 0.
+
+    Args:
+        microbatches: all micro-batches of a step.
+        factors: by how much longer each worker takes than its stage's costs, those that stay longest first.
+    """
+    found = [math.inf]
+    equal = not factors or min(factors) == max(factors)
+    for count in range(1, len(factors) + 1):
+        if equal:
+            found.append(-(-microbatches // count) * factors[0])
+            continue
+        queue = [(factor, 1, factor) for factor in factors[:count]]
+        heapify(queue)
+        worst = 0.0
+        for _ in range(microbatches):
+            worst, held, factor = queue[0]
+            heapreplace(queue, ((held + 1) * factor, held + 1, factor))
+        found.append(worst)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut, the workers that each of its stages needs, and the largest load of a stage, in seconds."""
+
+    cuts: tuple[int, ...]
+    needs: tuple[int, ...]
+    bottleneck: float
+
+
+class Stages:
+    """What the stages of a cut may be.
+
+    Args:
+        work: seconds of each layer for one micro-batch, forward and backward.
+        once: seconds of each layer per step, REDUCE and STEP.
+        overhead: seconds of a stage for one micro-batch besides its layers.
+        options: for each stage, the numbers of workers that it may have, with the share of the busiest one as
+            :func:`shares` gives it; the smallest number first.
+        workers: the live workers of all stages.
+        fits: whether a worker of a stage has memory for the layers of a range (stage, first, last + 1); once a range
+            does not fit, none that contains it does.
+    """
+
+    def __init__(
+        self,
+        work: Sequence[float],
+        once: Sequence[float],
+        options: Sequence[Sequence[tuple[int, float]]],
+        workers: int,
+        fits: Callable[[int, int, int], bool] | None = None,
+        overhead: float = 0.0,
+    ) -> None:
+        self.count, self.stages, self.workers = len(work), len(options), workers
+        self._options, self._fits, self._overhead = options, fits or (lambda stage, begin, end: True), overhead
+        self._work, self._once = [0.0], [0.0]
+        for seconds, closing in zip(work, once, strict=True):
+            self._work.append(self._work[-1] + seconds)
+            self._once.append(self._once[-1] + closing)
+
+    def load(self, stage: int, begin: int, end: int, workers: int) -> float:
+        """Seconds of the busiest worker of ``stage`` with these layers and that many workers."""
+        share = next(share for count, share in self._options[stage] if count == workers)
+        return self._load(share, begin, end)
+
+    def _load(self, share: float, begin: int, end: int) -> float:
+        seconds = self._work[end] - self._work[begin] + self._overhead
+        return share * seconds + self._once[end] - self._once[begin]
+
+    def ranges(self, limit: float) -> list[list[list[tuple[int, int]]]]:
+        """For each stage and first layer, the possible ends within ``limit``, each with the fewest workers."""
+        found = []
+        limit *= 1 + 1e-12  # sums are not exact
+        for stage, options in enumerate(self._options):
+            table: list[list[tuple[int, int]]] = [[] for _ in range(self.count)]
+            for begin in range(stage, self.count - (self.stages - stage) + 1):
+                at = 0  # more layers never need fewer workers
+                for end in range(begin + 1, self.count - (self.stages - stage - 1) + 1):
+                    while at < len(options) and self._load(options[at][1], begin, end) > limit:
+                        at += 1
+                    if at == len(options) or not self._fits(stage, begin, end):
+                        break
+                    table[begin].append((end, options[at][0]))
+            found.append(table)
+        return found
+
+    def within(self, limit: float) -> Cut | None:
+        """A cut of the fewest workers with no load above ``limit``; None if there are not enough workers."""
+        fewest: dict[int, int] = {0: 0}
+        back: list[dict[int, tuple[int, int]]] = []
+        for table in self.ranges(limit):
+            after: dict[int, int] = {}
+            chosen: dict[int, tuple[int, int]] = {}
+            for begin, used in fewest.items():
+                if begin >= self.count:
+                    continue
+                for end, need in table[begin]:
+                    if used + need < after.get(end, self.workers + 1):
+                        after[end], chosen[end] = used + need, (begin, need)
+            fewest = after
+            back.append(chosen)
+        return self._traced(back) if self.count in fewest else None
+
+    def _traced(self, back: list[dict[int, tuple[int, int]]]) -> Cut:
+        cuts, needs = [self.count], []
+        for chosen in reversed(back):
+            begin, need = chosen[cuts[-1]]
+            cuts.append(begin)
+            needs.append(need)
+        return self.cut(cuts[::-1], needs[::-1])
+
+    def cut(self, cuts: Sequence[int], needs: Sequence[int]) -> Cut:
+        """The cut with its bottleneck."""
+        loads = [self.load(s, cuts[s], cuts[s + 1], need) for s, need in enumerate(needs)]
+        return Cut(tuple(cuts), tuple(needs), max(loads))
+
+
+def fastest(stages: Stages) -> Cut | None:
+    """The cut with the least bottleneck (to 1e-9); None if memory or the number of layers admits none."""
+    best = stages.within(math.inf)
+    if best is None:
+        return None
+    low = 0.0
+    while best.bottleneck - low > _PRECISION * best.bottleneck:
+        middle = (low + best.bottleneck) / 2
+        found = stages.within(middle)
+        if found is None:
+            low = middle
+        else:
+            best = found
+    return best
+
+
+def cheapest(stages: Stages, limit: float, cost: Callable[[int, int, int, int], float]) -> Cut | None:
+    """The cut with no load above ``limit`` whose sum of ``cost(stage, begin, end, workers)`` is least; None if there is
+    none.
+
+    Every stage has the fewest workers that the limit allows. Exact while at most 64 numbers of workers have to be told
+    apart for a stage; of more, those with the least cost so far are kept.
+    """
+    tables = stages.ranges(limit)
+    remaining = _remaining(stages, tables)
+    labels: dict[int, dict[int, float]] = {0: {0: 0.0}}  # by bound and workers used
+    back: list[dict[tuple[int, int], tuple[int, int]]] = []
+    for stage, table in enumerate(tables):
+        after: dict[int, dict[int, float]] = {}
+        chosen: dict[tuple[int, int], tuple[int, int]] = {}
+        for begin, spent in labels.items():
+            if begin >= stages.count:
+                continue
+            for end, need in table[begin]:
+                room = stages.workers - remaining[stage + 1].get(end, math.inf) - need
+                price = cost(stage, begin, end, need)
+                there = after.setdefault(end, {})
+                for used, so_far in spent.items():
+                    if used <= room and so_far + price < there.get(used + need, math.inf):
+                        there[used + need] = so_far + price
+                        chosen[end, used + need] = (begin, used)
+        labels = {end: _undominated(there) for end, there in after.items() if there}
+        back.append(chosen)
+    ends = labels.get(stages.count)
+    if not ends:
+        return None
+    at = stages.count, min(ends, key=lambda used: (ends[used], used))
+    cuts, needs = [stages.count], []
+    for chosen in reversed(back):
+        before = chosen[at]
+        cuts.append(before[0])
+        needs.append(at[1] - before[1])
+        at = before
+    return stages.cut(cuts[::-1], needs[::-1])
+
+
+def _remaining(stages: Stages, tables: list[list[list[tuple[int, int]]]]) -> list[dict[int, float]]:
+    """The fewest workers that the stages from s on need for the layers from each bound on."""
+    found: list[dict[int, float]] = [{stages.count: 0.0}]
+    for table in reversed(tables):
+        behind, here = found[-1], {}
+        for begin, ends in enumerate(table):
+            least = min((behind[end] + need for end, need in ends if end in behind), default=math.inf)
+            if least < math.inf:
+                here[begin] = least
+        found.append(here)
+    return found[::-1]
+
+
+def _undominated(labels: dict[int, float]) -> dict[int, float]:
+    """Without labels that use more workers and cost no less; at most ``_LABELS``, the cheapest."""
+    kept: dict[int, float] = {}
+    least = math.inf
+    for used in sorted(labels):
+        if labels[used] < least:
+            kept[used] = least = labels[used]
+    if len(kept) > _LABELS:
+        fewest = min(kept)
+        cheap = sorted(kept, key=lambda used: kept[used])[: _LABELS - 1]
+        kept = {used: kept[used] for used in sorted({fewest, *cheap})}
+    return kept

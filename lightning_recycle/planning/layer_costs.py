@@ -1,0 +1,255 @@
+"""What single layers cost: the costs and the memory of any cut of a model into stages follow from these.
+
+Concept: the layers of a model are cut into S contiguous stages. A cut is a tuple of S + 1 bounds: stage s holds the
+layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one, in all pipelines alike. A stage takes the sum of its layers'
+seconds, and each of its operations takes ``overhead`` besides.
+
+Contract: frozen, validated; every error names the wrong value and the remedy.
+
+Must not know: workers, failures, how anything was measured, torch.
+
+Units: seconds per micro-batch (F, B, W, BW) or per step (REDUCE, STEP); bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from lightning_recycle.arguments import at_least, is_integer
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.costs import Costs, communication_seconds
+from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.ops import OpKind
+
+__all__ = ["LayerCosts", "check_cuts", "even_cuts"]
+
+_SECONDS = ("forward", "backward_input", "backward_weight", "backward", "reduce", "optimizer")
+_BYTES = ("output_bytes", "held_bytes", "waiting_bytes", "parameter_bytes", "optimizer_bytes")
+
+
+def check_cuts(cuts: Sequence[int], layers: int | None = None) -> tuple[int, ...]:
+    """``cuts`` as a tuple.
+
+    Raises:
+        ConfigurationError: unless they rise strictly from 0 (to ``layers``, if given).
+    """
+    found = tuple(cuts)
+    rising = len(found) > 1 and all(map(is_integer, found)) and all(a < b for a, b in pairwise(found))
+    if not rising or found[0] != 0 or (layers is not None and found[-1] != layers):
+        end = "the number of layers" if layers is None else str(layers)
+        raise ConfigurationError(
+            f"cuts={found!r}: give the first layer of each stage and {end} at the end, e.g. (0, 3, 6), so that every "
+            "stage holds at least one layer."
+        )
+    return found
+
+
+def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
+    """Stages whose numbers of layers differ by at most one; later ones get the larger parts.
+
+    Raises:
+        ConfigurationError: when there are fewer layers than stages.
+    """
+    size, larger = divmod(layers, stages)
+    if size < 1:
+        raise ConfigurationError(f"{layers} layers cannot make {stages} stages: each holds at least one.")
+    return (0, *accumulate(size + (stage >= stages - larger) for stage in range(stages)))
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of each layer, and what workers and links can do. Tuples have one value per layer.
+
+    Args:
+        forward: seconds of F of one micro-batch.
+        backward_input: seconds of B, where the backward is split.
+        backward_weight: seconds of W.
+        backward: seconds of BW, the fused backward; empty: B + W.
+        reduce: seconds of a step that its stage waits for the reduction of the layer's gradients; empty: 0.
+        optimizer: seconds of STEP; empty: 0.
+        output_bytes: activations of one micro-batch at its output, sent to the next stage where a cut is behind it;
+            empty: 0.
+        held_bytes: what one micro-batch holds from F to B; empty: ``output_bytes``.
+        waiting_bytes: what one micro-batch holds from B to W; empty: ``held_bytes``.
+        parameter_bytes: parameters, gradients and buffers; empty: 0.
+        optimizer_bytes: state of the optimizer, and copies of the version before; empty: 0.
+        overhead: seconds of each F, B, W and BW of a stage besides its layers.
+        memory_limit: bytes of a worker for all of this; None for no limit.
+        bandwidth: bytes/s of the link of a worker, in each direction; 0 if unknown: then only the latency counts.
+        latency: seconds for an empty message.
+
+    Raises:
+        ConfigurationError: when a value is negative, not finite or missing.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    backward: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
+    optimizer: tuple[float, ...] = ()
+    output_bytes: tuple[float, ...] = ()
+    held_bytes: tuple[float, ...] = ()
+    waiting_bytes: tuple[float, ...] = ()
+    parameter_bytes: tuple[float, ...] = ()
+    optimizer_bytes: tuple[float, ...] = ()
+    overhead: float = 0.0
+    memory_limit: float | None = None
+    bandwidth: float = 0.0
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        count = len(tuple(self.forward))
+        if not count:
+            raise ConfigurationError("LayerCosts(forward=()): give the seconds of at least one layer.")
+        for name in (*_SECONDS, *_BYTES):
+            values = tuple(at_least("LayerCosts", name, value) for value in getattr(self, name))
+            if not values:
+                values = self._default(name, count)
+            if len(values) != count:
+                raise ConfigurationError(
+                    f"LayerCosts({name}) has {len(values)} values for {count} layers: give one per layer."
+                )
+            object.__setattr__(self, name, values)
+        for name in ("overhead", "bandwidth", "latency"):
+            object.__setattr__(self, name, at_least("LayerCosts", name, getattr(self, name)))
+        if self.memory_limit is not None:
+            at_least("LayerCosts", "memory_limit", self.memory_limit)
+
+    def _default(self, name: str, count: int) -> tuple[float, ...]:
+        if name == "backward":
+            return tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
+        if name == "held_bytes":
+            return self.output_bytes
+        return self.held_bytes if name == "waiting_bytes" else (0.0,) * count
+
+    @classmethod
+    def from_stages(
+        cls,
+        costs: Costs,
+        cuts: Sequence[int],
+        *,
+        weights: Sequence[float] | None = None,
+        backward: Sequence[float] = (),
+        held_bytes: Sequence[float] = (),
+        waiting_bytes: Sequence[float] = (),
+        output_bytes: Sequence[float] = (),
+        parameter_bytes: Sequence[float] = (),
+        optimizer_bytes: Sequence[float] = (),
+        memory_limit: float | None = None,
+        bandwidth: float = 0.0,
+        latency: float | None = None,
+    ) -> LayerCosts:
+        """Layers of stages that were measured as a whole: each gets its part of what its stage takes.
+
+        Args:
+            costs: seconds by stage under the cuts.
+            cuts: the bounds of the stages.
+            weights: each layer's part, relative to others of its stage, e.g. its seconds or its parameters; by default
+                equal parts.
+            backward: seconds of BW by stage, where it was measured.
+            held_bytes, waiting_bytes: of one micro-batch, by stage.
+            output_bytes, parameter_bytes, optimizer_bytes, memory_limit, bandwidth: by layer, as in the class.
+            latency: by default, the costs' communication.
+        """
+        bounds = check_cuts(cuts)
+        if costs.stages != len(bounds) - 1:
+            raise ConfigurationError(
+                f"costs are given for {costs.stages} stages, cuts={bounds!r} for {len(bounds) - 1}: "
+                "give the cuts under which they were measured."
+            )
+        parts = [1.0] * bounds[-1] if weights is None else [at_least("", "weights", weight) for weight in weights]
+        if len(parts) != bounds[-1]:
+            raise ConfigurationError(f"weights has {len(parts)} values for {bounds[-1]} layers: give one per layer.")
+
+        def spread(values: Sequence[float]) -> tuple[float, ...]:
+            found: list[float] = []
+            for (begin, end), value in zip(pairwise(bounds), values, strict=True):
+                total = sum(parts[begin:end])
+                found += [value * (part / total if total else 1 / (end - begin)) for part in parts[begin:end]]
+            return tuple(found)
+
+        return cls(
+            forward=spread(costs.forward),
+            backward_input=spread(costs.backward_input),
+            backward_weight=spread(costs.backward_weight),
+            backward=spread(backward) if backward else (),
+            reduce=spread([costs.of(OpKind.REDUCE, stage) for stage in range(costs.stages)]),
+            optimizer=spread(costs.optimizer),
+            output_bytes=tuple(output_bytes),
+            held_bytes=spread(held_bytes) if held_bytes else (),
+            waiting_bytes=spread(waiting_bytes) if waiting_bytes else (),
+            parameter_bytes=tuple(parameter_bytes),
+            optimizer_bytes=tuple(optimizer_bytes),
+            memory_limit=memory_limit,
+            bandwidth=bandwidth,
+            latency=costs.communication if latency is None else latency,
+        )
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.forward)
+
+    @cached_property
+    def state_bytes(self) -> tuple[float, ...]:
+        """Bytes of each layer that a worker must have to own it: parameters and optimizer."""
+        return tuple(map(sum, zip(self.parameter_bytes, self.optimizer_bytes, strict=True)))
+
+    def work(self, *, decoupled: bool) -> tuple[float, ...]:
+        """Seconds of each layer for forward and backward of one micro-batch."""
+        if not decoupled:
+            return tuple(map(sum, zip(self.forward, self.backward, strict=True)))
+        return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
+
+    def costs(self, cuts: Sequence[int], *, decoupled: bool = True) -> Costs:
+        """The planner's costs of the stages between ``cuts``.
+
+        With ``decoupled=False`` they are those of fused backwards: B and W together take what BW takes.
+
+        Raises:
+            ConfigurationError: when the cuts are none of these layers.
+        """
+        bounds = check_cuts(cuts, self.layers)
+        forward, inputs, weights = (
+            self._stages(values, bounds) for values in (self.forward, self.backward_input, self.backward_weight)
+        )
+        if not decoupled:
+            fused = self._stages(self.backward, bounds)
+            inputs, weights = fused, tuple(0.0 for _ in fused)
+        extra = self.overhead
+        return Costs(
+            forward=tuple(value + extra for value in forward),
+            backward_input=tuple(value + extra for value in inputs),
+            backward_weight=tuple(value + extra for value in weights) if decoupled else weights,
+            reduce=self._stages(self.reduce, bounds),
+            optimizer=self._stages(self.optimizer, bounds),
+            communication=self._communication(bounds),
+        )
+
+    def memory(self, cuts: Sequence[int]) -> Memory | None:
+        """The memory of a worker of each stage between ``cuts``; None without a limit."""
+        if self.memory_limit is None:
+            return None
+        bounds = check_cuts(cuts, self.layers)
+        return Memory(
+            capacity=(self.memory_limit,) * (len(bounds) - 1),
+            fixed=self._stages(self.state_bytes, bounds),
+            after_forward=self._stages(self.held_bytes, bounds),
+            after_backward=self._stages(self.waiting_bytes, bounds),
+        )
+
+    def _communication(self, bounds: tuple[int, ...]) -> float:
+        sizes = [self.output_bytes[bound - 1] for bound in bounds[1:-1]]
+        if not sizes:
+            return 0.0
+        if not self.bandwidth:
+            return self.latency
+        return communication_seconds(sizes, latency_seconds=self.latency, bandwidth_bytes_per_second=self.bandwidth)
+
+    @staticmethod
+    def _stages(values: Sequence[float], bounds: tuple[int, ...]) -> tuple[float, ...]:
+        return tuple(sum(values[begin:end]) for begin, end in pairwise(bounds))

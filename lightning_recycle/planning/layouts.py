@@ -1,0 +1,539 @@
+"""Layouts: which layers each stage holds and how many workers serve it, and the best one for those that are left.
+
+Concept: after a failure there are four ways to go on, of which each needs more state to be sent than the one before:
+
+- ``reroute``: nothing moves; the peers of the dead run their micro-batches;
+- ``workers``: workers change their stage (failure normalization);
+- ``layers``: stages that lost workers give layers to their neighbours;
+- ``both``.
+
+Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.cuts`), by the load of the slowest stage. A load
+is only a bound, so of each way a few layouts, those with the least lower bounds, are planned, and the period
+of the real schedule decides. A layout is worth a change if the seconds that it saves until the next change exceed the
+seconds that training stands still for it:
+
+    (1 - period / period of reroute) x (seconds until the next change - delay)  >  stall
+
+Contract: pure, deterministic. ``plan_layout`` never returns a layout that is worse than re-routing by its own figures;
+a way that cannot be gone is refused in one line, never with an exception, as long as re-routing has a plan.
+
+Must not know: how state is copied, who decides when, torch.
+
+Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from lightning_recycle.arguments import at_least
+from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.cuts import Cut, Stages, cheapest, fastest, shares
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
+from lightning_recycle.planning.layer_moves import Traffic, layer_moves, traffic
+from lightning_recycle.planning.layout_judging import Judge, Judgement, judged
+from lightning_recycle.planning.normalization import (
+    distribution_of,
+    normalize,
+    normalized_failures,
+    roles,
+)
+from lightning_recycle.planning.problem import Problem
+
+__all__ = ["Candidate", "Changing", "Layout", "LayoutPlan", "Way", "plan_layout"]
+
+Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
+
+_TRIED = 3  # layouts of a way that are planned
+_SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
+_LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which layers each stage holds, in all pipelines alike, and how many live workers serve it.
+
+    Args:
+        cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one.
+        workers: live workers of each stage, at least one.
+
+    Raises:
+        ConfigurationError: when a stage has no layer, or no worker.
+    """
+
+    cuts: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cuts", check_cuts(self.cuts))
+        object.__setattr__(self, "workers", tuple(self.workers))
+        if len(self.workers) != len(self.cuts) - 1 or min(self.workers) < 1:
+            raise ConfigurationError(
+                f"Layout(workers={self.workers!r}): give the live workers of each of the {len(self.cuts) - 1} stages, "
+                "at least one."
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return tuple(end - begin for begin, end in pairwise(self.cuts))
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that holds ``layer``."""
+        return next(stage for stage, end in enumerate(self.cuts[1:]) if layer < end)
+
+    def __str__(self) -> str:
+        sizes = "/".join(map(str, self.sizes))
+        return f"{sizes} layers on {'/'.join(map(str, self.workers))} workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Changing:
+    """What a change of the layout costs besides the bytes on the links.
+
+    Args:
+        switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
+            are built again.
+        background: the part of a link that copies may use while training goes on; 0: all copies wait for the boundary.
+        stopped: whether training stands still anyhow at that moment, as in a recovery: then neither the switch nor the
+            pipelines that are filled again cost anything more, and copies are not made in the background.
+        least_gain: the smallest part of a period that a layout must save.
+    """
+
+    switch: float = 0.0
+    background: float = 0.0
+    stopped: bool = False
+    least_gain: float = _LEAST_GAIN
+
+    def __post_init__(self) -> None:
+        for name in ("switch", "background", "least_gain"):
+            at_least("Changing", name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to go on, in numbers.
+
+    Args:
+        way: which one.
+        layout: cuts and workers by stage; of a way that is refused, those of now.
+        failed: vacant positions under it.
+        roles: new positions of the workers that change theirs, as sorted pairs (before, after).
+        period: predicted seconds of a step.
+        bound: a proven lower bound of it.
+        bytes: to be sent in all.
+        busiest: the most bytes that one worker sends or receives.
+        copying: seconds until all copies have arrived.
+        stall: seconds that training stands still for the change: the switch, copies that are not made in the
+            background, and filling the pipelines again.
+        delay: seconds until the change, while copies are made in the background.
+        saved: seconds of training that it saves until the next change, the stall taken off; 0 for re-routing.
+        refused: why this way is not gone; empty otherwise.
+        judgement: the plan, if it was made, and how the period was found.
+    """
+
+    way: Way
+    layout: Layout
+    failed: frozenset[Worker]
+    period: float
+    bound: float = 0.0
+    roles: tuple[tuple[Worker, Worker], ...] = ()
+    bytes: float = 0.0
+    busiest: float = 0.0
+    copying: float = 0.0
+    stall: float = 0.0
+    delay: float = 0.0
+    saved: float = 0.0
+    refused: str = ""
+    judgement: Judgement | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.way}: {self.refused}"
+        text = f"{self.way}: {self.layout}, a step of {_shown(self.period)}"
+        if self.way == "reroute":
+            return text
+        return (
+            f"{text}; {self.bytes / 1e6:.4g} MB to send, a stall of {_shown(self.stall)}"
+            f"{f' after {_shown(self.delay)}' if self.delay else ''}, saves {_shown(self.saved)} until the next change"
+        )
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """What was chosen among which candidates.
+
+    Args:
+        chosen: the candidate with the most seconds saved.
+        candidates: one for each way, re-routing first.
+        next_change: seconds expected until the next change.
+    """
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    next_change: float
+
+    @property
+    def reroute(self) -> Candidate:
+        """The candidate that moves nothing."""
+        return self.candidates[0]
+
+    @property
+    def gain(self) -> float:
+        """By how much steps are faster than with re-routing alone, as a fraction of a period; 0 where nothing moves."""
+        return 1.0 - self.chosen.period / self.reroute.period if self.reroute.period else 0.0
+
+    def without_schedules(self) -> LayoutPlan:
+        """The figures alone, small enough for messages and history."""
+        bare = tuple(replace(candidate, judgement=None) for candidate in self.candidates)
+        chosen = next(each for each, full in zip(bare, self.candidates, strict=True) if full is self.chosen)
+        return LayoutPlan(chosen, bare, self.next_change)
+
+    def why(self) -> tuple[str, ...]:
+        """The reasons in numbers: the choice first, then a line for each candidate."""
+        moved = f" ({100 * self.gain:.1f} % faster steps)" if self.gain else ""
+        until = f"{_shown(self.next_change)} until the next change"
+        return (f"{self.chosen.way}{moved}; expected: {until}", *map(str, self.candidates))
+
+
+def plan_layout(
+    problem: Problem,
+    layers: LayerCosts,
+    cuts: Sequence[int],
+    *,
+    next_change: float,
+    changing: Changing | None = None,
+    fixed: str = "",
+    ways: Collection[Way] = ("workers", "layers", "both"),
+    judge: Judge = judged,
+) -> LayoutPlan:
+    """The best layout for the workers that are left.
+
+    Args:
+        problem: grid, failed (vacant) and slow workers, technique, and limit in flight. Its costs and memory are not
+            used: those of a layout follow from ``layers``.
+        layers: what single layers cost.
+        cuts: bounds of the stages now.
+        next_change: seconds expected until the next change, e.g. of
+            :meth:`~lightning_recycle.planning.change_rate.FailureRecord.next_change`.
+        changing: what a change costs besides its copies.
+        fixed: why layers cannot move, e.g. "layer 3 has no LayerSpec"; empty if they can.
+        ways: what to consider besides re-routing.
+        judge: plans a problem; by default the heuristic, on large grids by lanes.
+
+    Raises:
+        ConfigurationError: when the cuts are none of these layers.
+        PlanningError: when there is no plan that moves nothing.
+    """
+    search = _Search(problem, layers, check_cuts(cuts, layers.layers), changing or Changing(), next_change, judge)
+    first = search.reroute()
+    found = [first]
+    makers: dict[Way, Callable[[], Candidate]] = {
+        "workers": search.workers,
+        "layers": lambda: search.cut("layers", fixed),
+        "both": lambda: search.cut("both", fixed),
+    }
+    for way, make in makers.items():
+        if way in ways:
+            try:
+                found.append(search.weighed(make()))
+            except PlanningError as error:
+                found.append(search.refused(way, str(error)))
+    # On a tie the way that needs less is gone: it comes first.
+    chosen = max((each for each in found if not each.refused), key=lambda each: each.saved)
+    return LayoutPlan(chosen if chosen.saved > 0 else first, tuple(found), next_change)
+
+
+class _Search:
+    """The candidates of one call."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        layers: LayerCosts,
+        cuts: tuple[int, ...],
+        changing: Changing,
+        next_change: float,
+        judge: Judge,
+    ) -> None:
+        self.problem, self.layers, self.cuts = problem, layers, cuts
+        self.changing, self.next_change, self.judge = changing, next_change, judge
+        self.grid, self.live = problem.grid, problem.live_counts()
+        self.decoupled = problem.technique.decoupled
+        self.first: Candidate | None = None  # re-routing
+        if len(cuts) != self.grid.stages + 1:
+            raise ConfigurationError(f"cuts={cuts!r}: the grid {self.grid} has {self.grid.stages} stages.")
+
+    # -- candidates -----------------------------------------------------------------------------------------------
+
+    def reroute(self) -> Candidate:
+        """Nothing moves."""
+        problem = self.at(self.cuts, self.problem.failed)
+        judgement = self.judge(problem)
+        layout = Layout(self.cuts, self.live)
+        self.first = Candidate(
+            "reroute", layout, problem.failed, judgement.period, lower_bound(problem), judgement=judgement
+        )
+        return self.first
+
+    def workers(self) -> Candidate:
+        """Failure normalization: the cuts stay."""
+        failures = len(self.problem.failed)
+        if not failures:
+            return self.refused("workers", "no worker has failed")
+        if self.problem.worker_factors:
+            return self.refused("workers", "workers of unequal speed keep their stages")
+        costs, memory = self.layers.costs(self.cuts, decoupled=self.decoupled), self.layers.memory(self.cuts)
+        small = 3 * self.grid.global_microbatches * self.grid.stages <= 20_000
+        goal = normalize(
+            self.grid,
+            costs,
+            failures,
+            technique=self.problem.technique,
+            in_flight_limit=self.problem.in_flight_limit,
+            memory=memory,
+            period=(lambda spread: self.judge(self.at(self.cuts, normalized_failures(self.grid, spread))).period)
+            if small
+            else None,
+        )
+        if goal == distribution_of(self.grid, self.problem.failed):
+            return self.refused("workers", "the failures are where they cost least")
+        return self.candidate("workers", self.cuts, goal)
+
+    def cut(self, way: Way, fixed: str) -> Candidate:
+        """Layers move; with ``both``, workers too."""
+        if fixed:
+            return self.refused(way, f"layers do not move: {fixed}")
+        if self.layers.layers == self.grid.stages:
+            return self.refused(way, f"{self.layers.layers} layers on as many stages: there is one cut only")
+        if way == "both" and not self.problem.failed:
+            return self.refused(way, "no worker has failed")
+        if way == "both" and self.problem.worker_factors:
+            return self.refused(way, "workers of unequal speed keep their stages")
+        rivals: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        for spare in _spares(self.grid):
+            stages = self.stages(way, spare)
+            best = fastest(stages)
+            if best is None:
+                if spare == _HARD and not rivals:
+                    return self.refused(way, "no cut leaves room for one micro-batch on a worker of every stage")
+                continue
+            for cut in (best, *self.near(stages, best)):
+                goal = self.live if way == "layers" else self.spread(stages, cut)
+                distribution = tuple(self.grid.pipelines - count for count in goal)
+                if cut.cuts != self.cuts or (way == "both" and goal != self.live):
+                    rivals[cut.cuts, distribution] = 0.0
+        return self.best(way, list(rivals))
+
+    def near(self, stages: Stages, best: Cut) -> Iterator[Cut]:
+        """Cuts that move the fewest bytes, or are the most even, within a little more than the least bottleneck."""
+        for slack in _SLACKS:
+            for cost in (self.moved, self.squares):
+                found = cheapest(stages, best.bottleneck * (1 + slack), lambda *range, cost=cost: cost(stages, *range))
+                if found is not None:
+                    yield found
+
+    def best(self, way: Way, rivals: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Candidate:
+        """The one with the shortest period, of the few with the least bounds."""
+        assert self.first is not None
+        ranked = []
+        refused = ""
+        for cuts, distribution in rivals:
+            failed = self.failed(distribution)
+            try:
+                ranked.append((lower_bound(self.at(cuts, failed, distribution)), cuts, distribution))
+            except PlanningError as error:
+                refused = str(error)
+        if not ranked:
+            return self.refused(way, refused or "the present cut has the least load")
+        ranked.sort()
+        goal = self.first.period * (1 - self.changing.least_gain)
+        if ranked[0][0] >= goal:
+            return self.refused(
+                way,
+                f"no cut is faster: at least {_shown(ranked[0][0])} a step, re-routing takes "
+                f"{_shown(self.first.period)}",
+            )
+        shortest: Candidate | None = None
+        for bound, cuts, distribution in ranked[:_TRIED]:
+            if shortest is not None and bound >= shortest.period:
+                break
+            try:
+                found = self.candidate(way, cuts, distribution)
+            except PlanningError as error:
+                refused = str(error)
+                continue
+            if shortest is None or (found.period, found.bytes) < (shortest.period, shortest.bytes):
+                shortest = found
+        return self.refused(way, refused) if shortest is None else shortest
+
+    def candidate(self, way: Way, cuts: tuple[int, ...], distribution: tuple[int, ...]) -> Candidate:
+        """A layout with its plan, and what has to be sent for it."""
+        taken = self.roles(distribution)
+        problem = self.at(cuts, self.failed(distribution), distribution)
+        judgement = self.judge(problem)
+        state = self.layers.state_bytes
+        sent = traffic(layer_moves(self.grid, self.problem.failed, self.cuts, cuts, taken, state), state)
+        copying, stall, delay = self.times(cuts, sent, judgement)
+        return Candidate(
+            way,
+            Layout(cuts, tuple(self.grid.pipelines - count for count in distribution)),
+            problem.failed,
+            judgement.period,
+            lower_bound(problem),
+            tuple(sorted((worker, place) for worker, place in taken.items() if worker != place)),
+            sent.total,
+            sent.busiest,
+            copying,
+            stall,
+            delay,
+            judgement=judgement,
+        )
+
+    def refused(self, way: Way, reason: str) -> Candidate:
+        """A way that is not gone."""
+        return Candidate(way, Layout(self.cuts, self.live), self.problem.failed, 0.0, refused=reason)
+
+    def weighed(self, candidate: Candidate) -> Candidate:
+        """The candidate with what it saves; refused if that is nothing."""
+        assert self.first is not None
+        if candidate.refused:
+            return candidate
+        gain = 1.0 - candidate.period / self.first.period
+        saved = gain * max(0.0, self.next_change - candidate.delay) - candidate.stall
+        if gain < self.changing.least_gain:
+            reason = f"its step of {_shown(candidate.period)} is not shorter than {_shown(self.first.period)}"
+            return replace(candidate, saved=saved, refused=reason)
+        if saved <= 0:
+            later = f" after {_shown(candidate.delay)}" if candidate.delay else ""
+            reason = (
+                f"a step is {100 * gain:.1f} % shorter, which in {_shown(self.next_change)} does not pay for a stall "
+                f"of {_shown(candidate.stall)}{later}"
+            )
+            return replace(candidate, saved=saved, refused=reason)
+        return replace(candidate, saved=saved)
+
+    # -- what they are made of -------------------------------------------------------------------------------------
+
+    def at(
+        self, cuts: tuple[int, ...], failed: frozenset[Worker], distribution: tuple[int, ...] | None = None
+    ) -> Problem:
+        """The problem under a layout."""
+        factors = dict(self.problem.worker_factors)
+        if factors and distribution is not None and distribution != distribution_of(self.grid, self.problem.failed):
+            taken = self.roles(distribution)
+            factors = {taken.get(worker, worker): factor for worker, factor in factors.items()}
+        return replace(
+            self.problem,
+            costs=self.layers.costs(cuts, decoupled=self.decoupled),
+            failed=failed,
+            memory=self.layers.memory(cuts),
+            worker_factors=tuple(factors.items()),
+        )
+
+    def failed(self, distribution: tuple[int, ...]) -> frozenset[Worker]:
+        """The vacant positions; those of now if each stage keeps its workers."""
+        if distribution == distribution_of(self.grid, self.problem.failed):
+            return self.problem.failed
+        return normalized_failures(self.grid, distribution)
+
+    def roles(self, distribution: tuple[int, ...]) -> Mapping[Worker, Worker]:
+        """The positions of the live workers; empty if all stay."""
+        if distribution == distribution_of(self.grid, self.problem.failed):
+            return {}
+        return roles(self.grid, self.problem.failed, distribution)
+
+    def stages(self, way: Way, spare: float) -> Stages:
+        """What stages may be; each has memory for ``spare`` times the micro-batches that 1F1B holds there."""
+        total = self.grid.global_microbatches
+        if way == "layers":
+            options = []
+            for stage, live in enumerate(self.live):
+                factors = sorted(self.problem.live_factors(stage), reverse=True)
+                options.append([(live, shares(total, factors)[live])])
+        else:
+            table = shares(total, (1.0,) * self.grid.pipelines)
+            options = [[(count, table[count]) for count in range(1, self.grid.pipelines + 1)]] * self.grid.stages
+        layers = self.layers
+        once = tuple(map(sum, zip(layers.reduce, layers.optimizer, strict=True)))
+        overhead = layers.overhead * (3 if self.decoupled else 2)
+        return Stages(layers.work(decoupled=self.decoupled), once, options, sum(self.live), self.fits(spare), overhead)
+
+    def fits(self, spare: float) -> Callable[[int, int, int], bool] | None:
+        """Whether the layers of a range fit into a worker of a stage, with some micro-batches."""
+        layers, limit = self.layers, self.layers.memory_limit
+        if limit is None:
+            return None
+        state, held = [0.0], [0.0]
+        for own, each in zip(layers.state_bytes, layers.held_bytes, strict=True):
+            state.append(state[-1] + own)
+            held.append(held[-1] + each)
+        stages = self.grid.stages
+
+        def fits(stage: int, begin: int, end: int) -> bool:
+            most = max(1.0, spare * min(stages - stage, self.grid.global_microbatches))
+            return state[end] - state[begin] + most * (held[end] - held[begin]) <= limit * (1 + 1e-9)
+
+        return fits
+
+    def spread(self, stages: Stages, cut: Cut) -> tuple[int, ...]:
+        """Workers of each stage: all live ones, at least those needed, and as many as possible stay where they are."""
+        counts = [max(need, live) for need, live in zip(cut.needs, self.live, strict=True)]
+        for _ in range(sum(counts) - sum(self.live)):
+            givers = [stage for stage, need in enumerate(cut.needs) if counts[stage] > need]
+            # The stage whose load stays least gives one.
+            giver = min(
+                givers, key=lambda s: (stages.load(s, cut.cuts[s], cut.cuts[s + 1], counts[s] - 1), counts[s], s)
+            )
+            counts[giver] -= 1
+        return tuple(counts)
+
+    def moved(self, stages: Stages, stage: int, begin: int, end: int, workers: int) -> float:
+        """Bytes that the workers of a stage get for these layers."""
+        state, first, last = self.layers.state_bytes, self.cuts[stage], self.cuts[stage + 1]
+        whole = sum(state[begin:end])
+        kept = sum(state[max(begin, first) : max(begin, first, min(end, last))])
+        return self.live[stage] * (whole - kept) + max(0, workers - self.live[stage]) * whole
+
+    def squares(self, stages: Stages, stage: int, begin: int, end: int, workers: int) -> float:
+        """The square of the load: the sum over the stages is least where they are even."""
+        return stages.load(stage, begin, end, workers) ** 2
+
+    def times(self, cuts: tuple[int, ...], sent: Traffic, judgement: Judgement) -> tuple[float, float, float]:
+        """Seconds of the copies, of the stall and of the delay before it."""
+        layers, changing = self.layers, self.changing
+        copying = sent.seconds(layers.bandwidth, layers.latency)
+        if changing.stopped:
+            return copying, copying, 0.0
+        stall = changing.switch + judgement.fill
+        if changing.background and self.room_for(sent):
+            return copying, stall, copying / changing.background
+        return copying, stall + copying, 0.0
+
+    def room_for(self, sent: Traffic) -> bool:
+        """Whether a worker can hold what it gets beside its own layers and the micro-batches that 1F1B holds."""
+        memory = self.layers.memory(self.cuts)
+        if memory is None:
+            return True
+        return all(
+            memory.fixed[stage] + (self.grid.stages - stage) * memory.after_forward[stage] + sent.received
+            <= memory.capacity[stage]
+            for stage in range(self.grid.stages)
+        )
+
+
+_HARD = 0.0
+
+
+def _spares(grid: Grid) -> tuple[float, ...]:
+    """How much room for micro-batches a cut leaves, relative to 1F1B: the least room has the least load."""
+    return (_HARD, 1.0, 2.0) if grid.stages > 1 else (_HARD,)
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.4g} s"

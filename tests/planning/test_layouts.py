@@ -1,0 +1,277 @@
+"""Layouts: never worse than re-routing, valid, and refused in one line where they cannot be."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_recycle import planning as p
+from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.change_rate import LLAMA3_WORKER_SECONDS, FailureRecord
+from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts, even_cuts
+from lightning_recycle.planning.layer_moves import layer_moves, traffic
+from lightning_recycle.planning.layout_judging import Judgement, judged
+from lightning_recycle.planning.layouts import Changing, Layout, LayoutPlan, plan_layout
+
+HOUR = 3600.0
+
+
+def quick(problem: p.Problem) -> Judgement:
+    schedule = p.heuristic(problem, 2_000)
+    return Judgement(schedule.period, schedule.makespan - schedule.period, schedule)
+
+
+def equal_layers(count: int, **changes: object) -> LayerCosts:
+    slots = (0.01,) * count
+    return LayerCosts(slots, slots, slots, parameter_bytes=(1e6,) * count, bandwidth=1e9, **changes)  # type: ignore[arg-type]
+
+
+def after(layers: LayerCosts, grid: p.Grid, *failed: tuple[int, int], **changes: object) -> tuple[p.Problem, tuple]:
+    cuts = even_cuts(layers.layers, grid.stages)
+    gone = frozenset(p.Worker(*place) for place in failed)
+    return p.Problem(grid, layers.costs(cuts), gone, **changes), cuts  # type: ignore[arg-type]
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[p.Problem, LayerCosts, tuple[int, ...]]:
+    grid = p.Grid(draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4)))
+    count = draw(st.integers(grid.stages, 8))
+
+    def each(values: list[float]) -> tuple[float, ...]:
+        return tuple(draw(st.lists(st.sampled_from(values), min_size=count, max_size=count)))
+
+    seconds = [0.1, 0.5, 1.0, 3.0]
+    limit = draw(st.sampled_from([None, 20.0, 40.0]))
+    layers = LayerCosts(
+        each(seconds),
+        each(seconds),
+        each(seconds),
+        reduce=each([0.0, 0.3]),
+        output_bytes=each([0.0, 1.0]),
+        held_bytes=each([0.5, 1.0]),
+        parameter_bytes=each([0.0, 1.0, 2.0]),
+        memory_limit=limit,
+        bandwidth=draw(st.sampled_from([0.0, 10.0])),
+        overhead=draw(st.sampled_from([0.0, 0.1])),
+    )
+    inner = (
+        draw(st.sets(st.integers(1, count - 1), min_size=grid.stages - 1, max_size=grid.stages - 1))
+        if count > 1
+        else []
+    )
+    cuts = (0, *sorted(inner), count)
+    failed: set[p.Worker] = set()
+    for stage in range(grid.stages):
+        failed |= {
+            p.Worker(d, stage) for d in draw(st.sets(st.integers(0, grid.pipelines - 1), max_size=grid.pipelines - 1))
+        }
+    live = [worker for worker in grid.workers() if worker not in failed]
+    slow = draw(st.just({}) | st.dictionaries(st.sampled_from(live), st.sampled_from([1.5, 3.0]), max_size=2))
+    technique = p.Technique(draw(st.booleans()), draw(st.booleans()))
+    in_flight = draw(st.none() | st.just((grid.stages,) * grid.stages))
+    problem = p.Problem(
+        grid,
+        layers.costs(cuts, decoupled=technique.decoupled),
+        frozenset(failed),
+        technique,
+        in_flight,
+        slow,  # type: ignore[arg-type]
+        layers.memory(cuts) if draw(st.booleans()) else None,
+    )
+    return problem, layers, cuts
+
+
+@settings(max_examples=80, deadline=None)
+@given(situations(), st.sampled_from([1.0, 100.0, 1e6]), st.booleans())
+def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(
+    situation: tuple, next_change: float, stopped: bool
+) -> None:
+    problem, layers, cuts = situation
+    changing = Changing(switch=0.5, background=0.5 if stopped else 0.0, stopped=stopped)
+    try:
+        plan = plan_layout(problem, layers, cuts, next_change=next_change, changing=changing, judge=quick)
+    except PlanningError:
+        with pytest.raises(PlanningError):  # re-routing itself does not fit
+            quick(replace(problem, memory=layers.memory(cuts)))
+        return
+    assert plan.candidates[0].way == "reroute"
+    assert plan.chosen in plan.candidates
+    assert plan.chosen.saved >= 0
+    assert plan.chosen.period <= plan.reroute.period
+    live = problem.grid.num_workers - len(problem.failed)
+    for candidate in plan.candidates:
+        assert "\n" not in str(candidate)
+        assert sum(candidate.layout.workers) == live
+        if candidate.judgement is None:
+            assert candidate.refused
+            continue
+        schedule = candidate.judgement.schedule
+        assert schedule is not None
+        p.validate(schedule)
+        assert schedule.problem.live_counts() == candidate.layout.workers
+        assert schedule.failed == candidate.failed
+        assert schedule.problem.costs == layers.costs(candidate.layout.cuts, decoupled=problem.technique.decoupled)
+        assert candidate.bound <= candidate.period + 1e-6
+    bare = plan.without_schedules()
+    assert bare.chosen == plan.chosen
+    assert pickle.loads(pickle.dumps(bare)).why() == plan.why()
+
+
+def test_layers_leave_the_stage_that_lost_a_worker() -> None:
+    """16 layers a stage, one of 4 x 4 dead: whole layers allow 1.23 times the throughput of re-routing."""
+    grid, layers = p.Grid(4, 4, 16), equal_layers(64)
+    problem, cuts = after(layers, grid, (1, 2))
+    plan = plan_layout(problem, layers, cuts, next_change=HOUR, ways=("layers",))
+    assert plan.chosen.way == "layers"
+    assert plan.chosen.layout.sizes[2] == 13
+    assert plan.chosen.layout.workers == (4, 4, 3, 4)
+    assert plan.reroute.period / plan.chosen.period > 1.22
+    assert plan.chosen.failed == problem.failed
+    assert not plan.chosen.roles
+
+
+def test_half_of_a_stage_gone() -> None:
+    grid, layers = p.Grid(4, 4, 16), equal_layers(64)
+    problem, cuts = after(layers, grid, (0, 1), (1, 1))
+    plan = plan_layout(problem, layers, cuts, next_change=HOUR)
+    assert plan.reroute.period / plan.chosen.period > 1.65
+
+
+def test_layers_come_back_when_all_are_there_again() -> None:
+    grid, layers = p.Grid(4, 4, 16), equal_layers(64)
+    plan = plan_layout(p.Problem(grid, layers.costs(even_cuts(64, 4))), layers, (0, 17, 34, 47, 64), next_change=HOUR)
+    assert plan.chosen.way == "layers"
+    assert plan.chosen.layout.sizes == (16, 16, 16, 16)
+
+
+def test_a_slow_worker_costs_its_stage_layers() -> None:
+    grid, layers = p.Grid(2, 2, 8), equal_layers(24)
+    problem, cuts = after(layers, grid, worker_factors={p.Worker(0, 1): 2.0})
+    plan = plan_layout(problem, layers, cuts, next_change=HOUR)
+    assert plan.chosen.way == "layers"
+    assert plan.chosen.layout.sizes[1] < 12
+
+
+def test_a_move_that_takes_longer_than_it_saves_is_refused() -> None:
+    grid, layers = p.Grid(4, 4, 16), equal_layers(64)
+    problem, cuts = after(layers, grid, (1, 2))
+    brief = plan_layout(problem, layers, cuts, next_change=5.0, changing=Changing(switch=2.0))
+    assert brief.chosen is brief.reroute
+    assert "does not pay for a stall of" in next(each for each in brief.candidates if each.way == "layers").refused
+    assert plan_layout(problem, layers, cuts, next_change=HOUR, changing=Changing(switch=2.0)).chosen.way != "reroute"
+
+
+def test_the_stall_is_the_switch_and_the_copies_that_are_not_made_in_the_background() -> None:
+    grid, layers = p.Grid(4, 4, 16), equal_layers(64)
+    problem, cuts = after(layers, grid, (1, 2), technique=p.Technique(True, False))
+
+    def stall(**changes: object) -> tuple[float, float]:
+        changing = Changing(switch=2.0, **changes)  # type: ignore[arg-type]
+        plan = plan_layout(problem, layers, cuts, next_change=HOUR, changing=changing, ways=("layers",))
+        assert plan.chosen.way == "layers"
+        copying = plan.chosen.busiest / 1e9
+        assert plan.chosen.copying == pytest.approx(copying)
+        return plan.chosen.stall / copying, plan.chosen.delay / copying
+
+    copying = 2.0 / (stall()[0] - 1)
+    assert stall(background=0.5) == pytest.approx((2.0 / copying, 2.0))
+    assert stall(stopped=True, background=0.5) == pytest.approx((1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fixed", "reason"),
+    [
+        (equal_layers(4), "", "one cut only"),
+        (equal_layers(16), "layer 3 has no LayerSpec", "layers do not move: layer 3 has no LayerSpec"),
+        (LayerCosts((9.0, *(0.001,) * 7), (9.0, *(0.001,) * 7), (9.0, *(0.001,) * 7)), "", "no cut is faster"),
+    ],
+    ids=["as many layers as stages", "cannot be built elsewhere", "one huge layer"],
+)
+def test_layers_that_cannot_move_are_refused_in_one_line(layers: LayerCosts, fixed: str, reason: str) -> None:
+    problem, cuts = after(layers, p.Grid(3, 4, 6), (1, 0))
+    plan = plan_layout(problem, layers, cuts, next_change=1e6, fixed=fixed, ways=("layers",))
+    assert plan.chosen is plan.reroute
+    assert reason in plan.candidates[1].refused
+
+
+def test_memory_that_admits_no_other_cut() -> None:
+    layers = equal_layers(16, held_bytes=(1e5,) * 16, memory_limit=4.5e6)
+    problem, cuts = after(layers, p.Grid(3, 4, 6), (1, 2))
+    plan = plan_layout(problem, layers, cuts, next_change=1e6)
+    assert {each.way: each.layout.sizes for each in plan.candidates if not each.refused}.get("layers") is None
+    assert all(max(each.layout.sizes) <= 4 for each in plan.candidates)
+
+
+def test_a_worker_moves_only_where_it_helps() -> None:
+    grid, layers = p.Grid(4, 2, 16), equal_layers(2)
+    problem, cuts = after(layers, grid, (0, 1), (1, 1))
+    plan = plan_layout(problem, layers, cuts, next_change=HOUR)
+    assert plan.chosen.way == "workers"
+    assert plan.chosen.layout.workers == (3, 3)
+    assert plan.chosen.bytes == 1e6
+    ((moved, place),) = [(a, b) for a, b in plan.chosen.roles if a.stage != b.stage]
+    assert moved.stage == 0
+    assert place.stage == 1
+
+
+def test_moves_take_turns_among_the_owners() -> None:
+    grid = p.Grid(3, 2, 1)
+    found = layer_moves(grid, {p.Worker(0, 0)}, (0, 2, 4), (0, 1, 4))
+    assert {(move.layer, move.receiver.pipeline) for move in found} == {(1, 0), (1, 1), (1, 2)}
+    assert {move.source for move in found} == {p.Worker(1, 0), p.Worker(2, 0)}
+    sent = traffic(found, (5.0, 7.0, 1.0, 1.0))
+    assert (sent.total, sent.busiest, sent.received, sent.copied) == (21.0, 14.0, 7.0, 3)
+    assert sent.seconds(7.0, 0.5) == 2.5
+    assert sent.seconds(0.0, 0.5) == 0.5
+    with pytest.raises(PlanningError, match="layer 0 has no live owner"):
+        layer_moves(p.Grid(1, 2, 1), {p.Worker(0, 0)}, (0, 1, 2), (0, 1, 2), {p.Worker(0, 1): p.Worker(0, 0)})
+
+
+def test_the_rate_of_failures_begins_with_llama_3_and_is_soon_the_runs_own() -> None:
+    record = FailureRecord()
+    assert record.next_change(16384) == pytest.approx(54 * 86400 / 419)
+    for _ in range(20):
+        record = record.after(32, 1800.0, 1)
+    assert record.next_change(32) == pytest.approx(1800.0 * 2.6, rel=0.05)
+    quiet = FailureRecord().after(32, 1e9)
+    assert quiet.next_change(32) > LLAMA3_WORKER_SECONDS / 32
+
+
+def test_costs_by_stage_are_those_of_their_layers() -> None:
+    costs = p.Costs((1.0, 2.0), (1.0, 4.0), (2.0, 2.0), (0.2, 0.4), (0.1, 0.1), 0.5)
+    layers = LayerCosts.from_stages(costs, (0, 1, 4), weights=(1.0, 1.0, 2.0, 1.0), parameter_bytes=(1.0,) * 4)
+    assert layers.forward == (1.0, 0.5, 1.0, 0.5)
+    again = layers.costs((0, 1, 4))
+    assert again == costs
+    fused = replace(layers, backward=(2.0, 1.0, 2.0, 1.0)).costs((0, 1, 4), decoupled=False)
+    assert fused.backward_input == (2.0, 4.0)
+    assert fused.backward_weight == (0.0, 0.0)
+    with pytest.raises(ConfigurationError, match="cuts"):
+        layers.costs((0, 4, 4))
+
+
+@pytest.mark.parametrize("cuts", [(), (0,), (1, 2), (0, 2, 2), (0, 3, 1), (0, 1.5)])
+def test_cuts_rise_from_0(cuts: tuple) -> None:
+    with pytest.raises(ConfigurationError, match="every stage holds at least one layer"):
+        check_cuts(cuts)
+
+
+def test_a_layout_says_what_it_is() -> None:
+    layout = Layout((0, 3, 5), (4, 2))
+    assert (layout.sizes, layout.stage_of(2), layout.stage_of(3)) == ((3, 2), 0, 1)
+    assert str(layout) == "3/2 layers on 4/2 workers"
+    with pytest.raises(ConfigurationError, match="at least one"):
+        Layout((0, 3, 5), (4, 0))
+
+
+def test_a_large_grid_is_judged_by_the_rate_of_its_stages() -> None:
+    grid = p.Grid(24, 16, 100)
+    layers = equal_layers(64)
+    problem, cuts = after(layers, grid, *((d, 3) for d in range(12)))
+    plan: LayoutPlan = plan_layout(problem, layers, cuts, next_change=HOUR, ways=("layers",))
+    assert plan.chosen.way == "layers"
+    assert plan.chosen.period >= plan.chosen.bound
+    assert plan.reroute.period >= 1.5 * plan.chosen.period
+    assert judged(problem).period == pytest.approx(plan.reroute.period)
