@@ -42,7 +42,7 @@ class FailureRecord:
 
     events: int = 0
     exposure: float = 0.0
-    prior_events: float = 0.01
+    prior_events: float = 0.001
     prior_seconds: float = LLAMA3_WORKER_SECONDS
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic import DEFAULT_EFFORT, heuristic
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
@@ -41,11 +42,13 @@ class Judgement:
     Args:
         period: seconds between two steps.
         fill: extra seconds of the first step, which begins with empty pipelines.
+        lead: how long before the end of a step the first worker begins the next one.
         schedule: the plan, if it was made.
     """
 
     period: float
     fill: float = 0.0
+    lead: float = 0.0
     schedule: Schedule | None = None
 
 
@@ -71,11 +74,14 @@ def _judged(problem: Problem, effort: int) -> Judgement:
     rate = _of(heuristic(rate_problem(problem), effort))
     if lane.period <= _GOOD * rate.period:
         return lane
-    return Judgement(max(rate.period, lower_bound(problem)), rate.fill)
+    return Judgement(max(rate.period, lower_bound(problem)), rate.fill, rate.lead)
 
 
 def _of(schedule: Schedule) -> Judgement:
-    return Judgement(schedule.period, max(0.0, schedule.makespan - schedule.period), schedule)
+    lane = schedule.lane.schedule() if isinstance(schedule, CodedSchedule) else schedule  # lanes are alike
+    ends = [operations[-1].end for operations in lane.workers.values() if operations]
+    lead = max(ends) - min(ends) if schedule.problem.technique.staggered else 0.0
+    return Judgement(schedule.period, max(0.0, schedule.makespan - schedule.period), lead, schedule)
 
 
 def rate_problem(problem: Problem) -> Problem:

@@ -27,6 +27,7 @@ from lightning_recycle.simulation.failures import (
 )
 from lightning_recycle.simulation.measured import MeasuredModel
 from lightning_recycle.simulation.policies import (
+    Auto,
     Bamboo,
     CommonPolicy,
     DropReplica,
@@ -50,6 +51,7 @@ __all__ = [
     "GPUS",
     "Ablation",
     "Accounting",
+    "Auto",
     "Bamboo",
     "Cause",
     "Cluster",

@@ -344,4 +344,5 @@ def _interval(span: Span) -> Interval:
         span.gpus,
         span.live_gpus,
         span.configuration.throughput if training else 0.0,
+        span.configuration.choice,
     )

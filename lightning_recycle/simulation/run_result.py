@@ -57,6 +57,8 @@ class Interval:
     """Number of GPUs that take part."""
     live_gpus: int
     throughput: float
+    choice: str = ""
+    """What the policy chose for it, where it chooses among several ways: "reroute", "layers", ..."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ POLICIES = [
     sim.Recycle(effort=0, normalization=False, fault_free="1f1b", checkpoint="memory", checkpoint_every="young"),
     sim.Recycle(adaptive=False, decoupled=False, staggered=False),
     sim.ElasticLayers(effort=0),
+    sim.Auto(effort=0),
+    sim.Auto(effort=0, schedule="1f1b", depths=False, checkpoint="memory"),
     sim.Merge(),
     sim.Merge(schedule="planned", effort=0, checkpoint="sharded", checkpoint_every=200.0),
     sim.Spares(0),

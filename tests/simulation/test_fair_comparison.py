@@ -13,8 +13,8 @@ from lightning_recycle.simulation.recovery_times import MEASURED_AGREEMENT, agre
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
 KINDS = (
-    sim.Recycle, sim.ElasticLayers, sim.Merge, sim.Spares, sim.DropReplica, sim.Restart, sim.Oobleck, sim.Varuna,
-    sim.Bamboo,
+    sim.Auto, sim.Recycle, sim.ElasticLayers, sim.Merge, sim.Spares, sim.DropReplica, sim.Restart, sim.Oobleck,
+    sim.Varuna, sim.Bamboo,
 )  # fmt: skip
 SHARED = [item.name for item in fields(sim.CommonPolicy)]
 
@@ -175,7 +175,10 @@ def test_all_policies_share_settings_and_defaults() -> None:
     for kind in KINDS:
         own = {name: getattr(kind(), name) for name in SHARED}
         different = {name for name in SHARED if own[name] != usual[name]}
-        allowed = {sim.Recycle: {"schedule"}, sim.ElasticLayers: {"schedule"}, sim.Varuna: {"restart"}}
+        allowed = {
+            **{key: {"schedule"} for key in (sim.Auto, sim.Recycle, sim.ElasticLayers)},
+            sim.Varuna: {"restart"},
+        }
         assert different == allowed.get(kind, set()), kind
 
 

@@ -387,6 +387,7 @@ def test_fault_free_baselines_are_the_papers_and_the_zero_bubble_one() -> None:
         sim.Oobleck(),
         sim.Varuna(),
         sim.ElasticLayers(),
+        sim.Auto(effort=0),
     ],
     ids=lambda policy: type(policy).__name__,
 )

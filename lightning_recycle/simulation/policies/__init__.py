@@ -1,5 +1,6 @@
 """Policies: ways to handle failures, one module each."""
 
+from lightning_recycle.simulation.policies.auto import Auto
 from lightning_recycle.simulation.policies.bamboo import Bamboo
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.drop_replica import DropReplica
@@ -22,6 +23,7 @@ from lightning_recycle.simulation.policies.spares import Spares
 from lightning_recycle.simulation.policies.varuna import Varuna
 
 __all__ = [
+    "Auto",
     "Bamboo",
     "CommonPolicy",
     "Configuration",

@@ -66,6 +66,7 @@ class Configuration:
             The engine adds it after every stop.
         lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
             only be stopped at the end of the next step.
+        choice: what a policy that chooses among several ways has chosen, e.g. "layers"; empty for other policies.
     """
 
     label: str
@@ -80,6 +81,7 @@ class Configuration:
     layout: object = None
     fill_seconds: float = 0.0
     lead_seconds: float = 0.0
+    choice: str = ""
 
     @property
     def running(self) -> bool:

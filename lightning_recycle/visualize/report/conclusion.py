@@ -85,7 +85,7 @@ def _schedule(scenes: Scenes) -> str:
         100 * (record["ratio"] - found[name, "1f1b"]["ratio"])
         for found in scenes.values()
         for (name, schedule), record in found.items()
-        if schedule == "planned" and (name, "1f1b") in found and name not in ("Recycle", "ElasticLayers")
+        if schedule == "planned" and (name, "1f1b") in found and name not in ("Recycle", "ElasticLayers", "Auto")
         if record["throughput"]
     ]
     if not gains:

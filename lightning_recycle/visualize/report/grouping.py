@@ -22,6 +22,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 _MARKERS = {
     "Recycle": "circle",
+    "Auto": "down",
     "ElasticLayers": "diamond",
     "Oobleck": "square",
     "Bamboo": "triangle",

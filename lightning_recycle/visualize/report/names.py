@@ -24,6 +24,7 @@ __all__ = [
 
 POLICIES = {
     "Recycle": "ReCycle",
+    "Auto": "Auto",
     "ElasticLayers": "Elastic layers",
     "Oobleck": "Oobleck",
     "Bamboo": "Bamboo",

@@ -1,0 +1,392 @@
+"""Auto: at every change the way to go on that trains most until the next one.
+
+Concept: the ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, both, and pipelines
+of different depth. The first four are those of a run, from the planner that a run asks
+(:func:`~lightning_recycle.planning.layouts.plan_layout`); the fifth (:mod:`~lightning_recycle.planning.depths`) is
+simulated only, and ``depths=False`` leaves it out. Of each way, what can be trained until the next change is
+
+    (seconds until the next change - seconds of the stop) / seconds of a step
+
+with the next change expected from the prior and the failures so far
+(:class:`~lightning_recycle.planning.change_rate.FailureRecord`).
+
+Assumptions:
+
+- Detection, agreement and communicators as for all policies; states are copied in the same stop, each worker what it
+  lacks, over its own link. At most a few seconds, they are not worth a stop of their own.
+- Whatever is copied goes to the workers that lack least of it.
+- A failure loses the step in progress. A node that comes back is taken in at the end of a step, if that pays.
+- With all workers there, the grid is the fault-free one: its shape is the user's choice.
+- When no live worker holds some layer, training restarts from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning import (
+    Costs,
+    FailureRecord,
+    Problem,
+    Technique,
+    even_cuts,
+    normalized_failures,
+    plan_layout,
+)
+from lightning_recycle.planning.cuts import Stages, fastest, shares
+from lightning_recycle.planning.depths import Form, form_of, forms, judged_form
+from lightning_recycle.planning.layout_judging import Judgement
+from lightning_recycle.simulation.layer_models import layer_costs, step_judgement, unmovable
+from lightning_recycle.simulation.policies.common import CommonPolicy
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
+from lightning_recycle.simulation.policies.workers import live_workers
+from lightning_recycle.simulation.schedules import ScheduleName, pipeline_step
+from lightning_recycle.simulation.training_model import TrainingModel
+
+__all__ = ["Auto"]
+
+_FORMS = 8  # of pipelines of different depth that are planned, besides those that change least
+_WORTH_PLANNING = 1.03  # of the best step known: ways that take longer by their load alone are not planned
+_LAYOUT_SHARE = 4  # layouts are compared with this part of the planner's effort
+
+Range = tuple[int, int]  # first layer, last + 1
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to go on: who holds which layers, and what a step takes.
+
+    Args:
+        choice: its name.
+        slots: the layers of each worker, pipeline by pipeline for pipelines of different depth.
+        step: what a step takes.
+        cuts: bounds of the stages, if all pipelines have the same.
+        counts: workers of each stage; without ``cuts``, stages of each pipeline.
+    """
+
+    choice: str
+    slots: tuple[Range, ...]
+    step: Judgement
+    cuts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the policy remembers.
+
+    Args:
+        way: the way in force.
+        held: the slot of each worker that takes part, as sorted pairs (worker, index of the slot).
+        record: failures so far.
+        time: when the record was brought up to date.
+    """
+
+    way: _Way | None
+    held: tuple[tuple[int, int], ...]
+    record: FailureRecord
+    time: float
+
+    def ranges(self) -> dict[int, Range]:
+        """The layers of each worker."""
+        return {} if self.way is None else {worker: self.way.slots[slot] for worker, slot in self.held}
+
+
+@dataclass(frozen=True)
+class Auto(CommonPolicy):
+    """The best way at every change. Takes the arguments of ``CommonPolicy``, and:
+
+    Args:
+        schedule: "planned": split backwards and the staggered optimizer; "1f1b": neither.
+        layers: whether layers may move.
+        depths: whether pipelines may have different depths.
+        prior_events: failures that the prior rate, Llama 3's, counts for.
+    """
+
+    schedule: ScheduleName = "planned"
+    layers: bool = True
+    depths: bool = True
+    prior_events: float = 0.001
+
+    @property
+    def technique(self) -> Technique:
+        """What plans may use."""
+        return Technique(self.schedule == "planned", self.schedule == "planned")
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        state = _State(None, (), FailureRecord(prior_events=self.prior_events), 0.0)
+        return Reaction(self._fresh(context, state, self._workers(context, state, live)))
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """See :class:`Policy`."""
+        before = current.layout
+        assert isinstance(before, _State)
+        workers = self._workers(context, before, happening.live)
+        held = before.ranges()
+        alive = {worker: layers for worker, layers in held.items() if worker in set(workers)}
+        broken = len(alive) < len(held)
+        if not broken and len(alive) == len(workers):
+            return None
+        record = before.record.after(len(held), max(0.0, happening.time - before.time), int(broken))
+        state = _State(before.way, before.held, record, happening.time)
+        if not held or _lost(context.model, alive.values()):
+            found = self._fresh(context, state, workers)
+            if not found.running:
+                return Reaction(found, lost=Loss.CHECKPOINT) if held else None
+            return Reaction(found, self.restarting(context, broken=broken), Loss.CHECKPOINT if held else Loss.NOTHING)
+        pauses = self.regrouping(len(workers), broken=broken)
+        standing = sum(pause.seconds for pause in pauses)
+        until = record.next_change(len(workers))
+        best: tuple[float, _Way | None, dict[int, int], float] = (0.0, None, {}, 0.0)
+        if not broken and before.way is not None:
+            best = (until / before.way.step.period, None, {}, 0.0)  # the others wait
+        for way in self._ways(context, state, alive, workers):
+            assigned, copying = _assigned(context.model, alive, way.slots, workers)
+            stop = standing + copying + way.step.fill
+            trained = max(until - stop, 0.01 * until) / way.step.period
+            if trained > best[0] * (1 + 1e-9):
+                best = (trained, way, assigned, copying)
+        _, chosen, assigned, copying = best
+        if chosen is None:
+            return None
+        found = self._configuration(context, _State(chosen, tuple(sorted(assigned.items())), record, happening.time))
+        steps = self.regrouping(len(workers), broken=broken, transfer=copying)
+        return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+
+    # -- the ways -------------------------------------------------------------------------------------------------
+
+    def _ways(
+        self, context: Context, state: _State, alive: Mapping[int, Range], workers: Sequence[int]
+    ) -> Iterator[_Way]:
+        model, way = context.model, state.way
+        free = len(workers) - len(alive)
+        cuts = way.cuts if way is not None and way.cuts else _even(model)
+        counts: tuple[int, ...] | None = None
+        if way is not None and way.cuts:
+            left = Counter(alive.values())
+            counts = _filled(tuple(left[layers] for layers in pairwise(cuts)), free, model.pipelines)
+        if counts is None or min(counts) < 1:
+            counts = _filled((0,) * model.stages, len(workers), model.pipelines)
+        goal = math.inf
+        if self.layers and self.depths and not unmovable(model) and len(workers) < model.pipelines * model.stages:
+            own = self._own_depths(state, alive, free)
+            for found in _depth_ways(model, self.schedule, self.effort, len(workers), own):
+                goal = min(goal, found.step.period)
+                yield found
+        if min(counts) >= 1:
+            bound = _least_load(model, self.technique.decoupled, len(workers))
+            moving = bound < _WORTH_PLANNING * goal
+            yield from _grid_ways(model, self.technique, self.effort, cuts, counts, self.layers, moving)
+
+    def _own_depths(self, state: _State, alive: Mapping[int, Range], free: int) -> tuple[int, ...]:
+        """The present pipelines without the dead; workers without a place join the shortest one."""
+        if state.way is None or state.way.cuts:
+            return ()
+        owner = [number for number, depth in enumerate(state.way.counts) for _ in range(depth)]
+        depths = [0] * len(state.way.counts)
+        for worker, slot in state.held:
+            depths[owner[slot]] += worker in alive
+        for _ in range(free):
+            depths[depths.index(min(depths))] += 1
+        return tuple(sorted((depth for depth in depths if depth), reverse=True))
+
+    def _fresh(self, context: Context, state: _State, workers: Sequence[int]) -> Configuration:
+        """The way with the shortest step, everything loaded."""
+        empty = _State(None, (), state.record, state.time)
+        ways = list(self._ways(context, empty, {}, workers)) if workers else []
+        if not ways:
+            return stopped("too few workers", empty)
+        way = min(ways, key=lambda each: each.step.period)
+        held = tuple(zip(sorted(workers), range(len(way.slots)), strict=False))
+        return self._configuration(context, _State(way, held, state.record, state.time))
+
+    # -- workers and configurations -------------------------------------------------------------------------------
+
+    def _workers(self, context: Context, state: _State, live: Collection[int]) -> tuple[int, ...]:
+        """Those that may take part: at most as many as the grid has, those with layers first."""
+        model = context.model
+        held = {worker for worker, _ in state.held}
+        found = live_workers(context, live)
+        chosen = sorted(found, key=lambda worker: (worker not in held, worker))[: model.pipelines * model.stages]
+        return tuple(sorted(chosen))
+
+    def _configuration(self, context: Context, state: _State) -> Configuration:
+        model, way = context.model, state.way
+        assert way is not None
+        gone = model.pipelines * model.stages - len(state.held)
+        found = Configuration(
+            f"{way.choice}, {gone} failed" if gone else "all work",
+            way.step.period,
+            model.global_batch,
+            len(state.held) * model.tensor_parallel,
+            model.useful_gpu_seconds,
+            model.recomputed_gpu_seconds,
+            layout=state,
+            fill_seconds=way.step.fill,
+            lead_seconds=way.step.lead,
+            choice=way.choice,
+        )
+        return self.with_checkpoints(context, found)
+
+
+def _even(model: TrainingModel) -> tuple[int, ...]:
+    """The bounds of the fault-free split."""
+    return even_cuts(layer_costs(model).layers, model.stages)
+
+
+def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
+    """Workers of each stage when those without a place join the barest ones."""
+    found = list(counts)
+    for _ in range(free):
+        barest = min(range(len(found)), key=lambda stage: (found[stage], stage))
+        if found[barest] < most:
+            found[barest] += 1
+    return tuple(found)
+
+
+@lru_cache(maxsize=16384)
+def _grid_ways(
+    model: TrainingModel,
+    technique: Technique,
+    effort: int,
+    cuts: tuple[int, ...],
+    counts: tuple[int, ...],
+    layers: bool,
+    moving: bool,
+) -> tuple[_Way, ...]:
+    """Re-routing, and with ``moving`` what the planner of a run would move, whether or not it pays."""
+    costs, grid = layer_costs(model), model.grid
+    gone = normalized_failures(grid, tuple(model.pipelines - count for count in counts))
+    usual = costs.costs(cuts, decoupled=technique.decoupled)
+    problem = Problem(grid, usual, gone, technique)
+    reason = unmovable(model) if layers else "layers stay"
+    try:
+        plan = plan_layout(
+            problem,
+            costs,
+            cuts,
+            next_change=1e12,
+            fixed=reason,
+            ways=("workers", "layers", "both") if moving else (),
+            judge=lambda other: step_judgement(other, effort // _LAYOUT_SHARE),
+        )
+    except PlanningError:
+        return ()
+    found = []
+    for candidate in plan.candidates:
+        if candidate.judgement is not None:
+            layout = candidate.layout
+            stages = list(zip(pairwise(layout.cuts), layout.workers, strict=True))
+            # As ranks are numbered, so that the workers of a node belong to different stages.
+            slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
+            found.append(_Way(candidate.way, slots, candidate.judgement, layout.cuts, layout.workers))
+    best = min(range(len(found)), key=lambda number: found[number].step.period)
+    for number in {0, best}:
+        chosen = found[number]
+        gone = normalized_failures(grid, tuple(model.pipelines - count for count in chosen.counts))
+        stage_costs = costs.costs(chosen.cuts, decoupled=technique.decoupled)
+        exact = Problem(grid, stage_costs, gone, technique, memory=costs.memory(chosen.cuts))
+        found[number] = replace(chosen, step=min(chosen.step, step_judgement(exact, effort), key=lambda s: s.period))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _least_load(model: TrainingModel, decoupled: bool, workers: int) -> float:
+    """Seconds of a step that no layout with the same cut for all pipelines can be faster than."""
+    costs = layer_costs(model)
+    table = shares(model.grid.global_microbatches, (1.0,) * model.pipelines)
+    options = [[(count, table[count]) for count in range(1, model.pipelines + 1)]] * model.stages
+    found = fastest(Stages(costs.work(decoupled=decoupled), (0.0,) * costs.layers, options, workers))
+    return math.inf if found is None else found.bottleneck
+
+
+@lru_cache(maxsize=16384)
+def _depth_ways(
+    model: TrainingModel, schedule: str, effort: int, workers: int, own: tuple[int, ...]
+) -> tuple[_Way, ...]:
+    """Pipelines of different depth: the fastest, and the present ones without the dead."""
+    total = model.grid.global_microbatches
+    split = schedule == "planned"
+    found = list(forms(layer_costs(model), workers, total, usual=model.stages, decoupled=split))
+    kept = form_of(layer_costs(model), own, total, decoupled=split)
+    ways: list[_Way] = []
+    best = math.inf
+    for form in dict.fromkeys(([] if kept is None else [kept]) + found[:_FORMS]):
+        if form.period >= best and form != kept:  # by its load alone
+            break
+        judged = _judged_form(model, schedule, effort, form)
+        best = min(best, judged.period)
+        slots = tuple(layers for cuts in judged.cuts for layers in pairwise(cuts))
+        step = Judgement(judged.period, judged.fill, judged.lead)
+        ways.append(_Way(f"pipelines of {judged}", slots, step, (), judged.depths))
+    return tuple(ways)
+
+
+@lru_cache(maxsize=16384)
+def _judged_form(model: TrainingModel, schedule: str, effort: int, form: Form) -> Form:
+    def judge(cuts: tuple[int, ...], share: int, pipelines: int) -> Judgement:
+        units = tuple(end - begin for begin, end in pairwise(cuts))
+        costs: Costs = model.costs(units, pipelines=pipelines)
+        step = pipeline_step(schedule, costs, share, model.in_flight_limit(units), effort)
+        return Judgement(step.seconds, step.fill, step.lead)
+
+    return judged_form(form, judge)
+
+
+# -- who gets what --------------------------------------------------------------------------------------------------
+
+
+def _lost(model: TrainingModel, ranges: Collection[Range]) -> bool:
+    """Whether any layer has no live owner."""
+    reached = 0
+    for begin, end in sorted(set(ranges)):
+        if begin > reached:
+            return True
+        reached = max(reached, end)
+    return reached < layer_costs(model).layers
+
+
+def _assigned(
+    model: TrainingModel, held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
+) -> tuple[dict[int, int], float]:
+    """A slot for each worker, so that little is copied, and the seconds of the copies.
+
+    Workers choose in the order of what they would lack; those that lack nothing stay.
+    """
+    free: dict[Range, list[int]] = {}
+    for number, layers in enumerate(slots):
+        free.setdefault(layers, []).append(number)
+    pairs = sorted(
+        (end - begin - _common(held.get(worker), (begin, end)), worker, (begin, end))
+        for worker in workers
+        for begin, end in free
+    )
+    assigned: dict[int, int] = {}
+    lacking: Counter[int] = Counter()  # copies of each layer
+    most = 0
+    for lacks, worker, layers in pairs:
+        if worker in assigned or not free[layers]:
+            continue
+        assigned[worker] = free[layers].pop(0)
+        if lacks:
+            most = max(most, lacks)
+            own = held.get(worker, (0, 0))
+            lacking.update(layer for layer in range(*layers) if not own[0] <= layer < own[1])
+    if not most:
+        return assigned, 0.0
+    owners = Counter(layer for layers in held.values() for layer in range(*layers))
+    sent = {layer: copies / owners[layer] for layer, copies in lacking.items()}
+    sends = max(sum(sent.get(layer, 0.0) for layer in range(*layers)) for layers in set(held.values()))
+    costs = layer_costs(model)
+    return assigned, model.transfer_seconds(max(float(most), sends) / costs.layers)
+
+
+def _common(one: Range | None, other: Range) -> int:
+    return 0 if one is None else max(0, min(one[1], other[1]) - max(one[0], other[0]))

@@ -1,0 +1,92 @@
+"""The policy that chooses: by the planner of a run, and never worse than the best single one."""
+
+import pytest
+
+from lightning_recycle import simulation as sim
+from lightning_recycle.planning import Problem, Technique
+from lightning_recycle.simulation.layer_models import layer_costs
+from lightning_recycle.simulation.policies import Context
+
+LARGE, MIDDLE = sim.get_model("gpt3_6_7b"), sim.get_model("gpt3_3_35b")
+
+
+def run(policy, outages, model=MIDDLE, duration="1h"):
+    return sim.simulate(model, sim.Cluster.of(model), policy, sim.Scripted(outages), duration)
+
+
+def lost(policy, count, model=LARGE):
+    return sim.simulate(model, sim.Cluster.of(model), policy, sim.FailedFraction(count / 32), "1h")
+
+
+def choices(result):
+    return [i.choice for i in result.intervals if i.state is sim.State.TRAINING]
+
+
+@pytest.mark.parametrize("model", [MIDDLE, LARGE], ids=lambda model: model.name)
+def test_costs_of_layers_are_those_of_the_model(model) -> None:
+    layers = layer_costs(model)
+    even = model.even()
+    cuts = tuple(sum(even[:stage]) for stage in range(model.stages + 1))
+    costs, expected = layers.costs(cuts), model.costs()
+    for name in ("forward", "backward_input", "backward_weight", "reduce", "optimizer", "communication"):
+        assert getattr(costs, name) == pytest.approx(getattr(expected, name))
+    problem = Problem(model.grid, costs, technique=Technique(), memory=layers.memory(cuts))
+    assert problem.counted().in_flight_limit == model.in_flight_limit()
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_auto_is_not_below_any_single_policy(count) -> None:
+    settings = {"schedule": "planned", "effort": 0, "checkpoint": "memory"}
+    auto = lost(sim.Auto(**settings), count).ratio
+    for kind in (sim.Recycle, sim.Merge, sim.ElasticLayers, sim.Oobleck):
+        assert auto > 0.98 * lost(kind(**settings), count).ratio, kind
+
+
+def test_without_other_depths_layers_move() -> None:
+    settings = {"effort": 0, "checkpoint": "memory"}
+    auto, plain = lost(sim.Auto(depths=False, **settings), 9), lost(sim.Recycle(**settings), 9)
+    assert set(choices(auto)) <= {"layers", "both"}
+    assert auto.ratio > 1.2 * plain.ratio
+    still = lost(sim.Auto(layers=False, **settings), 9)
+    assert set(choices(still)) <= {"reroute", "workers"}
+    assert still.ratio == pytest.approx(plain.ratio, rel=0.02)
+
+
+def test_what_was_chosen_is_told_for_every_interval() -> None:
+    result = run(sim.Auto(effort=0), [sim.Outage(600.0, (3,), 1500.0)])
+    assert choices(result)[0] == choices(result)[-1] == "reroute"
+    (middle,) = {i.choice for i in result.intervals if i.begin > 700 and i.end < 1500 and i.state is sim.State.TRAINING}
+    assert middle
+    assert result.intervals[-1].gpus == 32
+    assert all(i.choice == "" for i in run(sim.Merge(), []).intervals)
+
+
+def test_copies_are_paid_for_in_the_recovery() -> None:
+    result = run(sim.Auto(effort=0, checkpoint="memory"), [sim.Outage(600.0, (3,))], LARGE)
+    pauses = {i.label: i.end - i.begin for i in result.intervals if i.state is sim.State.PAUSED}
+    assert 0 < pauses["transfer"] < 20
+    assert pauses["detect"] == pytest.approx(5.0)
+
+
+def test_a_return_that_does_not_pay_waits() -> None:
+    """Workers that come and go every few seconds are not worth a stop each time."""
+    comings = [sim.Outage(600.0 + 40 * n, (3,), 620.0 + 40 * n) for n in range(40)]
+    busy = run(sim.Auto(effort=0, checkpoint="memory", prior_events=1e-5), comings)
+    always = run(sim.Recycle(effort=0, checkpoint="memory"), comings)
+    assert busy.throughput > 1.02 * always.throughput
+
+
+def test_a_lost_layer_restarts_from_the_checkpoint() -> None:
+    holders = [d * LARGE.stages + 2 for d in range(LARGE.pipelines)]
+    result = run(sim.Auto(effort=0), [sim.Outage(900.0, tuple(holders))], LARGE)
+    assert "restart" in {i.label for i in result.intervals if i.state is sim.State.PAUSED}
+    assert result.intervals[-1].throughput > 0
+
+
+def test_stages_that_were_measured_as_a_whole_keep_their_layers() -> None:
+    model = sim.MeasuredModel(
+        "measured", MIDDLE.transformer, MIDDLE.pipelines, MIDDLE.stages, MIDDLE.global_batch, stage_costs=MIDDLE.costs()
+    )
+    result = run(sim.Auto(effort=0), [sim.Outage(600.0, (3,))], model)
+    assert set(choices(result)) <= {"reroute", "workers"}
+    assert Context(model, sim.Cluster.of(model)).model is model
