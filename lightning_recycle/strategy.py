@@ -134,6 +134,10 @@ class ReCycleStrategy(ParallelStrategy):
             page on Ray).
         resources_per_worker: what ``engine="ray"`` reserves for a worker, by the name of the resource; by default one
             CPU, and one GPU unless the Trainer's accelerator is the CPU.
+        adapt: whether layers move between stages while the run goes on: "auto", where a step gets at least 5 % shorter
+            and that pays for the move until the next failure is expected; "layers", wherever it gets shorter by as
+            much; or "reroute", never. What has been measured decides, from the tenth step on, and again whenever
+            workers are lost or return. :meth:`move_layers` works with all three.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -185,6 +189,7 @@ class ReCycleStrategy(ParallelStrategy):
         status: bool | str = True,
         engine: Literal["local", "ray"] = "local",
         resources_per_worker: Mapping[str, float] | None = None,
+        adapt: Literal["auto", "reroute", "layers"] = "auto",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -197,6 +202,7 @@ class ReCycleStrategy(ParallelStrategy):
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
             machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
             activation_checkpointing, bucket_cap_mb, transport, gather_result, status, engine, resources_per_worker,
+            adapt,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

@@ -120,7 +120,7 @@ class Coordinator:
         self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
         self._history = History(grid)
         self._loop = EventLoop(self._on_wake)
-        self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake)
+        self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake, self.options.adapt)
         if self._plans.may_change:
             self._history.counters["replans"] = 0.0
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
@@ -388,7 +388,10 @@ class Coordinator:
         held, self._held = self._held, None
         if held is not None:
             self._handle(held)
-        for plan in self._plans.better():
+        better = self._plans.better()
+        while self._plans.layout_notes:
+            self._history.add("layout", self._state, None, {"why": self._plans.layout_notes.pop(0)})
+        for plan in better:
             self._handle(plan)
         if self._end_wanted:
             self._handle(protocol.EndWanted())
@@ -637,6 +640,9 @@ class Coordinator:
             case messages.Measured():
                 self._plans.measured(message)
                 return
+            case messages.LayerFacts():
+                self._plans.layers(message)
+                return
             case messages.Publish():
                 if self._rendezvous.published_bytes(rank) > _PUBLISHED_BYTES:
                     raise BadMessageError(f"it has published more than {_PUBLISHED_BYTES} bytes in a generation")
@@ -839,8 +845,12 @@ class Coordinator:
         if record.kind == "revived":
             known = record.details["counters"].items()
             self._history.counters.update({name: value for name, value in known if name != "live_workers"})
+            if self._state.cuts:
+                self._plans.layout_is(self._state.cuts)
         if record.kind in ("left", "moved") and record.rank is not None:
             self._dismiss(record.rank)
+        if record.kind == "layers_moved":
+            self._plans.relaid(record.details["cuts"])
         if record.kind == "resumed" and not self._history.has_steps:
             self._plans.plan_ahead()
         if record.kind == "resumed":

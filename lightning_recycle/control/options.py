@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.plans.layout_choice import Adapt
 from lightning_recycle.control.protocol.progress import PATIENCE
 
 __all__ = ["CoordinatorOptions", "WorkerProcess"]
@@ -44,6 +45,7 @@ class CoordinatorOptions:
         patience: time for operations whose usual duration is not known, and for any if no peer is well.
         restart_workers: whether replacements of lost workers are started.
         max_restarts: bound for the whole run.
+        adapt: when layers move to another stage, see :class:`~lightning_recycle.ReCycleStrategy`.
         normalize: whether a healthy worker moves to another stage when that pays.
         machine_error_retries: how often work is run again that raised an exception which a fault of the machine may
             explain.
@@ -58,6 +60,7 @@ class CoordinatorOptions:
     patience: float = PATIENCE
     restart_workers: bool = False
     max_restarts: int = 10
+    adapt: Adapt = "reroute"
     normalize: bool = False
     machine_error_retries: int = 1
     drift: DriftOptions | None = None

@@ -205,6 +205,7 @@ def _given(options: argparse.Namespace) -> Given:
         decoupled=options.decoupled,
         staggered=options.staggered,
         planner=options.planner,
+        adapt=options.adapt,
         timeout=options.timeout,
         last_holder_timeout=options.last_holder_timeout,
         start_timeout=options.start_timeout,
@@ -226,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         "--http", metavar="HOST:PORT", help="where its page, /status and /metrics are; a port alone: for this machine"
     )
     parser.add_argument("--planner", help="name of the planner")
+    parser.add_argument("--adapt", choices=("auto", "reroute", "layers"), help="when layers move to other stages")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="silence until a worker is lost")
     parser.add_argument(
         "--last-holder-timeout",

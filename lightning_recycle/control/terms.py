@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.plans.layout_choice import Adapt
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.messages import Unfit, Wants
 from lightning_recycle.errors import ConfigurationError
@@ -34,6 +35,7 @@ _WORDS = {
     "in_flight_limit": "ReCycleStrategy(in_flight_limit=...)",
     "memory": "ReCycleStrategy(memory=...)",
     "recompute": "ReCycleStrategy(activation_checkpointing=...)",
+    "adapt": "ReCycleStrategy(adapt=...)",
     "timeout": "HeartbeatCallback(timeout=...)",
     "last_holder_timeout": "HeartbeatCallback(last_holder_timeout=...)",
     "start_timeout": "ReCycleStrategy(start_timeout=...)",
@@ -56,6 +58,7 @@ class Given:
     decoupled: bool | None = None
     staggered: bool | None = None
     planner: str | None = None
+    adapt: str | None = None
     timeout: float | None = None
     last_holder_timeout: float | None = None
     start_timeout: float | None = None
@@ -107,6 +110,7 @@ class Terms:
             heartbeat_timeout=wants.timeout,
             last_holder_timeout=max(wants.timeout, wants.last_holder_timeout),
             start_timeout=wants.start_timeout,
+            adapt=cast(Adapt, wants.adapt) if wants.entry == "fit" else "reroute",
             machine_error_retries=wants.machine_error_retries,
             drift=None if wants.monitor is None else DriftOptions(*wants.monitor),
         )

@@ -306,6 +306,7 @@ class SupervisorLauncher(_Launcher):
             restart_workers=options.restart_workers and fitting,
             max_restarts=options.max_restarts,
             normalize=options.normalize and fitting,
+            adapt=options.adapt if fitting else "reroute",
             machine_error_retries=options.machine_error_retries,
             drift=PlanMonitor.options_of(trainer) if fitting else None,
         )

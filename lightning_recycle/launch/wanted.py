@@ -26,6 +26,7 @@ def wants_of(trainer: pl.Trainer, options: Options, setup: RunSetup, heartbeat: 
         in_flight_limit=options.in_flight_limit,
         memory=options.memory,
         recompute=options.activation_checkpointing == "auto",
+        adapt=options.adapt,
         timeout=float(heartbeat.timeout),
         last_holder_timeout=float(heartbeat.last_holder_timeout),
         start_timeout=float(options.start_timeout),

@@ -132,6 +132,10 @@ class ChainParts(StepParts):
         return self._chain.paths[index]
 
     @override
+    def shared_layers(self) -> tuple[tuple[int, ...], ...]:
+        return self._held.shared_layers()
+
+    @override
     @contextmanager
     def handed_out(self, *layers: int) -> Iterator[Sequence[nn.Module]]:
         modules = [self.module.get_submodule(self._chain.paths[index]) for index in layers]
@@ -269,6 +273,19 @@ class _Held:
             self._names.setdefault(id(parameter), []).append(name)
         self.same_as = {name: names[0] for names in self._names.values() for name in names}
         self.outside = tuple(_outside(module, "", chain))
+
+    def shared_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of layers that share a weight; what is outside of the chain is on the first stage and the last."""
+        last = self.stages[-1].stop - 1
+        groups = []
+        for names in self._names.values():
+            found = {self._chain.holds(name) for name in names}
+            layers = {layer for layer in found if layer is not None}
+            if None in found:
+                layers |= {0, last}
+            if len(layers) > 1:
+                groups.append(tuple(sorted(layers)))
+        return tuple(groups)
 
     def under(self, stages: Sequence[range]) -> _Held:
         """The same for other ``stages``."""

@@ -31,7 +31,7 @@ from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import Partition, stage_layers
 from lightning_recycle.model.places import BatchPlace, call_at
-from lightning_recycle.model.tying import Tie, ties_between_stages
+from lightning_recycle.model.tying import Tie, split_name, ties_between_stages
 from lightning_recycle.model.weights import set_weights
 from lightning_recycle.randomness import step_randomness
 
@@ -101,6 +101,10 @@ class ModelParts(ABC):
     def path(self, index: int) -> str:
         """The name of a part that is a layer, in a state dict."""
         raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
+
+    def shared_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of parts that share a weight."""
+        return ()
 
     def handed_out(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
         """Within the block these layers, which are here, have nothing of this package about them: they can be pickled
@@ -256,6 +260,10 @@ class LayerParts(ModelParts):
     @override
     def path(self, index: int) -> str:
         return f"layers.{index}"
+
+    @override
+    def shared_layers(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted({split_name(name)[0] for name in group})) for group in self.module.tied_groups())
 
     @override
     def handed_out(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:

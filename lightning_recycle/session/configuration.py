@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.control.addresses import http_address
+from lightning_recycle.control.plans.layout_choice import Adapt
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.partition import Partition
@@ -66,6 +67,7 @@ class Options:
     status: bool | str = True
     engine: str = "local"
     resources_per_worker: Mapping[str, float] | None = None
+    adapt: Adapt = "auto"
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -88,6 +90,7 @@ class Options:
             ("on_checkpoint_error", ("warn", "raise")),
             ("activation_checkpointing", ("auto", "never")),
             ("transport", ("auto", "gloo", "nccl")),
+            ("adapt", ("auto", "reroute", "layers")),
             ("engine", ("local", "ray")),
         ):
             if getattr(self, name) not in choices:

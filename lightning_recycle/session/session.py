@@ -364,6 +364,8 @@ class Session:
                 self._hold,
                 lambda: self.executor.accumulated.sums,
                 self._has_other_layers,
+                self.place.rank,
+                self.client.send,
             )
         return Executor(
             *common,
@@ -514,6 +516,8 @@ class Session:
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._after_step = result.after_step
+        if self._layers is not None:
+            self._layers.applied()
         return result
 
     def settle(self) -> None:

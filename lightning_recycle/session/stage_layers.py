@@ -11,6 +11,7 @@ What callbacks keep by layer does not travel. Where there is any, layers stay (:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,8 +22,9 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_recycle.control.protocol.messages import Cuts
+from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.relayout import is_layout, ranges
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.apart import put_together, take_apart
@@ -35,6 +37,8 @@ from lightning_recycle.session.optimizer_states import merged_names
 __all__ = ["StageLayers", "why_layers_stay"]
 
 _BY_LAYER = (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)
+_FIRST_MEASURED = 2  # steps: the first ones compile and warm up
+_MEASURED = 3  # steps
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
@@ -96,6 +100,56 @@ class _Given:
     names: list[list[list[str]]]
 
 
+class _LayerMeter:
+    """Measures the forwards of one layer."""
+
+    def __init__(self) -> None:
+        self.output_bytes = 0
+        self._handles: list[RemovableHandle] = []
+        self._host = 0.0
+        self._count = 0
+        self._events: list[tuple[Any, Any]] = []
+        self._started: Any = None
+
+    def watch(self, layer: nn.Module) -> None:
+        """Begins to measure."""
+        self._handles = [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
+
+    def end(self) -> None:
+        """The layer is as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def seconds(self) -> float:
+        """Of a forward, in the mean."""
+        on_device = sum(before.elapsed_time(after) / 1e3 for before, after in self._events if after.query())
+        return float(self._host + on_device) / max(1, self._count)
+
+    def _before(self, _: nn.Module, inputs: Any) -> None:
+        if any(isinstance(item, Tensor) and item.is_cuda for item in _flat(inputs)):
+            self._started = torch.cuda.Event(enable_timing=True)
+            self._started.record()
+        else:
+            self._started = time.perf_counter()
+
+    def _after(self, _: nn.Module, inputs: Any, output: Any) -> None:
+        started, self._started = self._started, None
+        if isinstance(started, float):
+            self._host += time.perf_counter() - started
+        elif started is not None:
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record()
+            self._events.append((started, ended))
+        self._count += 1
+        self.output_bytes = _bytes(_flat(output))
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    """Of the tensors among ``values``."""
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
 class StageLayers:
     """The layers that this worker has; a :class:`~lightning_recycle.runtime.layer_exchange.LayerKeeper`.
 
@@ -108,6 +162,8 @@ class StageLayers:
         hold: what runs the parts of a range, given the weights that stages share, and what was accumulated.
         sums: returns what was accumulated, by parameter.
         changed: called when this worker has other layers.
+        rank: of this worker.
+        tell: called with what was measured of the layers.
     """
 
     def __init__(
@@ -120,8 +176,13 @@ class StageLayers:
         hold: Callable[[range, TieExchange, Mapping[nn.Parameter, Tensor]], Holding],
         sums: Callable[[], Mapping[nn.Parameter, Tensor]],
         changed: Callable[[Holding], None],
+        rank: int,
+        tell: Callable[[LayerFacts], None],
     ) -> None:
         self._trainer, self._parts, self._stage, self._device = trainer, parts, stage, device
+        self._rank, self._tell = rank, tell
+        self._steps = 0
+        self._meters: dict[int, _LayerMeter] = {}
         self._hold, self._sums, self._changed = hold, sums, changed
         self.cuts: Cuts = (0, *(part.stop for part in stages))
 
@@ -155,10 +216,59 @@ class StageLayers:
             raise ConfigurationError(f"The layers cannot move: {why}.")
         return cuts
 
+    # ------------------------------------------------------------------ measuring
+
+    def applied(self) -> None:
+        """A step was applied: the layers are measured in some of the first."""
+        self._steps += 1
+        if self._steps == _FIRST_MEASURED:
+            self._meters = {index: _LayerMeter() for index in self.owned}
+            with self._parts.handed_out(*self.owned) as layers:
+                modules = list(layers)
+            for meter, layer in zip(self._meters.values(), modules, strict=True):
+                meter.watch(layer)
+        elif self._steps == _FIRST_MEASURED + _MEASURED:
+            meters = self._end_measuring()
+            if meters.keys() == set(self.owned):
+                self._tell(self._facts(meters))
+            else:  # layers have moved meanwhile
+                self._steps = 0
+
+    def _end_measuring(self) -> dict[int, _LayerMeter]:
+        meters, self._meters = self._meters, {}
+        for meter in meters.values():
+            meter.end()
+        return meters
+
+    def _facts(self, meters: Mapping[int, _LayerMeter]) -> LayerFacts:
+        owned, optimizers = self.owned, self._trainer.optimizers
+        with self._parts.handed_out(*owned) as modules:
+            parameters = [list(module.parameters()) for module in modules]
+            buffers = [list(module.buffers()) for module in modules]
+        return LayerFacts(
+            rank=self._rank,
+            cuts=self.cuts,
+            first=owned.start,
+            seconds=tuple(meter.seconds for meter in meters.values()),
+            output_bytes=tuple(meter.output_bytes for meter in meters.values()),
+            parameter_bytes=tuple(
+                _bytes(own) + _bytes(p for p in own if p.requires_grad) + _bytes(more)
+                for own, more in zip(parameters, buffers, strict=True)
+            ),
+            optimizer_bytes=tuple(
+                sum(_bytes(_flat(optimizer.state.get(p, {}))) for optimizer in optimizers for p in own)
+                for own in parameters
+            ),
+            trains=tuple(any(p.requires_grad for p in own) for own in parameters),
+            tied=self._parts.shared_layers(),
+            fixed=why_layers_stay(self._trainer, self._parts, owned),
+        )
+
     # ------------------------------------------------------------------ giving
 
     def give(self, layers: Iterable[int]) -> _Given:
         layers = tuple(layers)
+        self._end_measuring()  # what it does to the layers is not the user's to pickle
         prefixes = tuple(f"{self._parts.path(index)}." for index in layers)
         named = {n: p for n, p in self._named() if n.startswith(prefixes)}
         states = [

@@ -200,6 +200,22 @@ class RunPlanner:
         self._costs, self._factors, self._library = problem.costs, problem.worker_factors, None
         self._ready.keep(ReadyPlan(schedule, "better", final=True))
 
+    def problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
+        """What is planned if ``failed`` have failed, and operations take ``seconds``."""
+        return self._problem(failed, seconds)
+
+    def relaid(self, seconds: OperationSeconds, schedule: Schedule | None) -> None:
+        """The layers lie in another way, so that operations take ``seconds``, and another memory, which has yet to be
+        measured. What was planned is forgotten; ``schedule``: the plan for those who train, if there is one.
+        """
+        self._ahead.begin(iter(()))
+        self._ready = ReadyPlans(self._grid)
+        self._footprints, self._library = {}, None
+        if self._costs is not None:
+            self._costs = replace(costs_from(seconds, self._grid.stages), communication=self._costs.communication)
+        if schedule is not None:
+            self._ready.keep(ReadyPlan(schedule, "better", final=self._quick is self._chosen))
+
     def measured(self, footprints: Mapping[Worker, Footprint]) -> None:
         """Plans for the memory that these workers have measured, at least one of each stage."""
         self._footprints = dict(footprints)

@@ -21,10 +21,12 @@ from functools import partial
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
+from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, LayoutChoice
 from lightning_recycle.control.plans.ready import newest
 from lightning_recycle.control.plans.replanning import RunPlanner
-from lightning_recycle.control.protocol.messages import Applied, Measured, Profiled, Returned
-from lightning_recycle.control.protocol.state import PlanReady
+from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned
+from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
+from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import OpKind
@@ -37,6 +39,7 @@ from lightning_recycle.planning.timing import retime
 __all__ = ["RunPlans"]
 
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
+_STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
 _LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact
 
@@ -52,12 +55,14 @@ class RunPlans:
         drift: when to change the plan because operations do not take the times it assumes; None for never.
         on_profile: called with the profile of the model once all stages have measured.
         wake: called from another thread when :meth:`better` has something to say, or :meth:`is_ready` changes its mind.
+        adapt: when layers move.
 
     Attributes:
         schedules: the newest schedules that were run, with the times measured in them.
         operation_seconds: mean seconds of each kind of operation, by stage and name.
         number: how many plans were begun.
         may_change: whether the plan may change within a generation.
+        layout_notes: what was compared when a layout was looked for, in lines, for whoever takes it out.
     """
 
     def __init__(
@@ -67,15 +72,21 @@ class RunPlans:
         drift: DriftOptions | None,
         on_profile: Callable[[Profile], None],
         wake: Callable[[], None],
+        adapt: Adapt = "reroute",
     ) -> None:
         self.schedules: list[Schedule] = []
         self.operation_seconds: dict[int, dict[str, float]] = {}
+        self.layout_notes: list[tuple[str, ...]] = []
         self.may_change = drift is not None or planner.improves
         self._grid = grid
         self._planner = planner
         planner.on_better = wake
         self._drift = None if drift is None else DriftMonitor(drift)
         self._background = None if drift is None else BackgroundPlanning(planner.planner, wake)
+        self._layouts = LayoutChoice(adapt, wake)
+        self._record = FailureRecord()
+        self._measured_steps = 0  # of the run, as far as they count
+        self._profile: Profile | None = None
         self._on_profile = on_profile
         self._profiled: dict[int, Profiled] = {}
         self._footprints: dict[Worker, Footprint] = {}
@@ -104,8 +115,13 @@ class RunPlans:
         if self._drift is not None:
             self._planner.forget(joining)
         schedule = self._planner.plan(failed, self.operation_seconds)
+        before = self.schedules[-1].failed if self.schedules else frozenset[Worker]()
         self._begin(schedule, step)
         self._links = links(schedule)
+        if failed - before:
+            self._record = self._record.after(0, 0.0, events=1)
+        if failed != before:
+            self._ask_for_layout()
         return schedule
 
     @property
@@ -174,6 +190,8 @@ class RunPlans:
             self.profiled(message.profiled)
         if message.measured is not None:
             self.measured(message.measured)
+        if message.layers is not None:
+            self.layers(message.layers)
 
     def profiled(self, message: Profiled) -> None:
         """A stage was profiled."""
@@ -182,14 +200,13 @@ class RunPlans:
             return
         parts = [part for _, part in sorted(self._profiled.items())]
         links = [part for part in parts if part.bandwidth]
-        self._on_profile(
-            Profile(
-                stages=tuple(part.stage for part in parts),
-                latency=max((link.latency for link in links), default=0.0),
-                bandwidth=min((link.bandwidth for link in links), default=0.0),
-                steps=min(part.steps for part in parts),
-            )
+        self._profile = Profile(
+            stages=tuple(part.stage for part in parts),
+            latency=max((link.latency for link in links), default=0.0),
+            bandwidth=min((link.bandwidth for link in links), default=0.0),
+            steps=min(part.steps for part in parts),
         )
+        self._on_profile(self._profile)
         self._profiled = {}
 
     def measured(self, message: Measured) -> None:
@@ -203,12 +220,65 @@ class RunPlans:
     def stepped(self, seconds: float | None) -> None:
         """A step was committed, ``seconds`` after the previous one."""
         self._steps += 1
+        self._measured_steps += 1
+        if seconds is not None and self.schedules:
+            self._record = self._record.after(len(self.schedules[-1].live_workers), seconds)
+        if self._measured_steps == _STEPS_BEFORE_LAYOUTS:
+            self._ask_for_layout()
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
         if self._drift is not None and self._background is not None and self.schedules:
             self._drift.stepped(seconds)
             if (question := self._drift.question()) is not None:
                 self._background.ask(question)
+
+    # ------------------------------------------------------------------ layouts
+
+    def layers(self, facts: LayerFacts) -> None:
+        """A worker has measured its layers."""
+        self._layouts.told(facts)
+
+    def layout_is(self, cuts: Cuts) -> None:
+        """The workers who return to a coordinator that was started again have the layout ``cuts``."""
+        self._layouts.cuts = cuts
+
+    def _ask_for_layout(self) -> None:
+        """Looks for the best layout for those who train."""
+        if self._measured_steps < _STEPS_BEFORE_LAYOUTS or not self._layouts.is_informed or not self.schedules:
+            return
+        fused = {stage: seconds["BW"] for stage, seconds in self.operation_seconds.items() if "BW" in seconds}
+        link = (0.0, 0.0) if self._profile is None else (self._profile.latency, self._profile.bandwidth)
+        problem = self._planner.problem(self.schedules[-1].failed, self.operation_seconds)
+        self._layouts.ask(problem, fused, problem.memory, link, self._record)
+
+    def relaid(self, cuts: Cuts) -> None:
+        """All have the layout ``cuts`` from the next generation on: operations take other times, and other memory."""
+        layouts = self._layouts
+        if layouts.layers is not None and len(self.operation_seconds) == self._grid.stages:
+            self.operation_seconds = layouts.seconds_under(cuts, self.operation_seconds)
+        layouts.cuts = cuts
+        self._footprints = {}
+        self._planner.relaid(self.operation_seconds, layouts.schedule_of(cuts))
+
+    def _relaying(self, answer: LayoutAnswer) -> LayoutReady | None:
+        """What an answer asks for, if it is for those who train now."""
+        if not self.schedules or answer.failed != self.schedules[-1].failed:
+            return None
+        plan = answer.plan
+        why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts)
+        self.layout_notes.append((*plan.without_schedules().why(), *([f"it stays: {why}"] if why else [])))
+        if answer.cuts == answer.before or why:
+            return None
+        details = {
+            "gain": plan.gain,
+            "step_before": plan.reroute.period,
+            "step_after": plan.chosen.period,
+            "bytes": plan.chosen.bytes,
+            "stall": plan.chosen.stall,
+            "next_change": plan.next_change,
+        }
+        roster = tuple(self._grid.rank(worker) for worker in self.schedules[-1].live_workers)
+        return LayoutReady(roster, answer.cuts, details)
 
     # ------------------------------------------------------------------ what may come
 
@@ -220,12 +290,13 @@ class RunPlans:
         # A better one for these workers can begin only at a step boundary, so there must be steps.
         self._planner.plan_ahead(newest.failed, self.operation_seconds, newest if self._steps else None)
 
-    def better(self) -> list[PlanReady]:
-        """The better plans found since the last call."""
+    def better(self) -> list[PlanReady | LayoutReady]:
+        """The better plans and layouts found since the last call."""
         found = [self._improved(result) for result in self._planner.take_better()]
         if self._background is not None:
             found += [self._accepted(question, proposal) for question, proposal in self._background.take_answers()]
-        return [plan for plan in found if plan is not None]
+        layouts = [self._relaying(answer) for answer in self._layouts.take_answers()]
+        return [plan for plan in (*found, *layouts) if plan is not None]
 
     def _improved(self, result: PlanResult) -> PlanReady | None:
         """The plan of the planner that the user chose, or the one for the memory that was measured, if it is for those
@@ -277,6 +348,7 @@ class RunPlans:
     def close(self) -> None:
         """The run is over: no more plans are wanted."""
         self._planner.close()
+        self._layouts.close()
         if self._background is not None:
             self._background.close()
         self._retime_newest()

@@ -47,6 +47,7 @@ _OF_MEMBERS = (
     messages.GoesOn,
     messages.Raised,
     messages.LayoutWanted,
+    messages.LayerFacts,
     messages.LayersHeld,
     messages.Connected,
     messages.Publish,
@@ -76,12 +77,17 @@ def objection_to_return(grid: Grid, returned: messages.Returned) -> str | None:
     rank = returned.rank
     if not 0 <= rank < grid.num_workers:
         return f"there is no rank {rank}"
-    one = (returned.arrival, returned.request, returned.raised, returned.confirm, returned.profiled, returned.measured)
+    one = (
+        *(returned.arrival, returned.request, returned.raised, returned.confirm),
+        *(returned.profiled, returned.measured, returned.layers),
+    )
     said = [*returned.facts, *returned.losses, *(message for message in one if message is not None)]
     if any(message.rank != rank for message in said):
         return "it speaks for another rank"
     if (why := next(filter(None, map(_no_amount, said)), None)) is not None:
         return why
+    if returned.layers is not None and not _tells_of_layers(returned.layers, grid):
+        return "it tells of other layers than those of a stage"
     newest = returned.applied
     if [fact.step for fact in returned.facts] != list(range(newest + 1 - len(returned.facts), newest + 1)):
         return "it tells of other steps than those it has applied"
@@ -138,6 +144,8 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             return _unless(-1 <= message.begun <= newest, f"step {message.begun} cannot have begun")
         case messages.RequestStop() | messages.GoesOn():
             return _unless(0 <= message.point <= last_point(newest), f"stop point {message.point} cannot have come")
+        case messages.LayerFacts():
+            return _unless(_tells_of_layers(message, state.grid), "it tells of other layers than those of a stage")
         case messages.LayoutWanted():
             return _unless(relayout.is_layout(message.cuts, state.grid.stages), f"{message.cuts} is no layout")
         case messages.Confirm():
@@ -154,6 +162,17 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
         case messages.Profiled():
             return _unless(message.steps > 0, f"it measured {message.steps} steps")
     return None
+
+
+def _tells_of_layers(facts: messages.LayerFacts, grid: Grid) -> bool:
+    """Whether ``facts`` are those of the layers of one stage."""
+    if not relayout.is_layout(facts.cuts, grid.stages):
+        return False
+    own = relayout.ranges(facts.cuts)[grid.worker(facts.rank).stage]
+    told = (facts.seconds, facts.output_bytes, facts.parameter_bytes, facts.optimizer_bytes, facts.trains)
+    sizes = (*facts.output_bytes, *facts.parameter_bytes, *facts.optimizer_bytes)
+    is_tied = all(0 <= layer < facts.cuts[-1] for group in facts.tied for layer in group)
+    return is_tied and facts.first == own.start and {len(each) for each in told} == {len(own)} and min(sizes) >= 0
 
 
 def _impossible(state: MembershipState, rank: int, status: WorkerStatus, applied: int) -> str | None:
@@ -179,6 +198,8 @@ def _no_amount(message: Any) -> str | None:
             numbers: Iterable[Any] = (value,)
         elif kind is dict:
             numbers = value.values()
+        elif kind is tuple:
+            numbers = value
         elif dataclasses.is_dataclass(kind):
             if (why := _no_amount(value)) is not None:
                 return why

@@ -44,6 +44,7 @@ class Wants:
         planner: the name of the planner.
         in_flight_limit, memory: as in :class:`~lightning_recycle.ReCycleStrategy`.
         recompute: whether forwards may be computed again.
+        adapt: when layers move.
         timeout, last_holder_timeout, start_timeout: seconds, as in
             :class:`~lightning_recycle.control.options.CoordinatorOptions`.
         machine_error_retries: likewise.
@@ -61,6 +62,7 @@ class Wants:
     in_flight_limit: int | None = None
     memory: int | float | str = "auto"
     recompute: bool = True
+    adapt: str = "auto"
     timeout: float = 5.0
     last_holder_timeout: float = 300.0
     start_timeout: float = 300.0
@@ -421,6 +423,35 @@ class LayoutWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What a worker has measured of each of its layers, in the order of the layers.
+
+    Args:
+        rank: the worker's rank.
+        cuts: the layout under which it has them.
+        first: the first of them.
+        seconds: of a forward, relative to each other.
+        output_bytes: of the output of one micro-batch.
+        parameter_bytes: of parameters, buffers and gradients.
+        optimizer_bytes: of the optimizer's state.
+        trains: whether it has parameters that are trained.
+        tied: of the whole model, groups of layers that share a weight.
+        fixed: why they cannot go to another worker; empty if they can.
+    """
+
+    rank: int
+    cuts: Cuts
+    first: int
+    seconds: tuple[float, ...]
+    output_bytes: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
+    optimizer_bytes: tuple[int, ...]
+    trains: tuple[bool, ...]
+    tied: tuple[tuple[int, ...], ...] = ()
+    fixed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LayersHeld:
     """The worker holds all layers that it is to have in the layout for which ``generation`` began, besides its own."""
 
@@ -496,7 +527,7 @@ class Returned:
         is_ready: whether it has said that it is set up and waits to be let in.
         leave: its wish to leave, if it has said so.
         ends_run: whether it has said that all are to end.
-        profiled, measured: what it measured, if it has said so.
+        profiled, measured, layers: what it measured, if it has said so.
     """
 
     rank: int
@@ -528,6 +559,7 @@ class Returned:
     ends_run: bool = False
     profiled: Profiled | None = None
     measured: Measured | None = None
+    layers: LayerFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -806,6 +838,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Raised,
     Crash,
     LayoutWanted,
+    LayerFacts,
     LayersHeld,
     Connected,
     Publish,

@@ -1,0 +1,285 @@
+"""When the layers of a run should lie in another way: what is known of them, and the question to the planner.
+
+Concept: each worker tells once what its layers take (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`).
+With what the stages take now, and the memory that they have measured, that is what
+:func:`~lightning_recycle.planning.layouts.plan_layout` needs. It is asked when the operations have been measured, and
+whenever workers are lost or return; in a process of the lowest priority, so nobody waits for the answer.
+
+Contract: called from the coordinator's thread; ``wake`` from another one, when :meth:`LayoutChoice.take_answers` has
+something.
+
+Must not know: connections, generations; how layers move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
+from lightning_recycle.control.protocol.relayout import ranges
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.planning.change_rate import FailureRecord
+from lightning_recycle.planning.child_process import Report, lowest_priority, run_in_child
+from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.layer_costs import LayerCosts
+from lightning_recycle.planning.layouts import Changing, LayoutPlan, Way, plan_layout
+from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.schedule import Schedule
+
+__all__ = ["Adapt", "LayoutAnswer", "LayoutChoice", "LayoutQuestion"]
+
+log = logging.getLogger(__name__)
+
+Adapt: TypeAlias = Literal["auto", "reroute", "layers"]
+"""Whether layers move: where that pays until the next failure; never; or wherever steps get shorter."""
+
+OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
+"""Mean seconds of each kind of operation, by stage and name."""
+
+_LEAST_GAIN = 0.05  # of a step: measured times are not exact
+_SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
+_BANDWIDTH = 1e9  # bytes/s of a link that nobody has measured
+_END_SECONDS = 2.0  # for a process that is no longer wanted to end
+
+
+@dataclass(frozen=True)
+class LayoutQuestion:
+    """Which layout is best.
+
+    Args:
+        problem: who has failed, who is slow, and what the runtime can do.
+        layers: what the layers cost.
+        cuts: the layout of now.
+        next_change: seconds until the next failure, as expected.
+        least_gain: the part of a step that another layout must save.
+        switch: seconds for which a change holds everybody up.
+        fixed: why layers cannot move; empty if they can.
+    """
+
+    problem: Problem
+    layers: LayerCosts
+    cuts: Cuts
+    next_change: float
+    least_gain: float
+    switch: float
+    fixed: str = ""
+
+
+@dataclass(frozen=True)
+class LayoutAnswer:
+    """The best layout, and why.
+
+    Args:
+        failed: the workers without whom it is the best.
+        before: the layout that it was compared with.
+        plan: all that was compared.
+    """
+
+    failed: frozenset[Worker]
+    before: Cuts
+    plan: LayoutPlan
+
+    @property
+    def cuts(self) -> Cuts:
+        return self.plan.chosen.layout.cuts
+
+
+class LayoutChoice:
+    """Asks for the layouts of one run.
+
+    Args:
+        adapt: when layers move.
+        wake: called from another thread when an answer is there.
+
+    Attributes:
+        cuts: the layout of now; empty as long as nobody has told it.
+        layers: what the layers were found to cost, when the newest question was asked; None before.
+    """
+
+    def __init__(self, adapt: Adapt, wake: Callable[[], None]) -> None:
+        self.cuts: Cuts = ()
+        self.layers: LayerCosts | None = None
+        self._adapt, self._wake = adapt, wake
+        self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: who told of it, and its place there
+        self._fixed = "reroute" if adapt == "reroute" else ""
+        self._newest: LayoutAnswer | None = None
+        self._answers: queue.SimpleQueue[LayoutAnswer] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def told(self, facts: LayerFacts) -> None:
+        """A worker has measured its layers."""
+        start = facts.first
+        self._fixed = self._fixed or facts.fixed
+        for place in range(len(facts.seconds)):
+            self._facts[start + place] = facts, place
+        if not self.cuts:
+            self.cuts = facts.cuts
+
+    @property
+    def is_informed(self) -> bool:
+        """Whether all layers are known, and may move."""
+        return bool(self.cuts) and len(self._facts) == self.cuts[-1] and not self._fixed
+
+    @property
+    def fixed(self) -> str:
+        """Why layers do not move; empty if they may."""
+        return "" if self._adapt == "reroute" else self._fixed
+
+    def ask(
+        self,
+        problem: Problem,
+        backward: Mapping[int, float],
+        memory: Memory | None,
+        link: tuple[float, float],
+        record: FailureRecord,
+    ) -> None:
+        """Begins to look for the best layout; gives up on an earlier question.
+
+        Args:
+            problem: that of the workers who train, with the costs of their stages.
+            backward: seconds of BW of the stages that have measured it.
+            memory: what the stages have measured.
+            link: latency in seconds and bandwidth in bytes/s, 0 if nobody has measured it.
+            record: the failures so far.
+        """
+        self.layers = layers = self._costs(problem.costs, backward, memory, link)
+        live = sum(problem.live_counts())
+        pays = self._adapt == "auto"
+        question = LayoutQuestion(
+            problem,
+            layers,
+            self.cuts,
+            record.next_change(live) if pays else 1e12,
+            _LEAST_GAIN,
+            _SWITCH_SECONDS,
+        )
+        self._cancelled.set()
+        self._cancelled = threading.Event()
+        arguments = (question, self._cancelled)
+        self._thread = threading.Thread(target=self._answer, args=arguments, name="recycle-layouts", daemon=True)
+        self._thread.start()
+
+    def seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
+        """What operations will take under the layout ``cuts``, of which ``seconds`` is known under that of now."""
+        assert self.layers is not None, "a layout was chosen"
+        parts = self.layers.forward, self.layers.backward_input, self.layers.backward_weight, self.layers.backward
+        found: dict[int, dict[str, float]] = {}
+        for stage, part in enumerate(ranges(cuts)):
+            f, b, w, both = (sum(values[layer] for layer in part) for values in parts)
+            known = {"F": f, "R": f, "B": b, "W": w, "BW": both}
+            known["REDUCE"] = sum(self.layers.reduce[layer] for layer in part)
+            known["STEP"] = sum(self.layers.optimizer[layer] for layer in part)
+            found[stage] = {name: known[name] for name in seconds[stage] if name in known}
+        return found
+
+    def schedule_of(self, cuts: Cuts) -> Schedule | None:
+        """The plan that was made when the layout ``cuts`` was chosen."""
+        answer = self._newest
+        judged = None if answer is None or answer.cuts != cuts else answer.plan.chosen.judgement
+        return None if judged is None else judged.schedule
+
+    def take_answers(self) -> list[LayoutAnswer]:
+        """What has been found since the last call, if it is still of use."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._answers.get_nowait())
+        found = [answer for answer in found if answer.before == self.cuts]
+        if found:
+            self._newest = found[-1]
+        return found
+
+    def objection(self, cuts: Cuts) -> str:
+        """Why the layout ``cuts`` cannot be, empty if it can: what the planner does not look at."""
+        facts = [self._facts[layer][0] for layer in range(cuts[-1])]
+        trains = [self._facts[layer][0].trains[self._facts[layer][1]] for layer in range(cuts[-1])]
+        for stage, part in enumerate(ranges(cuts)):
+            if not any(trains[layer] for layer in part):
+                return f"stage {stage} would have nothing to train"
+        if _has_ties(facts[0].tied, cuts) != _has_ties(facts[0].tied, self.cuts):
+            return "layers that share a weight would come to lie on one stage, or on several"
+        return ""
+
+    def close(self) -> None:
+        """Gives up and leaves no process behind."""
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+
+    def _costs(
+        self, costs: Costs, backward: Mapping[int, float], memory: Memory | None, link: tuple[float, float]
+    ) -> LayerCosts:
+        def each(name: str) -> tuple[float, ...]:
+            return tuple(getattr(facts, name)[place] for _, (facts, place) in sorted(self._facts.items()))
+
+        state = tuple(map(sum, zip(each("parameter_bytes"), each("optimizer_bytes"), strict=True)))
+        known: dict[str, Any] = {}
+        if memory is not None:
+            held = [sum(state[layer] for layer in part) for part in ranges(self.cuts)]
+            besides = [max(0.0, fixed - own) for fixed, own in zip(memory.fixed, held, strict=True)]
+            known = {
+                "memory_limit": max(0.0, min(map(operator.sub, memory.capacity, besides))),
+                "held_bytes": memory.after_forward,
+                "waiting_bytes": memory.after_backward,
+            }
+        if len(backward) == costs.stages:
+            known["backward"] = [backward[stage] for stage in range(costs.stages)]
+        latency, bandwidth = link
+        return LayerCosts.from_stages(
+            costs,
+            self.cuts,
+            weights=each("seconds"),
+            output_bytes=each("output_bytes"),
+            parameter_bytes=each("parameter_bytes"),
+            optimizer_bytes=each("optimizer_bytes"),
+            latency=latency,
+            bandwidth=bandwidth or _BANDWIDTH,
+            **known,
+        )
+
+    def _answer(self, question: LayoutQuestion, cancelled: threading.Event) -> None:
+        received: list[Any] = []
+        end = run_in_child(f"{__name__}:_child", question, lambda _, value: received.append(value), cancelled=cancelled)
+        if cancelled.is_set():
+            return
+        found = received[0] if received else None
+        if not isinstance(found, LayoutPlan):
+            log.warning("No layout was looked for: %s", found or end.failure)
+            return
+        self._answers.put(LayoutAnswer(question.problem.failed, question.cuts, found))
+        self._wake()
+
+
+def _has_ties(groups: tuple[tuple[int, ...], ...], cuts: Cuts) -> bool:
+    stages = {layer: stage for stage, part in enumerate(ranges(cuts)) for layer in part}
+    return any(len({stages[layer] for layer in group}) > 1 for group in groups)
+
+
+_WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
+
+
+def _child(question: LayoutQuestion, report: Report) -> None:
+    lowest_priority()
+    try:
+        plan = plan_layout(
+            question.problem,
+            question.layers,
+            question.cuts,
+            next_change=question.next_change,
+            changing=Changing(switch=question.switch, least_gain=question.least_gain),
+            fixed=question.fixed,
+            ways=_WAYS,
+        )
+        report("plan", plan)
+    except ReCycleError as error:
+        report("error", str(error))
