@@ -171,6 +171,7 @@ class ChainParts(StepParts):
             parent._modules[name] = original
 
     def _drop(self, parent: nn.Module, name: str, stub: AbsentPart) -> None:
+        stub.to(self.module.device)
         self._dropped.append((parent, name, parent.get_submodule(name)))
         parent._modules[name] = stub
 

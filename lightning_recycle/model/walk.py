@@ -377,7 +377,10 @@ class AbsentPart(AbsentLayer):
 
 
 def _emptied(path: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{path}.{name}": torch.empty(0, dtype=t.dtype, device=t.device) for name, t in tensors}
+    """Tensors without elements; of what was released, on the CPU."""
+    return {
+        f"{path}.{name}": torch.empty(0, dtype=t.dtype, device="cpu" if t.is_meta else t.device) for name, t in tensors
+    }
 
 
 class PassedLayer(AbsentPart):

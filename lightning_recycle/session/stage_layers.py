@@ -11,6 +11,7 @@ What callbacks keep by layer does not travel. Where there is any, layers stay (:
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,8 +107,7 @@ class _LayerMeter:
     def __init__(self) -> None:
         self.output_bytes = 0
         self._handles: list[RemovableHandle] = []
-        self._host = 0.0
-        self._count = 0
+        self._host: list[float] = []
         self._events: list[tuple[Any, Any]] = []
         self._started: Any = None
 
@@ -122,9 +122,9 @@ class _LayerMeter:
 
     @property
     def seconds(self) -> float:
-        """Of a forward, in the mean."""
-        on_device = sum(before.elapsed_time(after) / 1e3 for before, after in self._events if after.query())
-        return float(self._host + on_device) / max(1, self._count)
+        """Of a forward, the median."""
+        on_device = [before.elapsed_time(after) / 1e3 for before, after in self._events if after.query()]
+        return float(statistics.median([*self._host, *on_device] or [0.0]))
 
     def _before(self, _: nn.Module, inputs: Any) -> None:
         if any(isinstance(item, Tensor) and item.is_cuda for item in _flat(inputs)):
@@ -136,12 +136,11 @@ class _LayerMeter:
     def _after(self, _: nn.Module, inputs: Any, output: Any) -> None:
         started, self._started = self._started, None
         if isinstance(started, float):
-            self._host += time.perf_counter() - started
+            self._host.append(time.perf_counter() - started)
         elif started is not None:
             ended = torch.cuda.Event(enable_timing=True)
             ended.record()
             self._events.append((started, ended))
-        self._count += 1
         self.output_bytes = _bytes(_flat(output))
 
 

@@ -2,15 +2,19 @@
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from support.models import Regression, Scheduled, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recycle.callbacks import Fault
@@ -166,3 +170,36 @@ def test_a_worker_may_be_killed_at_any_moment_of_a_move(rank: int, moment: int) 
     )
     assert moves(run) == [(0, 1, 2, 6), (0, 3, 5, 6)]
     assert failures(run) == [divmod(rank, 3)]
+
+
+class Slow(nn.Module):
+    """Takes a while, and nobody else's processor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return x
+
+
+class Lopsided(Regression):
+    """Six slow layers, five of them on the second stage."""
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        widths = (8, 16, 16, 16, 16, 16, 1)
+        return [nn.Sequential(nn.Linear(a, b), Slow()) for a, b in pairwise(widths)]
+
+
+def test_layers_move_to_where_they_take_less_time() -> None:
+    run = exact_fit(Lopsided().double(), 2, 2, data=dataset(24 * 24), max_steps=24, strategy={"partition": [1, 5]})
+    assert moves(run) in ([(0, 2, 6)], [(0, 3, 6)], [(0, 4, 6)])
+    (event,) = [event for event in run.strategy.history if event.kind == "layers_moved"]
+    assert event.details["step_after"] < 0.9 * event.details["step_before"]
+    assert any(
+        "layers" in line for event in run.strategy.history if event.kind == "layout" for line in event.details["why"]
+    )
+
+
+def test_layers_stay_where_they_are_wanted() -> None:
+    strategy = {"partition": [1, 5], "adapt": "reroute"}
+    run = exact_fit(Lopsided().double(), 2, 2, data=dataset(24 * 16), max_steps=16, strategy=strategy)
+    assert moves(run) == []

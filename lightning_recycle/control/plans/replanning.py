@@ -55,6 +55,7 @@ from lightning_recycle.planning.contingencies import most_in_a_stage, next_failu
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.footprint import Footprint, MemoryLimit, memory_of
 from lightning_recycle.planning.library import PlanLibrary
+from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import distributions
 from lightning_recycle.planning.renaming import alike, representative
 
@@ -139,6 +140,7 @@ class RunPlanner:
         self._ready = ReadyPlans(grid)
         self._memory_limit, self._recompute = memory, recompute
         self._footprints: Mapping[Worker, Footprint] = {}
+        self._assumed: Memory | None = None  # of another layout, until it is measured
         self._refused: set[str] = set()  # why there is no plan within memory, as far as it has been said
         self._ahead = PlanningAhead()
         self._better: queue.SimpleQueue[PlanResult] = queue.SimpleQueue()
@@ -210,10 +212,11 @@ class RunPlanner:
         """
         self._ahead.begin(iter(()))
         self._ready = ReadyPlans(self._grid)
-        self._footprints, self._library = {}, None
+        self._footprints, self._library, self._assumed = {}, None, None
         if self._costs is not None:
             self._costs = replace(costs_from(seconds, self._grid.stages), communication=self._costs.communication)
         if schedule is not None:
+            self._assumed = schedule.problem.memory
             self._ready.keep(ReadyPlan(schedule, "better", final=self._quick is self._chosen))
 
     def measured(self, footprints: Mapping[Worker, Footprint]) -> None:
@@ -254,9 +257,11 @@ class RunPlanner:
         )
         if self._in_flight_limit is not None:
             return replace(problem, in_flight_limit=(self._in_flight_limit,) * stages)
-        if not self._footprints:
+        if not self._footprints and self._assumed is None:
             return replace(problem, in_flight_limit=usual_limit(self._grid, failed))
         limit = usual_limit(self._grid, failed, measured=self._library is None)
+        if not self._footprints:
+            return replace(problem, in_flight_limit=limit, memory=self._assumed)
         try:
             memory = memory_of(self._grid, failed, self._footprints, self._memory_limit, recompute=self._recompute)
             return replace(problem, in_flight_limit=limit, memory=memory)
