@@ -46,9 +46,10 @@ class Event:
             "paused": all wait at a step boundary. "rejoined": a replacement has its state; ``seconds``: how long the
             others waited for it. "left": a worker was told to end and left at a step boundary. "retried": the last
             worker that holds its stage raised an exception that may be its machine's, and does the same again.
-            "moved": a worker left its stage for another one. "restarting": a replacement is being started. "revived":
-            the coordinator was started again, and its workers have returned or are lost. "replanned": from ``step`` on
-            all run another plan, because the operations no longer take the times that the old one assumed
+            "moved": a worker left its stage for another one. "layout": another layout of the layers was looked for;
+            ``details["why"]`` has what was compared. "layers_moved": all have that of ``details["cuts"]``.
+            "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers have
+            returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no longer take the times that the old one assumed
             (``details["found_by"]`` is "drift"), or because the planner that the user chose found a better one than the
             heuristic, or the memory that was measured allows or demands another one (then it is the planner). "saved":
             a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
