@@ -12,7 +12,10 @@ is only a bound, so of each way a few layouts, those with the least lower bounds
 of the real schedule decides. A layout is worth a change if the seconds that it saves until the next change exceed the
 seconds that training stands still for it:
 
-    (1 - period / period of reroute) x (seconds until the next change - delay)  >  stall
+    (1 - period / period of reroute) x (seconds until the next change - delay)  >  stall + risk
+
+where the risk is the chance that the next failure takes a whole stage, times what a restart costs, as far as it is
+higher than with re-routing.
 
 Contract: pure, deterministic. ``plan_layout`` never returns a layout that is worse than re-routing by its own figures;
 a way that cannot be gone is refused in one line, never with an exception, as long as re-routing has a plan.
@@ -32,6 +35,7 @@ from typing import Literal, TypeAlias
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.cuts import Cut, Stages, cheapest, fastest, shares
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
@@ -103,16 +107,24 @@ class Changing:
         stopped: whether training stands still anyhow at that moment, as in a recovery: then neither the switch nor the
             pipelines that are filled again cost anything more, and copies are not made in the background.
         least_gain: the smallest part of a period that a layout must save.
+        loss: seconds that the loss of all workers of a stage costs: the restart, and steps since the checkpoint.
+        record: how likely that is; None: it is not considered.
     """
 
     switch: float = 0.0
     background: float = 0.0
     stopped: bool = False
     least_gain: float = _LEAST_GAIN
+    loss: float = 0.0
+    record: FailureRecord | None = None
 
     def __post_init__(self) -> None:
-        for name in ("switch", "background", "least_gain"):
+        for name in ("switch", "background", "least_gain", "loss"):
             at_least("Changing", name, getattr(self, name))
+
+    def risk(self, owners: Sequence[int]) -> float:
+        """Seconds that the next failure costs by the chance that it takes all of the owners of a part of the model."""
+        return self.loss * self.record.loss_chance(owners, sum(owners)) if self.record is not None else 0.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,8 @@ class Candidate:
         stall: seconds that training stands still for the change: the switch, copies that are not made in the
             background, and filling the pipelines again.
         delay: seconds until the change, while copies are made in the background.
-        saved: seconds of training that it saves until the next change, the stall taken off; 0 for re-routing.
+        risk: seconds that the next change costs by the chance that a stage is lost, more than with re-routing.
+        saved: seconds of training that it saves until the next change, stall and risk taken off; 0 for re-routing.
         refused: why this way is not gone; empty otherwise.
         judgement: the plan, if it was made, and how the period was found.
     """
@@ -148,6 +161,7 @@ class Candidate:
     copying: float = 0.0
     stall: float = 0.0
     delay: float = 0.0
+    risk: float = 0.0
     saved: float = 0.0
     refused: str = ""
     judgement: Judgement | None = field(default=None, compare=False, repr=False)
@@ -339,7 +353,7 @@ class _Search:
                     yield found
 
     def best(self, way: Way, rivals: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Candidate:
-        """The one with the shortest period, of the few with the least bounds."""
+        """The one that saves most, of the few with the least bounds."""
         assert self.first is not None
         ranked = []
         refused = ""
@@ -359,18 +373,18 @@ class _Search:
                 f"no cut is faster: at least {_shown(ranked[0][0])} a step, re-routing takes "
                 f"{_shown(self.first.period)}",
             )
-        shortest: Candidate | None = None
+        best: Candidate | None = None
         for bound, cuts, distribution in ranked[:_TRIED]:
-            if shortest is not None and bound >= shortest.period:
+            if best is not None and bound > best.period:
                 break
             try:
-                found = self.candidate(way, cuts, distribution)
+                found = self.weighed(self.candidate(way, cuts, distribution))
             except PlanningError as error:
                 refused = str(error)
                 continue
-            if shortest is None or (found.period, found.bytes) < (shortest.period, shortest.bytes):
-                shortest = found
-        return self.refused(way, refused) if shortest is None else shortest
+            if best is None or (found.saved, -found.bytes) > (best.saved, -best.bytes):
+                best = found
+        return self.refused(way, refused) if best is None else best
 
     def candidate(self, way: Way, cuts: tuple[int, ...], distribution: tuple[int, ...]) -> Candidate:
         """A layout with its plan, and what has to be sent for it."""
@@ -405,15 +419,18 @@ class _Search:
         if candidate.refused:
             return candidate
         gain = 1.0 - candidate.period / self.first.period
-        saved = gain * max(0.0, self.next_change - candidate.delay) - candidate.stall
+        risk = self.changing.risk(candidate.layout.workers) - self.changing.risk(self.live)
+        saved = gain * max(0.0, self.next_change - candidate.delay) - candidate.stall - risk
+        candidate = replace(candidate, risk=risk)
         if gain < self.changing.least_gain:
             reason = f"its step of {_shown(candidate.period)} is not shorter than {_shown(self.first.period)}"
             return replace(candidate, saved=saved, refused=reason)
         if saved <= 0:
             later = f" after {_shown(candidate.delay)}" if candidate.delay else ""
+            danger = f" and a risk of {_shown(risk)}" if risk else ""
             reason = (
                 f"a step is {100 * gain:.1f} % shorter, which in {_shown(self.next_change)} does not pay for a stall "
-                f"of {_shown(candidate.stall)}{later}"
+                f"of {_shown(candidate.stall)}{later}{danger}"
             )
             return replace(candidate, saved=saved, refused=reason)
         return replace(candidate, saved=saved)

@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -275,3 +276,36 @@ def test_a_large_grid_is_judged_by_the_rate_of_its_stages() -> None:
     assert plan.chosen.period >= plan.chosen.bound
     assert plan.reroute.period >= 1.5 * plan.chosen.period
     assert judged(problem).period == pytest.approx(plan.reroute.period)
+
+
+@pytest.mark.parametrize(("owners", "workers"), [((1,), 4), ((2, 2), 4), ((2, 3), 5), ((4, 1, 1), 6)])
+def test_the_chance_of_a_loss_is_that_of_all_sets_of_workers(owners: tuple[int, ...], workers: int) -> None:
+    record = FailureRecord()
+    for size, count in ((1, 3), (2, 4), (3, 1)):
+        for _ in range(count):
+            record = record.after(workers, 10.0, size)
+    assert record.sizes == (3, 4, 1)
+    likely = {size: (seen + 0.75 * 0.25 ** (size - 1)) / 9 for size, seen in ((1, 3), (2, 4), (3, 1))}
+    likely |= {size: 0.75 * 0.25 ** (size - 1) / 9 for size in range(4, workers + 1)}
+    expected, first = 0.0, 0
+    for own in owners:
+        part = set(range(first, first + own))
+        first += own
+        for size, chance in likely.items():
+            sets = list(combinations(range(workers), size))
+            expected += chance * sum(part <= set(each) for each in sets) / len(sets)
+    assert record.loss_chance(owners, workers) == pytest.approx(min(1.0, expected))
+
+
+def test_a_stage_is_not_left_with_few_workers_where_many_fail_at_once() -> None:
+    grid, layers = p.Grid(4, 4, 16), equal_layers(64)
+    problem, cuts = after(layers, grid, (0, 1), (1, 1), technique=p.Technique(True, True))
+    record = FailureRecord()
+    for _ in range(20):
+        record = record.after(14, 60.0, 2)
+    careful = Changing(loss=36_000.0, record=record)
+    plan = plan_layout(problem, layers, cuts, next_change=record.next_change(14), changing=careful)
+    assert min(plan.chosen.layout.workers) == 3
+    assert plan.chosen.risk < 0  # less than with two workers in stage 1
+    bold = plan_layout(problem, layers, cuts, next_change=HOUR)
+    assert min(bold.chosen.layout.workers) == 2

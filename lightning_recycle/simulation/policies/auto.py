@@ -5,9 +5,10 @@ of different depth. The first four are those of a run, from the planner that a r
 (:func:`~lightning_recycle.planning.layouts.plan_layout`); the fifth (:mod:`~lightning_recycle.planning.depths`) is
 simulated only, and ``depths=False`` leaves it out. Of each way, what can be trained until the next change is
 
-    (seconds until the next change - seconds of the stop) / seconds of a step
+    (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
-with the next change expected from the prior and the failures so far
+The risk is the chance that the next failure takes all owners of a layer, times what a restart costs. The next change is
+expected from the prior and the failures so far
 (:class:`~lightning_recycle.planning.change_rate.FailureRecord`).
 
 Assumptions:
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -134,7 +135,7 @@ class Auto(CommonPolicy):
         broken = len(alive) < len(held)
         if not broken and len(alive) == len(workers):
             return None
-        record = before.record.after(len(held), max(0.0, happening.time - before.time), int(broken))
+        record = before.record.after(len(held), max(0.0, happening.time - before.time), len(held) - len(alive))
         state = _State(before.way, before.held, record, happening.time)
         if not held or _lost(context.model, alive.values()):
             found = self._fresh(context, state, workers)
@@ -144,14 +145,16 @@ class Auto(CommonPolicy):
         pauses = self.regrouping(len(workers), broken=broken)
         standing = sum(pause.seconds for pause in pauses)
         until = record.next_change(len(workers))
-        best: tuple[float, _Way | None, dict[int, int], float] = (0.0, None, {}, 0.0)
+        restart = self._restart_seconds(context)
+        best: tuple[float, _Way | None, dict[int, int], float] = (-math.inf, None, {}, 0.0)
         if not broken and before.way is not None:
-            best = (until / before.way.step.period, None, {}, 0.0)  # the others wait
+            risk = restart * record.loss_chance(_owners(alive.values()), len(alive))
+            best = ((until - risk) / before.way.step.period, None, {}, 0.0)  # the others wait
         for way in self._ways(context, state, alive, workers):
             assigned, copying = _assigned(context.model, alive, way.slots, workers)
-            stop = standing + copying + way.step.fill
-            trained = max(until - stop, 0.01 * until) / way.step.period
-            if trained > best[0] * (1 + 1e-9):
+            risk = restart * record.loss_chance(_owners(way.slots), len(way.slots))
+            trained = (until - standing - copying - way.step.fill - risk) / way.step.period
+            if trained > best[0]:
                 best = (trained, way, assigned, copying)
         _, chosen, assigned, copying = best
         if chosen is None:
@@ -159,6 +162,11 @@ class Auto(CommonPolicy):
         found = self._configuration(context, _State(chosen, tuple(sorted(assigned.items())), record, happening.time))
         steps = self.regrouping(len(workers), broken=broken, transfer=copying)
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+
+    def _restart_seconds(self, context: Context) -> float:
+        """What the loss of a layer costs: the pauses, and half of the time between two checkpoints."""
+        every = self.checkpoints(context)["checkpoint_every"]
+        return sum(pause.seconds for pause in self.restarting(context, broken=True)) + every / 2
 
     # -- the ways -------------------------------------------------------------------------------------------------
 
@@ -386,6 +394,15 @@ def _assigned(
     sends = max(sum(sent.get(layer, 0.0) for layer in range(*layers)) for layers in set(held.values()))
     costs = layer_costs(model)
     return assigned, model.transfer_seconds(max(float(most), sends) / costs.layers)
+
+
+def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
+    """How many owners each part of the model has; parts with the same owners count once."""
+    held = list(ranges)
+    counts = Counter(held)
+    bounds = sorted({bound for layers in counts for bound in layers})
+    sets = {frozenset(layers for layers in counts if layers[0] <= begin < layers[1]) for begin in bounds[:-1]}
+    return tuple(sum(counts[layers] for layers in owners) for owners in sets)
 
 
 def _common(one: Range | None, other: Range) -> int:
