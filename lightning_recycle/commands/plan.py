@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_recycle.commands.application import run_command
+from lightning_recycle.commands.layout_tables import layers_from, layout_table, layouts_of
 from lightning_recycle.commands.plan_tables import Row, comparison, row, single
 from lightning_recycle.commands.settings import problem_from, problems_ahead
 from lightning_recycle.errors import ConfigurationError
@@ -43,6 +44,7 @@ def plan_and_show(config: DictConfig) -> float:
     output = _path(settings, "output")
     picture = _picture(settings, output)
     console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
+    movable = layers_from(settings["layers"], problem)
     if settings["library"] is None:
         result = solve(problem, planner)
     else:
@@ -54,6 +56,12 @@ def plan_and_show(config: DictConfig) -> float:
         console.print(result.log, markup=False, highlight=False, soft_wrap=True)
     _sweep.append(row(result))
     console.print(single(result, _sweep[-1]))
+    if movable is not None:
+        found = layouts_of(settings["layers"], problem, *movable)
+        console.print(layout_table(found))
+        if settings["library"] is not None:
+            kept = [plan.chosen.problem for _, plan in found if plan.chosen.problem is not None]
+            library.compute(kept, progress=errors.is_terminal)
     if result.warning is not None:
         errors.print(f"warning: {result.warning}", markup=False)
     unit = "s" if "path" in settings["costs"] else "slots"

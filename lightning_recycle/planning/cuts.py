@@ -90,11 +90,22 @@ class Stages:
         overhead: float = 0.0,
     ) -> None:
         self.count, self.stages, self.workers = len(work), len(options), workers
-        self._options, self._fits, self._overhead = options, fits or (lambda stage, begin, end: True), overhead
+        self._options = [tuple(each) for each in options]
+        self._fits, self._overhead = fits, overhead
         self._work, self._once = [0.0], [0.0]
         for seconds, closing in zip(work, once, strict=True):
             self._work.append(self._work[-1] + seconds)
             self._once.append(self._once[-1] + closing)
+
+    def least(self) -> float:
+        """Below this no cut exists: all workers busy all the time, or one layer on all workers of a stage."""
+        share = min(options[-1][1] for options in self._options)
+        layer = max(self._load(share, begin, begin + 1) for begin in range(self.count))
+        return max(layer, self._load(share, 0, self.count) / self.stages)
+
+    def most(self) -> float:
+        """Above this the load of no stage matters: all layers on one worker."""
+        return max(self._load(options[0][1], 0, self.count) for options in self._options)
 
     def load(self, stage: int, begin: int, end: int, workers: int) -> float:
         """Seconds of the busiest worker of ``stage`` with these layers and that many workers."""
@@ -107,32 +118,59 @@ class Stages:
 
     def ranges(self, limit: float) -> list[list[list[tuple[int, int]]]]:
         """For each stage and first layer, the possible ends within ``limit``, each with the fewest workers."""
-        found = []
         limit *= 1 + 1e-12  # sums are not exact
+        alike: dict[tuple[tuple[int, float], ...], list[list[tuple[int, int]]]] = {}
+        found = []
         for stage, options in enumerate(self._options):
-            table: list[list[tuple[int, int]]] = [[] for _ in range(self.count)]
-            for begin in range(stage, self.count - (self.stages - stage) + 1):
-                at = 0  # more layers never need fewer workers
-                for end in range(begin + 1, self.count - (self.stages - stage - 1) + 1):
-                    while at < len(options) and self._load(options[at][1], begin, end) > limit:
-                        at += 1
-                    if at == len(options) or not self._fits(stage, begin, end):
-                        break
-                    table[begin].append((end, options[at][0]))
-            found.append(table)
+            table = alike.get(options)
+            if table is None:
+                table = alike[options] = [self._ends(options, begin, limit) for begin in range(self.count)]
+            found.append(table if self._fits is None else self._fitting(stage, table))
+        return found
+
+    def _ends(self, options: tuple[tuple[int, float], ...], begin: int, limit: float) -> list[tuple[int, int]]:
+        """The ends that are possible by the load, for any stage with these options."""
+        ends = []
+        at = 0  # more layers never need fewer workers
+        for end in range(begin + 1, self.count - self.stages + 2 + begin):
+            if end > self.count:
+                break
+            while at < len(options) and self._load(options[at][1], begin, end) > limit:
+                at += 1
+            if at == len(options):
+                break
+            ends.append((end, options[at][0]))
+        return ends
+
+    def _fitting(self, stage: int, table: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+        """What of it has room in a worker of ``stage``."""
+        assert self._fits is not None
+        found: list[list[tuple[int, int]]] = []
+        for begin, ends in enumerate(table):
+            if not stage <= begin <= self.count - (self.stages - stage):
+                found.append([])
+                continue
+            found.append([])
+            for end, need in ends:
+                if not self._fits(stage, begin, end):
+                    break
+                found[-1].append((end, need))
         return found
 
     def within(self, limit: float) -> Cut | None:
         """A cut of the fewest workers with no load above ``limit``; None if there are not enough workers."""
         fewest: dict[int, int] = {0: 0}
         back: list[dict[int, tuple[int, int]]] = []
-        for table in self.ranges(limit):
+        for stage, table in enumerate(self.ranges(limit)):
+            last = self.count - (self.stages - stage - 1)  # each of the stages behind needs a layer
             after: dict[int, int] = {}
             chosen: dict[int, tuple[int, int]] = {}
             for begin, used in fewest.items():
                 if begin >= self.count:
                     continue
                 for end, need in table[begin]:
+                    if end > last:
+                        break
                     if used + need < after.get(end, self.workers + 1):
                         after[end], chosen[end] = used + need, (begin, need)
             fewest = after
@@ -155,10 +193,13 @@ class Stages:
 
 def fastest(stages: Stages) -> Cut | None:
     """The cut with the least bottleneck (to 1e-9); None if memory or the number of layers admits none."""
-    best = stages.within(math.inf)
-    if best is None:
-        return None
-    low = 0.0
+    best, low, limit = None, 0.0, stages.least()
+    while best is None:
+        best = stages.within(limit)
+        if best is None:
+            if limit == math.inf:
+                return None
+            low, limit = limit, limit * 1.25 if limit < stages.most() else math.inf
     while best.bottleneck - low > _PRECISION * best.bottleneck:
         middle = (low + best.bottleneck) / 2
         found = stages.within(middle)

@@ -32,6 +32,7 @@ from lightning_recycle.planning.schedule import Schedule
 __all__ = ["Judge", "Judgement", "judged", "rate_problem"]
 
 _EFFORT = DEFAULT_EFFORT // 4
+_LARGE_EFFORT = 120_000  # of a pipeline that stands for a large grid, whose plan is made again once it is chosen
 _GOOD = 1.01  # of the lower bound, as in lane planning
 
 
@@ -68,13 +69,11 @@ def judged(problem: Problem) -> Judgement:
 def _judged(problem: Problem, effort: int) -> Judgement:
     if not worth_coding(problem, CODED_FROM):
         return _of(heuristic(problem, effort))
-    lane = replace(_of(heuristic(lane_problem(problem), effort)), schedule=None)
-    if len(set(problem.live_counts())) == 1 or lane.period <= _GOOD * lower_bound(problem):
-        return lane
-    rate = _of(heuristic(rate_problem(problem), effort))
-    if lane.period <= _GOOD * rate.period:
-        return lane
-    return Judgement(max(rate.period, lower_bound(problem)), rate.fill, rate.lead)
+    lane, bound = lane_problem(problem), lower_bound(problem)
+    if lower_bound(lane) <= _GOOD * bound:
+        return replace(_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
+    rate = _of(heuristic(rate_problem(problem), _LARGE_EFFORT))
+    return Judgement(max(rate.period, bound), rate.fill, rate.lead)
 
 
 def _of(schedule: Schedule) -> Judgement:

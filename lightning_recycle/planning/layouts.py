@@ -38,6 +38,7 @@ from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.cuts import Cut, Stages, cheapest, fastest, shares
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
 from lightning_recycle.planning.layer_moves import Traffic, layer_moves, traffic
 from lightning_recycle.planning.layout_judging import Judge, Judgement, judged
@@ -148,6 +149,7 @@ class Candidate:
         saved: seconds of training that it saves until the next change, stall and risk taken off; 0 for re-routing.
         refused: why this way is not gone; empty otherwise.
         judgement: the plan, if it was made, and how the period was found.
+        problem: what is to be planned for it; None for a way that could not be gone.
     """
 
     way: Way
@@ -165,6 +167,7 @@ class Candidate:
     saved: float = 0.0
     refused: str = ""
     judgement: Judgement | None = field(default=None, compare=False, repr=False)
+    problem: Problem | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         if self.refused:
@@ -204,7 +207,7 @@ class LayoutPlan:
 
     def without_schedules(self) -> LayoutPlan:
         """The figures alone, small enough for messages and history."""
-        bare = tuple(replace(candidate, judgement=None) for candidate in self.candidates)
+        bare = tuple(replace(candidate, judgement=None, problem=None) for candidate in self.candidates)
         chosen = next(each for each, full in zip(bare, self.candidates, strict=True) if full is self.chosen)
         return LayoutPlan(chosen, bare, self.next_change)
 
@@ -291,7 +294,13 @@ class _Search:
         judgement = self.judge(problem)
         layout = Layout(self.cuts, self.live)
         self.first = Candidate(
-            "reroute", layout, problem.failed, judgement.period, lower_bound(problem), judgement=judgement
+            "reroute",
+            layout,
+            problem.failed,
+            judgement.period,
+            lower_bound(problem),
+            judgement=judgement,
+            problem=problem,
         )
         return self.first
 
@@ -317,6 +326,10 @@ class _Search:
         )
         if goal == distribution_of(self.grid, self.problem.failed):
             return self.refused("workers", "the failures are where they cost least")
+        assert self.first is not None
+        bound = lower_bound(self.at(self.cuts, self.failed(goal), goal))
+        if bound >= self.first.period * (1 - self.changing.least_gain):
+            return self.refused("workers", f"no other stages carry them better: {_at_least(bound, self.first)}")
         return self.candidate("workers", self.cuts, goal)
 
     def cut(self, way: Way, fixed: str) -> Candidate:
@@ -330,7 +343,7 @@ class _Search:
         if way == "both" and self.problem.worker_factors:
             return self.refused(way, "workers of unequal speed keep their stages")
         rivals: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
-        for spare in _spares(self.grid):
+        for spare in _spares(self.grid) if self.layers.memory_limit is not None else (_HARD,):
             stages = self.stages(way, spare)
             best = fastest(stages)
             if best is None:
@@ -368,13 +381,10 @@ class _Search:
         ranked.sort()
         goal = self.first.period * (1 - self.changing.least_gain)
         if ranked[0][0] >= goal:
-            return self.refused(
-                way,
-                f"no cut is faster: at least {_shown(ranked[0][0])} a step, re-routing takes "
-                f"{_shown(self.first.period)}",
-            )
+            return self.refused(way, f"no cut is faster: {_at_least(ranked[0][0], self.first)}")
         best: Candidate | None = None
-        for bound, cuts, distribution in ranked[:_TRIED]:
+        tried = 1 if worth_coding(self.problem, CODED_FROM) else _TRIED
+        for bound, cuts, distribution in ranked[:tried]:
             if best is not None and bound > best.period:
                 break
             try:
@@ -407,6 +417,7 @@ class _Search:
             stall,
             delay,
             judgement=judgement,
+            problem=problem,
         )
 
     def refused(self, way: Way, reason: str) -> Candidate:
@@ -550,6 +561,10 @@ _HARD = 0.0
 def _spares(grid: Grid) -> tuple[float, ...]:
     """How much room for micro-batches a cut leaves, relative to 1F1B: the least room has the least load."""
     return (_HARD, 1.0, 2.0) if grid.stages > 1 else (_HARD,)
+
+
+def _at_least(bound: float, first: Candidate) -> str:
+    return f"at least {_shown(bound)} a step, re-routing takes {_shown(first.period)}"
 
 
 def _shown(seconds: float) -> str:

@@ -46,7 +46,7 @@ def every(stages: Stages, rooms: list) -> list[tuple[float, tuple, tuple]]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases())
 def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list]) -> None:
     stages, rooms = case
@@ -60,7 +60,7 @@ def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list]
     assert (found.cuts, found.needs) in {(cuts, needs) for _, cuts, needs in all_of_them}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases(), st.randoms(use_true_random=False))
 def test_the_cost_is_the_least_of_all_partitions_within_the_limit(case: tuple[Stages, list], random) -> None:
     stages, rooms = case
