@@ -160,6 +160,7 @@ class Coordinator:
         self._views = Views(self._view, self._loop.wake)
         self._done = threading.Event()
         self._closing = False
+        self._deserted = False
         self._end_wanted = False
         self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -231,9 +232,16 @@ class Coordinator:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether all workers have gone before the run began; callable from any thread."""
-        waiting = self._connections or self._vacancies.spares or not self._listener.accepted.empty()
-        return self._entrance.has_met and not self.has_begun and not waiting
+        """Whether all workers have gone before the run began, which is therefore none: from now on nobody is let in.
+        Callable from any thread.
+        """
+        return self._deserted
+
+    def _is_left(self) -> bool:
+        """Whether all workers have gone before the run began, and nobody is about to come."""
+        here = self._connections or self._vacancies.spares or self._entrance.strangers
+        waiting = here or not self._listener.accepted.empty()
+        return self._reception is not None and self._entrance.has_met and not self.has_begun and not waiting
 
     def end_at_boundary(self) -> None:
         """Asks the workers to end after the step that they are at, once they have saved what is wanted; see
@@ -281,7 +289,7 @@ class Coordinator:
             last_tick = time.monotonic()
             if self._entrance.has_ended_before:
                 threading.Timer(_LAST_WORDS_SECONDS, self._done.set).start()
-            while not self._closing:
+            while not self._closing and not self._deserted:
                 found = self._loop.select(_TICK)
                 if self._journal is not None and time.monotonic() - last_tick > 10 * _TICK:
                     self._journal.check()  # this process was stopped: another one may have taken its place
@@ -295,6 +303,7 @@ class Coordinator:
                 self._on_tick(now)
                 while self._unread:
                     self._on_messages(self._unread.pop())
+                self._deserted = self._is_left()
             self._loop.flush_all(_LAST_WORDS_SECONDS)  # the answer with the results, and that the run is over
         except SupersededError as error:
             log.error("This coordinator ends without a word to its workers: %s.", error)

@@ -71,6 +71,7 @@ class Entrance:
         readmission: judges those that return.
 
     Attributes:
+        strangers: how many have not said yet what they are.
         has_met: whether a worker has been let in.
         has_ended_before: whether the run had ended before an earlier coordinator was killed: who returns is told how.
     """
@@ -85,6 +86,7 @@ class Entrance:
         journal: Journal | None = None,
         readmission: Readmission | None = None,
     ) -> None:
+        self.strangers = 0
         self.has_met = False
         self.has_ended_before = inside.state.outcome is not None
         self._grid, self._inside, self._loop, self._vacancies = grid, inside, loop, vacancies
@@ -98,6 +100,7 @@ class Entrance:
 
     def open(self, stranger: NonBlockingConnection) -> None:
         """Waits for what ``stranger`` says."""
+        self.strangers += 1
         self._loop.watch(stranger, partial(self._on_stranger, stranger))
 
     def _on_stranger(self, connection: NonBlockingConnection) -> None:
@@ -107,11 +110,13 @@ class Entrance:
             hello = connection.inbox.take()
         except (EOFError, OSError, BadMessageError) as error:
             log.warning("Refused a connection: %s", error or "it left without a word")
+            self.strangers -= 1
             self._loop.forget(connection)
             connection.close()
             return
         if hello is None:  # a part of it
             return
+        self.strangers -= 1
         self._loop.forget(connection)
         self.greet(connection, hello)
 

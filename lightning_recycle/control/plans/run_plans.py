@@ -119,7 +119,7 @@ class RunPlans:
         self._begin(schedule, step)
         self._links = links(schedule)
         if failed - before:
-            self._record = self._record.after(0, 0.0, events=1)
+            self._record = self._record.after(0, 0.0, lost=len(failed - before))
         if failed != before:
             self._ask_for_layout()
         return schedule
