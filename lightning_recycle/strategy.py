@@ -134,6 +134,11 @@ class ReCycleStrategy(ParallelStrategy):
             page on Ray).
         resources_per_worker: what ``engine="ray"`` reserves for a worker, by the name of the resource; by default one
             CPU, and one GPU unless the Trainer's accelerator is the CPU.
+        on_corruption: what happens to a worker that is found to hold other bits than the majority of its peers: "evict"
+            it, as if it had failed; "heal" it with a peer's parameters and optimizer state, at most twice; or "raise"
+            an error. See the page on silent corruption.
+        check_every: after how many steps the workers of a stage compare the bits of their parameters and optimizer
+            states: "auto", so that this takes a thousandth of the time; 0 for never.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -185,6 +190,8 @@ class ReCycleStrategy(ParallelStrategy):
         status: bool | str = True,
         engine: Literal["local", "ray"] = "local",
         resources_per_worker: Mapping[str, float] | None = None,
+        on_corruption: Literal["evict", "heal", "raise"] = "evict",
+        check_every: Literal["auto"] | int = "auto",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -197,6 +204,7 @@ class ReCycleStrategy(ParallelStrategy):
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
             machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
             activation_checkpointing, bucket_cap_mb, transport, gather_result, status, engine, resources_per_worker,
+            on_corruption, check_every,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

@@ -34,6 +34,7 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import membership, messages, revival
 from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.admission import objection
+from lightning_recycle.control.protocol.corruption import Checks
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.readmission import Place, Readmission, describe
@@ -136,6 +137,7 @@ class Coordinator:
         self._state = protocol.initial_state(grid, self.options.machine_error_retries)
         if self._readmission is not None:
             self._state = self._readmission.state()
+        self._state = self._with_policy(self._state)
         self._written = revival.durable(self._state)
         self._connections: dict[int, NonBlockingConnection] = {}
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
@@ -164,6 +166,9 @@ class Coordinator:
         self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
+
+    def _with_policy(self, state: protocol.MembershipState) -> protocol.MembershipState:
+        return replace(state, checks=Checks(self.options.on_corruption, self.options.check_every))
 
     @property
     def address(self) -> tuple[str, int]:
@@ -337,7 +342,7 @@ class Coordinator:
         assert self._readmission is not None
         if self._readmission.is_deserted(now, bool(self._vacancies.spares)):
             log.warning("Nobody of the run that was going on here has returned: another one begins.")
-            self._state, self._holders = self._readmission.begin_anew(), {}
+            self._state, self._holders = self._with_policy(self._readmission.begin_anew()), {}
             return
         for rank, cause in self._readmission.late(now, self._state).items():
             self._gone(rank, cause)

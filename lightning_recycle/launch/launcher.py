@@ -307,6 +307,8 @@ class SupervisorLauncher(_Launcher):
             max_restarts=options.max_restarts,
             normalize=options.normalize and fitting,
             machine_error_retries=options.machine_error_retries,
+            on_corruption=options.on_corruption,
+            check_every=0 if options.check_every == "auto" else int(options.check_every),
             drift=PlanMonitor.options_of(trainer) if fitting else None,
         )
         listen = setup.outsiders

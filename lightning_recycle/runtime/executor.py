@@ -62,6 +62,7 @@ from lightning_recycle.runtime.communicator import (
 )
 from lightning_recycle.runtime.forwards import Forwards
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.healing import heal
 from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.memory_meter import MemoryMeter
@@ -371,7 +372,7 @@ class Executor:
         norm = 0.0 if guesses else norm_of(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
         known = self._client.await_loss(number)
-        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow)
+        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next)
         self.accumulated.add(number, step.share)
         with self._timings.measure(OpKind.STEP, self._communicator.device):
             if self._shadow is not None:
@@ -609,6 +610,7 @@ class Executor:
                 commits = self._client.commit(action.step, self._payload)
             else:
                 self._carry_out(action, resume, commits)
+        heal(resume.heals, self._client, self._communicator, self._host)
         if self._guesses is not None and self._guesses.unsettled:  # the others have yet to tell of the step
             self._guesses.tell(self.version - 1, self._payload, guesses=True)
 
@@ -625,7 +627,9 @@ class Executor:
             if self.worker.stage in tie.stages
         }
         rank = self._client.rank
-        transfers = {other for pair in resume.donors.items() if rank in pair for other in pair}
+        transfers = {
+            other for pair in (*resume.donors.items(), *resume.heals.items()) if rank in pair for other in pair
+        }
         with self._client.waiting("connections"):
             self._communicator.configure(
                 resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, check_links

@@ -55,7 +55,7 @@ from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_graphs, check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.commitment import needs_of
-from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
+from lightning_recycle.session.comparison import optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
 from lightning_recycle.session.gradient_norms import complete_norms
@@ -78,6 +78,7 @@ from lightning_recycle.session.preemption import Preemption
 from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
+from lightning_recycle.session.state_checks import StageState, StateChecks, load_stage_state, stage_state
 from lightning_recycle.session.step_state import ManualStepState
 from lightning_recycle.session.stop_requests import StopRequests
 from lightning_recycle.session.weight_averages import WeightAverages
@@ -141,7 +142,8 @@ class Session:
         self.finetuning = Finetuning(trainer)
         self.pruning = Pruning(trainer)
         self._preemption = Preemption(trainer, client, fitting=self._fitting)
-        self._digested = -1  # the newest generation with a digest of the parameters
+        device = f"{trainer.strategy.root_device.type}:{place.device}"
+        self._checks = StateChecks(device, None if options.check_every == "auto" else int(options.check_every))
         self._moments: dict[int, Moment] = {}  # of the current step and the one before
         self._handle: StepHandle  # of the current step
         self._dataloader_idx = 0  # of the current evaluation
@@ -471,6 +473,8 @@ class Session:
             self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
             with self.module.logging_allowed(True), overflow_of_all(scaler, result.overflow):
                 apply(result)
+            if result.check_next:
+                self._checks.announce(number + 1)
 
         number, self._handle = self.executor.version, handle
         self._moments = {n: moment for n, moment in self._moments.items() if n == number - 1}
@@ -570,6 +574,8 @@ class Session:
     def on_generation(self) -> None:
         """A new generation is complete: this worker may have become the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        if self.client.generation == 0 and hasattr(self, "executor"):
+            self._checks.announce(self.executor.version)
         self._follow_leader()
         if self.collectives.leads and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
@@ -581,6 +587,7 @@ class Session:
         rank_zero_only.rank = 0 if self.collectives.leads else max(1, self.place.rank)  # type: ignore[attr-defined]
 
     def on_recovery(self, step: int) -> None:
+        self._checks.announce(step + 1)  # some may have applied ``step`` already
         self.reach("recovery", step)
 
     def as_in_step(self, step: int) -> AbstractContextManager[None]:
@@ -599,17 +606,14 @@ class Session:
         options = optimizer_options(trainer.strategy.optimizers)
         if (scaler := scaler_of(trainer)) is not None:
             counters["loss scale"] = scaler.get_scale()
-        if self._digests(step) and self.executor.is_settled:
-            self._digested = self.client.generation
-            options["digest of the parameters"] = digest(self.module.parameters())
-        return Facts(counters, options)
+        checked = None
+        if self._checks.is_due(step) and self.executor.is_settled:
+            with self.client.busy("a check of the parameters"):
+                checked = self._checks.check(step, self.module, trainer.strategy.optimizers)
+        return Facts(counters, options, checked)
 
     def must_know(self, step: int) -> bool:
-        return self._digests(step) or self._newest_step.is_watched(self.trainer.strategy.optimizers)
-
-    def _digests(self, step: int) -> bool:
-        """Whether workers compare their parameters after ``step``."""
-        return step % DIGEST_EVERY == 0 or self._digested != self.client.generation
+        return self._checks.is_due(step) or self._newest_step.is_watched(self.trainer.strategy.optimizers)
 
     def keep_optimizer(self) -> None:
         self._newest_step.keep(self.trainer.strategy.optimizers)
@@ -619,6 +623,12 @@ class Session:
         factor = clip_factor(self.trainer.gradient_clip_val, norm)
         loss = self.as_loss(self._newest_loss)
         self._newest_step.again(self.trainer.strategy.optimizers, factor, lambda: loss)
+
+    def stage_state(self) -> StageState:
+        return stage_state(self.module, self.trainer.strategy.optimizers)
+
+    def load_stage_state(self, state: StageState) -> None:
+        load_stage_state(self.module, self.trainer.strategy.optimizers, state)
 
     def take_snapshot(self) -> WorkerSnapshot:
         return take_snapshot(

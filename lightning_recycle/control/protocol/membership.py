@@ -20,6 +20,9 @@ An exception that a fault of the machine may explain (Raised) is settled by runn
 the worker that raised is evicted, or in place, when it is the last holder of its stage
 (:mod:`~lightning_recycle.control.protocol.blame`).
 
+A worker whose bits are wrong (:mod:`~lightning_recycle.control.protocol.checking`) is evicted, or takes over a peer's
+state in a generation that begins at a step boundary for it.
+
 If a guess was wrong with which workers had stepped (Undo), the same workers connect again, too; it counts as no trouble
 of the network.
 
@@ -40,7 +43,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.protocol import agreements, blame, links, messages, revival, stopping
+from lightning_recycle.control.protocol import agreements, blame, checking, links, messages, revival, stopping
 from lightning_recycle.control.protocol import state as _state
 from lightning_recycle.control.protocol.agreements import end
 from lightning_recycle.control.protocol.blame import Verdict
@@ -205,6 +208,7 @@ def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
         leaving=state.leaving.difference(ranks),
         ending=state.ending.difference(ranks),
         moves={rank: mover for rank, mover in state.moves.items() if mover not in ranks},
+        checks=state.checks.without(ranks),
     )
 
 
@@ -291,16 +295,18 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     if state.answered[0] == decision.version - 1:
         commits.update(state.answered[1])
     answered = (decision.version - 1, commits) if commits else state.answered
+    heals = checking.choose_healers(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
-    state = replace(state, regrouping=False, has_resumed=True, answered=answered)
+    state = replace(state, regrouping=False, has_resumed=True, answered=answered, checks=state.checks.without(heals))
     details = {
         "roster": state.roster,
         "ahead": tuple(sorted(decision.ahead)),
         "redone": any(report.begun >= decision.version for report in state.reports.values()),
     }
-    resume = Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors))
+    resume = Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors, heals))
+    healed = tuple(Record("healed", decision.version, rank, {"donor": donor}) for rank, donor in sorted(heals.items()))
     state, known = _tell_what_is_settled(state, statuses, decision.version)
-    return state, (resume, *known, Record("resumed", decision.version, None, details))
+    return state, (resume, *known, Record("resumed", decision.version, None, details), *healed)
 
 
 def _tell_what_is_settled(state: MembershipState, statuses: Mapping[int, WorkerStatus], step: int) -> _Next:
@@ -433,7 +439,7 @@ def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
 def _pause_if_wanted(state: MembershipState) -> _Next:
     if state.generation < 0 or state.regrouping or state.pause is not None or state.joining:
         return state, ()
-    if not any(_wanted(state)) and state.plan is None:
+    if not any(_wanted(state)) and state.plan is None and not state.checks.healing:
         return state, ()
     pause = PauseState(state.pauses)
     return replace(state, pause=pause), (Send(state.roster, messages.Pause(state.generation, pause.number)),)

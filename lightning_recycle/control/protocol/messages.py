@@ -255,16 +255,33 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """Checksums of what a worker holds after a step, the same for its peers.
+
+    Args:
+        sums: 16 bytes for each of "parameters" and "optimizer state".
+        interval: after how many steps it wants to check again, so that the checks cost little.
+        device: its device, by the name that its machine knows it by.
+    """
+
+    sums: Mapping[str, bytes]
+    interval: int
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Numbers that a worker holds after a step, by name, to be compared.
 
     Args:
         everywhere: equal on all workers, such as counters.
         stage: equal within a stage, such as options of the optimizer; not all workers need report the same names.
+        checked: checksums that are equal within a stage, after some steps.
     """
 
     everywhere: Mapping[str, Number] = field(default_factory=dict)
     stage: Mapping[str, Number] = field(default_factory=dict)
+    checked: Checked | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -655,6 +672,8 @@ class Resume:
     """What the stages contributed to the commit of step ``decision.version - 1``, by stage, as far as known."""
     donors: Mapping[int, int] = field(default_factory=dict)
     """For each rank that joins, the peer that gives it its state."""
+    heals: Mapping[int, int] = field(default_factory=dict)
+    """For each rank whose state is wrong, the peer whose parameters and optimizer state it takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -697,7 +716,7 @@ class StepLoss:
 
     ``counters``: the run's counters so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``:
     those of all micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
-    ``after_step``: the same for all workers.
+    ``after_step``: the same for all workers. ``check_next``: whether the next step ends with a check of what they hold.
     """
 
     step: int
@@ -706,6 +725,7 @@ class StepLoss:
     leader_applied: int = -1
     outputs: Mapping[int, bytes] = field(default_factory=dict)
     after_step: AfterStep = AfterStep.GO_ON
+    check_next: bool = False
 
 
 @dataclass(frozen=True, slots=True)
