@@ -79,9 +79,8 @@ def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str |
     bits in the end, it is older than the steps in which they may have come to hold them.
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
-    newest = math.inf if differed is None else differed.details["since"] + 1
     for event in reversed(history):
-        if event.kind == "saved" and event.step <= newest:
+        if event.kind == "saved" and (differed is None or event.step <= differed.details["since"] + 1):
             path = str(event.details["path"])
             local = local_path(path)
             if local is None:

@@ -544,6 +544,10 @@ class Executor:
         """Tells the coordinator that this worker is about to fail on purpose, for the record."""
         self._client.send(fault)
 
+    def alter_next_message(self, alter: Callable[[Any], Any]) -> None:
+        """The next value that this worker sends to another stage is what ``alter`` makes of it. For fault injection."""
+        self._communicator.alter_next = alter
+
     def join(self) -> None:
         """Enters a running training at a step boundary, with the state that a peer gives."""
         self._joining = True

@@ -1,0 +1,65 @@
+"""Bits that flip without an error: the worker that holds or computes them is named, and the run goes on without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+from support.models import Regression
+from support.training import TOLERANCE, difference, fit
+
+from lightning_recycle import ReCycleError, StageLostError
+from lightning_recycle.callbacks import Fault
+from lightning_recycle.control.history import Event
+
+
+def corruptions(run: L.Trainer) -> list[Event]:
+    return [event for event in run.strategy.history if event.kind == "corruption"]
+
+
+def evicted(run: L.Trainer) -> list[Any]:
+    return [event.worker for event in run.strategy.history if event.kind == "evicted"]
+
+
+def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_is_evicted() -> None:
+    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
+    run = fit(Regression().double(), 3, 1, [fault], strategy={"check_every": 2}, max_steps=9)
+    (found,) = corruptions(run)
+    assert (found.worker, found.details["kind"], found.details["then"]) == ((1, 0), "parameters", "evicted")
+    assert found.details["since"] < 3 <= found.step <= 5
+    assert found.details["device"] == "cpu:1"
+    assert evicted(run) == [(1, 0)]
+    assert len([event for event in run.strategy.history if event.kind == "step"]) == 9
+
+
+def test_a_flipped_bit_of_an_optimizers_state_is_healed_with_a_peers() -> None:
+    fault = Fault("bitflip", 2, 1, step=3, at="optimizer", when="after", target="optimizer")
+    options = {"check_every": 1, "on_corruption": "heal"}
+    run = fit(Regression().double(), 3, 2, [fault], strategy=options, max_steps=9)
+    found = corruptions(run)[0]
+    assert (found.worker, found.details["then"]) == ((2, 1), "healed")
+    assert "optimizer state" in found.details["kind"]
+    assert [event.worker for event in run.strategy.history if event.kind == "healed"] == [(2, 1)]
+    assert evicted(run) == []
+    assert corruptions(run)[1:] == []  # it was well again
+
+
+def test_with_raise_the_run_ends_and_names_the_worker() -> None:
+    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
+    with pytest.raises(ReCycleError, match=r"Worker \(1, 0\) holds wrong bits.*parameters"):
+        fit(Regression().double(), 3, 1, [fault], strategy={"check_every": 1, "on_corruption": "raise"})
+
+
+def test_of_two_that_differ_nobody_knows_who_is_right() -> None:
+    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
+    with pytest.raises(StageLostError, match="nothing says whose are right"):
+        fit(Regression().double(), 2, 1, [fault], strategy={"check_every": 1})
+
+
+def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong() -> None:
+    one, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
+    run = fit(one, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"check_every": 1})
+    fit(other, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"check_every": 0})
+    assert corruptions(run) == []
+    assert difference(one.state_dict(), other.state_dict()) < TOLERANCE
