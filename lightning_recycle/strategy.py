@@ -139,6 +139,9 @@ class ReCycleStrategy(ParallelStrategy):
             an error. See the page on silent corruption.
         check_every: after how many steps the workers of a stage compare the bits of their parameters and optimizer
             states: "auto", so that this takes a thousandth of the time; 0 for never.
+        verify: the share of the time in which the workers of a stage may compute each other's micro-batches once more
+            and compare the bits, such as 0.01, where that does not fit into idle times; 0 for no such checks. For a
+            PipelineModule whose layers are deterministic.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -192,6 +195,7 @@ class ReCycleStrategy(ParallelStrategy):
         resources_per_worker: Mapping[str, float] | None = None,
         on_corruption: Literal["evict", "heal", "raise"] = "evict",
         check_every: Literal["auto"] | int = "auto",
+        verify: float = 0.0,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -204,7 +208,7 @@ class ReCycleStrategy(ParallelStrategy):
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
             machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
             activation_checkpointing, bucket_cap_mb, transport, gather_result, status, engine, resources_per_worker,
-            on_corruption, check_every,
+            on_corruption, check_every, verify,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

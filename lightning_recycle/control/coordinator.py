@@ -790,7 +790,8 @@ class Coordinator:
             newest = self._state.applied.get(self._state.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
             self._history.add_loss(message.step, message.loss)
-        programs = None if schedule is None else Programs(schedule)
+        verify = self.options.verify if self._state.checks.comparable else 0.0
+        programs = None if schedule is None else Programs(schedule, verify)
         frame = encode(message) if programs is None else bytearray()
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
         told = frozenset(command.ranks)

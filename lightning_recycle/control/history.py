@@ -53,10 +53,11 @@ class Event:
             heuristic, or the memory that was measured allows or demands another one (then it is the planner). "saved":
             a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
             all stop after one of the next steps. "stage_lost": nobody holds a stage any more.
-            "corruption": a worker (None if nothing says which) holds other bits than its peers; ``details`` have its
-            ``device``, the ``kind`` of what is wrong, the ``proof``, the step ``since`` which that may be so, and what
-            follows ``then``. "healed": it has taken over a peer's state. Where a failure is being recovered,
-            ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
+            "corruption": a worker (None if nothing says which) holds other bits than its peers, or computes others;
+            ``details`` have its ``device``, the ``kind`` of what is wrong, the ``proof``, the step ``since`` which that
+            may be so, and what follows ``then``. "healed": it has taken over a peer's state. "disputed": a worker got
+            other bits than the peer that it checked. "incomparable": computations cannot be compared in this run. Where
+            a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
         step: the optimizer step concerned.
@@ -200,6 +201,18 @@ class History:
             case "corruption":
                 self.counters["corruptions"] = self.counters.get("corruptions", 0.0) + 1
                 log.error("%s", corruption_line(self._grid, record))
+            case "disputed":
+                log.warning(
+                    "Worker %s got another %s of micro-batch %d of step %d than worker %s: all of their stage compute"
+                    " it.",
+                    self._grid.worker(record.rank or 0),
+                    details["kind"],
+                    details["microbatch"],
+                    record.step,
+                    details["of"],
+                )
+            case "incomparable":
+                log.warning("Workers do not check each other's computations any more: %s.", details["cause"])
             case "disturbance":
                 log.warning("The workers connect again at step %d: %s", record.step, details["cause"])
             case "stop_requested":

@@ -308,6 +308,7 @@ class SupervisorLauncher(_Launcher):
             normalize=options.normalize and fitting,
             machine_error_retries=options.machine_error_retries,
             on_corruption=options.on_corruption,
+            verify=float(options.verify),
             check_every=0 if options.check_every == "auto" else int(options.check_every),
             drift=PlanMonitor.options_of(trainer) if fitting else None,
         )

@@ -7,7 +7,7 @@ was found wrong. Peers take turns (:func:`partners`).
 
 Contract: no planner, validator or plan file knows of checks; the schedule stays as it is, and a CHECK is put between
 its operations. It is *free* if it fits into an idle time: between two operations, or before REDUCE if the worker idles
-after its STEP for as long. If it is free for all workers of a stage, they check in every step; otherwise so seldom that
+afterwards for as long. If it is free for all workers of a stage, they check in every step; otherwise so seldom that
 it takes at most the allowed share of the time. A stage with one worker is not checked, nor is a schedule in lanes
 (:mod:`~lightning_recycle.planning.coded`): a place for each of its workers would have to be looked for.
 

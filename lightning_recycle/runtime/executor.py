@@ -73,6 +73,7 @@ from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
+from lightning_recycle.runtime.verification import Verifier
 
 __all__ = ["Executor"]
 
@@ -119,6 +120,7 @@ class Executor:
         ties: weights that several stages hold; with them all stages commit a step together.
         held: returns the tensors that this process holds between two steps besides the parameters, their gradients and
             their previous version; None if the memory is not to be measured.
+        device_name: the name of its device, by which its machine knows it.
 
     Attributes:
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
@@ -147,6 +149,7 @@ class Executor:
         ties: TieExchange | None = None,
         presumes: Callable[[float], bool] | None = None,
         held: Callable[[], Iterable[Tensor]] | None = None,
+        device_name: str = "",
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -171,6 +174,8 @@ class Executor:
         self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
+        comparing = self._guesses is None and stage.differentiates_itself  # else a guess or the user's code may differ
+        self._verifier = Verifier(client, communicator, stage, parameters, grid, device_name, comparing)
         self._meter = None if held is None else MemoryMeter(communicator.device, self._all_held)
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
@@ -229,6 +234,7 @@ class Executor:
 
     def _follow(self, program: Program) -> None:
         self._program, self._idle_peer = program.tasks, program.idle_peer
+        self._verifier.follow(program)
         if self._meter is not None:
             self._meter.may_split = program.decoupled
             self._meter.recomputes = any(task.recomputed for task in self._program)
@@ -248,6 +254,7 @@ class Executor:
             for task in program
             if task.source is not None
         }
+        self._verifier.begin(step, part.reduces and step == self.version)
         if self._meter is not None:
             self._meter.begin(step if part.reduces else None, self._communicator.buffers())
         if part.awaits_peers:
@@ -279,12 +286,16 @@ class Executor:
             elif kind is OpKind.BACKWARD_WEIGHT:
                 with self._measured(kind):
                     self._stage.backward_weight(task.index, self._reduction.during_weights(task))
+            elif kind is OpKind.CHECK:
+                self._verifier.check(step)
             elif kind is OpKind.REDUCE:
                 self._reduce(step)
             elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
             for after in self.after_operation:
                 after(step, task.op)
+            if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
+                self._verifier.completed(task)
         self._communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
@@ -301,6 +312,7 @@ class Executor:
         if task.source is not None:
             inputs = self._receive(step, task)
         stage, meter = self._stage, self._meter
+        self._verifier.takes(task, inputs, target)
         split = task.decoupled or (meter is not None and meter.splits)
         watched = _NOTHING if meter is None else meter.forward(lambda: stage.kept(inputs))
         with self._profiled(step), self._measured(OpKind.FORWARD), watched:
@@ -311,6 +323,7 @@ class Executor:
                 if self._host.records_outputs:
                     with self._client.busy("a hook that sees outputs"):
                         self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
+        self._verifier.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
@@ -336,6 +349,7 @@ class Executor:
                     input_grads = self._stage.backward_input(task.index, grads)
                 if kind is OpKind.BACKWARD:
                     self._stage.backward_weight(task.index)
+        self._verifier.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
             self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
 
@@ -615,6 +629,8 @@ class Executor:
             else:
                 self._carry_out(action, resume, commits)
         heal(resume.heals, self._client, self._communicator, self._host)
+        if resume.vote is not None:
+            self._verifier.vote(resume.vote)
         if self._guesses is not None and self._guesses.unsettled:  # the others have yet to tell of the step
             self._guesses.tell(self.version - 1, self._payload, guesses=True)
 
@@ -631,9 +647,10 @@ class Executor:
             if self.worker.stage in tie.stages
         }
         rank = self._client.rank
-        transfers = {
-            other for pair in (*resume.donors.items(), *resume.heals.items()) if rank in pair for other in pair
-        }
+        exchanges: list[tuple[int, ...]] = [*resume.donors.items(), *resume.heals.items()]
+        if resume.vote is not None:
+            exchanges.append(resume.vote.voters)
+        transfers = {other for pair in exchanges if rank in pair for other in pair}
         with self._client.waiting("connections"):
             self._communicator.configure(
                 resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, check_links

@@ -69,6 +69,7 @@ class Options:
     resources_per_worker: Mapping[str, float] | None = None
     on_corruption: str = "evict"
     check_every: int | str = "auto"
+    verify: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -84,6 +85,8 @@ class Options:
                 self._refuse(name, "give an integer of at least 0")
         if self.check_every != "auto" and not is_integer(self.check_every, 0):
             self._refuse("check_every", "give 'auto', a number of steps, or 0 for no checks")
+        if not is_number(self.verify, 0.0) or self.verify > 1:
+            self._refuse("verify", "give a share of the time between 0 (no checks) and 1")
         suspicion_of(self.machine_errors)
         if not isinstance(self.status, bool):
             http_address(str(self.status), "ReCycleStrategy(status)")

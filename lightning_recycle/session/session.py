@@ -142,8 +142,10 @@ class Session:
         self.finetuning = Finetuning(trainer)
         self.pruning = Pruning(trainer)
         self._preemption = Preemption(trainer, client, fitting=self._fitting)
-        device = f"{trainer.strategy.root_device.type}:{place.device}"
-        self._checks = StateChecks(device, None if options.check_every == "auto" else int(options.check_every))
+        self._device_name = f"{trainer.strategy.root_device.type}:{place.device}"
+        self._checks = StateChecks(
+            self._device_name, None if options.check_every == "auto" else int(options.check_every)
+        )
         self._moments: dict[int, Moment] = {}  # of the current step and the one before
         self._handle: StepHandle  # of the current step
         self._dataloader_idx = 0  # of the current evaluation
@@ -339,6 +341,7 @@ class Session:
             profiler=StageProfiler(parameters) if self.run.profiles else None,
             ties=ties,
             held=self._held_besides if parameters else None,
+            device_name=self._device_name,
             needs_norm=needs.norm,
             needs_overflow=needs.overflow,
             presumes=self._leaves_gradients_alone if needs.afterwards else None,

@@ -63,3 +63,41 @@ def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong() -> None
     fit(other, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"check_every": 0})
     assert corruptions(run) == []
     assert difference(one.state_dict(), other.state_dict()) < TOLERANCE
+
+
+# ---------------------------------------------------------------------- computations
+
+VERIFY = {"verify": 1.0, "check_every": 1}
+
+
+def disputed(run: L.Trainer) -> list[Event]:
+    return [event for event in run.strategy.history if event.kind == "disputed"]
+
+
+@pytest.mark.parametrize("grid", [(3, 1), (2, 2)])
+def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
+    model, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
+    run = fit(model, *grid, [Fault("kill", 1, 0, step=4)], strategy=VERIFY)
+    assert corruptions(run) == disputed(run) == []
+    assert not any(event.kind == "incomparable" for event in run.strategy.history)
+    fit(other, *grid, [Fault("kill", 1, 0, step=4)])
+    assert difference(model.state_dict(), other.state_dict()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (Fault("bitflip", 1, 0, step=3, target="activation"), "output"),
+        (Fault("bitflip", 1, 0, step=3, at="backward_weight", when="after", target="gradient"), "weight gradient"),
+        (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
+    ],
+)
+def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault, kind: str) -> None:
+    model, right = Regression().double(), Regression().double()
+    run = fit(model, 3, 1, [fault], strategy=VERIFY)
+    (found,) = corruptions(run)
+    assert (found.worker, found.step, found.details["proof"]) == ((1, 0), 3, "computation")
+    assert kind in found.details["kind"]
+    assert evicted(run) == [(1, 0)]
+    fit(right, 3, 1)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.corruption import Culprit, Undecided, judge
+from lightning_recycle.control.protocol.corruption import Culprit, Dispute, Finding, Undecided, decide, judge
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import (
     Command,
@@ -24,7 +24,7 @@ from lightning_recycle.control.protocol.state import (
     StageLost,
 )
 
-__all__ = ["add_checked", "choose_healers", "compare"]
+__all__ = ["add_checked", "add_dispute", "add_vote", "call_vote", "choose_healers", "compare", "give_up_comparing"]
 
 _Next = tuple[MembershipState, tuple[Command, ...]]
 
@@ -124,3 +124,126 @@ def choose_healers(state: MembershipState, statuses: Mapping[int, WorkerStatus],
         if healers:
             found[rank] = min(healers)
     return found
+
+
+# ---------------------------------------------------------------------- computations
+
+
+def add_dispute(state: MembershipState, event: messages.Disputed) -> _Next | None:
+    """A worker got other bits than the peer that it checked. None if that is of no interest any more; else a generation
+    must begin, as the step cannot be committed.
+    """
+    if event.generation != state.generation or state.regrouping or event.other not in state.live:
+        return None
+    claims = {event.rank: event.mine, event.other: event.theirs}
+    dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.other: event.device})
+    details = {
+        "of": _place(state, event.other),
+        "microbatch": event.microbatch,
+        "kind": _kinds(event.mine, event.theirs),
+    }
+    record = Record("disputed", event.step, event.rank, details)
+    return replace(state, checks=replace(state.checks, dispute=dispute)), (record,)
+
+
+def call_vote(
+    state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int
+) -> tuple[MembershipState, messages.Vote | None]:
+    """The vote on a dispute, if all workers of the stage hold the parameters of its step; otherwise it is forgotten:
+    the step is computed again, and checked again.
+    """
+    dispute = state.checks.dispute
+    if dispute is None:
+        return state, None
+    voters = sorted(state.holders(state.stage_of(dispute.recorder)))
+    able = all((statuses[rank].version, statuses[rank].tells_of) == (version, None) for rank in voters)
+    if dispute.step != version or not able or not {dispute.recorder, dispute.accused} <= set(voters):
+        return replace(state, checks=replace(state.checks, dispute=None)), None
+    state = replace(state, checks=replace(state.checks, dispute=replace(dispute, votes={})))
+    return state, messages.Vote(version, dispute.recorder, tuple(voters))
+
+
+def add_vote(state: MembershipState, event: messages.Voted) -> _Next | None:
+    """A worker has computed what is disputed. None if that is of no interest. When all have, a generation must begin,
+    unless a loss begins one: they wait for it.
+    """
+    dispute = state.checks.dispute
+    if event.generation != state.generation or state.regrouping or dispute is None:
+        return None
+    votes = {**dispute.votes, event.rank: (event.sums, event.repeats)}
+    dispute = replace(dispute, votes=votes, devices={**dispute.devices, event.rank: event.device})
+    if votes.keys() != state.holders(state.stage_of(dispute.recorder)):
+        return replace(state, checks=replace(state.checks, dispute=dispute)), ()
+    state = replace(state, checks=replace(state.checks, dispute=None))
+    finding = decide(dispute)
+    if finding is Finding.INCOMPARABLE:
+        return give_up_comparing(state, "the workers of a stage do not agree with themselves, or none with another one")
+    if finding is Finding.UNDECIDED:
+        return _nobody_computes_right(state, dispute)
+    assert not isinstance(finding, Finding)
+    commands: tuple[Command, ...] = ()
+    for culprit in finding:
+        state, caused = _convict_of_computing(state, dispute, culprit)
+        commands += caused
+        if state.outcome is not None:
+            break
+    return state, commands
+
+
+def _convict_of_computing(state: MembershipState, dispute: Dispute, culprit: Culprit) -> _Next:
+    rank, what = culprit.rank, " and ".join(culprit.kinds)
+    others = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
+    cause = f"in step {dispute.step} it computed a wrong {what} of micro-batch {dispute.microbatch}, says {others}"
+    policy = state.checks.policy
+    details = {
+        "cause": cause, "kind": what, "proof": "computation", "device": culprit.device, "since": dispute.step - 1,
+        "then": "ended" if policy == "raise" else "evicted",
+    }  # fmt: skip
+    record = Record("corruption", dispute.step, rank, details)
+    if policy == "raise":
+        outcome = Failed(
+            f"Worker {state.grid.worker(rank)} computes wrong results: {cause}. That step was not committed. Its device"
+            " may be broken; ReCycleStrategy(on_corruption='evict') goes on without it."
+        )
+        return replace(state, outcome=outcome), (record, outcome)
+    return state, (record, Evict(rank, cause))
+
+
+def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> _Next:
+    names = " and ".join(str(state.grid.worker(rank)) for rank in sorted(dispute.claims))
+    what = _kinds(*dispute.claims.values())
+    cause = (
+        f"In step {dispute.step} workers {names} computed a different {what} of micro-batch {dispute.microbatch}, and"
+        " did so again; nothing says which of them is right"
+    )
+    stage = state.stage_of(dispute.recorder)
+    details = {
+        "cause": cause,
+        "kind": what,
+        "proof": "undecided",
+        "stage": stage,
+        "since": state.checks.agreed,
+        "then": "ended",
+    }
+    outcome = Failed(
+        f"{cause}. Steps before this one may have taken wrong gradients, too. A third pipeline would decide; the newest"
+        " checkpoints are as good as the checks before them."
+    )
+    return replace(state, outcome=outcome), (Record("corruption", dispute.step, None, details), outcome)
+
+
+def give_up_comparing(state: MembershipState, why: str) -> _Next:
+    """Computations are not compared any more."""
+    if not state.checks.comparable:
+        return state, ()
+    state = replace(state, checks=replace(state.checks, comparable=False, dispute=None))
+    return state, (Record("incomparable", state.version, None, {"cause": why}),)
+
+
+def _kinds(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> str:
+    return " and ".join(sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)))
+
+
+def _place(state: MembershipState, rank: int) -> tuple[int, int]:
+    worker = state.grid.worker(rank)
+    return worker.pipeline, worker.stage

@@ -5,6 +5,9 @@ stage hold the same bits, so those whose checksums differ hold wrong ones. Indep
 group is right if it has at least two workers and no other group is as large (:func:`judge`). Otherwise, as in a stage
 of two, nothing says who is right, and nobody's state can be trusted.
 
+A worker also computes a micro-batch of a peer once more now and then, and must get the same bits. If it does not, all
+workers of the stage compute it, and vote (:func:`decide`).
+
 Contract: workers are compared only by what they told of one step, so it does not matter how far apart they are.
 Whoever is found wrong counts as no holder of its stage from then on, until it has a peer's state.
 
@@ -16,11 +19,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TypeAlias
 
 from lightning_recycle.control.protocol.messages import Checked
 
-__all__ = ["MAX_HEALS", "POLICIES", "Checks", "Culprit", "Undecided", "judge"]
+__all__ = ["MAX_HEALS", "POLICIES", "Checks", "Culprit", "Dispute", "Finding", "Undecided", "decide", "judge"]
 
 POLICIES = ("evict", "heal", "raise")
 """What follows for a worker that holds wrong bits."""
@@ -85,6 +89,73 @@ def _differing(mine: Mapping[str, bytes], right: Mapping[str, bytes]) -> tuple[s
     return tuple(sorted(name for name in mine.keys() | right.keys() if mine.get(name) != right.get(name)))
 
 
+Sums: TypeAlias = Mapping[str, bytes]
+"""Checksums of what a computation gave, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispute:
+    """Two workers got different bits for one micro-batch; their peers compute it once more.
+
+    Args:
+        step, microbatch: what it is about.
+        recorder: the worker that has the inputs, and got other bits than the one it checked.
+        accused: the one it checked.
+        claims: what both got at first, by rank.
+        votes: what each worker of the stage got when it was asked, and whether it got that twice.
+        devices: the devices of those that told them, by rank.
+    """
+
+    step: int
+    microbatch: int
+    recorder: int
+    accused: int
+    claims: Mapping[int, Sums]
+    votes: Mapping[int, tuple[Sums, bool]] = field(default_factory=dict)
+    devices: Mapping[int, str] = field(default_factory=dict)
+
+
+class Finding(Enum):
+    """What a vote says if it does not say who was wrong."""
+
+    UNDECIDED = "nothing says who is right"
+    INCOMPARABLE = "computations cannot be compared"
+
+
+def decide(dispute: Dispute) -> tuple[Culprit, ...] | Finding:
+    """Who was wrong, when all have voted.
+
+    The largest group of votes is right if it has at least two and no other is as large. Whoever claimed other bits at
+    first was wrong then, whatever it gets now. If no group is, workers that repeat their own bits but not each other's
+    may be different machines; of two nobody can say. If several do not repeat their own, the computation is not
+    deterministic.
+    """
+    shaky = [rank for rank, (_, repeats) in dispute.votes.items() if not repeats]
+    if len(shaky) > 1:
+        return Finding.INCOMPARABLE
+    groups: dict[tuple[tuple[str, bytes], ...], list[int]] = defaultdict(list)
+    for rank, (sums, repeats) in sorted(dispute.votes.items()):
+        if repeats:
+            groups[tuple(sorted(sums.items()))].append(rank)
+    sizes = sorted(map(len, groups.values()), reverse=True)
+    if len(sizes) == 1 and sizes[0] == 1 and len(dispute.votes) == 2:  # the other one does not repeat its own
+        return tuple(_claimant(dispute, rank, dispute.votes.keys() - {rank}) for rank in shaky)
+    if not sizes or sizes[0] < 2 or sizes[1:2] == sizes[:1]:
+        return Finding.UNDECIDED if len(dispute.votes) < 3 else Finding.INCOMPARABLE
+    agreed = next(ranks for ranks in groups.values() if len(ranks) == sizes[0])
+    right = dispute.votes[agreed[0]][0]
+    wrong = [rank for rank, claim in sorted(dispute.claims.items()) if claim != right]
+    return tuple(_claimant(dispute, rank, frozenset(agreed), right) for rank in wrong)
+
+
+def _claimant(dispute: Dispute, rank: int, others: Collection[int], right: Sums | None = None) -> Culprit:
+    claim = dispute.claims[rank]
+    if right is None:
+        right = next(claim for other, claim in dispute.claims.items() if other != rank)
+    device = dispute.devices.get(rank, "")
+    return Culprit(rank, _differing(claim, right), tuple(sorted(set(others) - {rank})), device)
+
+
 @dataclass(frozen=True, slots=True)
 class Checks:
     """What the coordinator knows of the checks of a run.
@@ -97,6 +168,8 @@ class Checks:
         agreed: the newest step after which all workers that told of it held the same bits as their peers; -1 for none.
         healing: live ranks that hold wrong bits and are to take over a peer's state.
         heals: how often each rank has been found wrong and healed.
+        dispute: the computation that two workers got different bits for, until it is decided who was wrong.
+        comparable: whether computations can be compared bit by bit in this run.
     """
 
     policy: str = "evict"
@@ -106,6 +179,8 @@ class Checks:
     agreed: int = -1
     healing: frozenset[int] = frozenset()
     heals: Mapping[int, int] = field(default_factory=dict)
+    dispute: Dispute | None = None
+    comparable: bool = True
 
     def add(self, rank: int, step: int, checked: Checked) -> Checks:
         """With what ``rank`` told of ``step``."""

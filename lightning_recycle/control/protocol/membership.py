@@ -120,6 +120,12 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return _returned(state, event)
         case messages.Raised():
             return _raised(state, event)
+        case messages.Disputed():
+            return _begin_unless_over(state, checking.add_dispute(state, event))
+        case messages.Voted():
+            return _voted(state, event)
+        case messages.Incomparable():
+            return _give_up_comparing(state, event)
         case messages.Crash(fault=True):
             return _lose(state, Lost(event.rank, event.summary))
         case messages.Crash():
@@ -296,6 +302,7 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         commits.update(state.answered[1])
     answered = (decision.version - 1, commits) if commits else state.answered
     heals = checking.choose_healers(state, statuses, decision.version)
+    state, vote = checking.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
     state = replace(state, regrouping=False, has_resumed=True, answered=answered, checks=state.checks.without(heals))
     details = {
@@ -303,7 +310,9 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         "ahead": tuple(sorted(decision.ahead)),
         "redone": any(report.begun >= decision.version for report in state.reports.values()),
     }
-    resume = Send(state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors, heals))
+    resume = Send(
+        state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors, heals, vote)
+    )
     healed = tuple(Record("healed", decision.version, rank, {"donor": donor}) for rank, donor in sorted(heals.items()))
     state, known = _tell_what_is_settled(state, statuses, decision.version)
     return state, (resume, *known, Record("resumed", decision.version, None, details), *healed)
@@ -355,6 +364,31 @@ def _raised(state: MembershipState, event: messages.Raised) -> _Next:
     if event.generation < state.generation:
         return state, commands  # the newer one waits for its report
     return _with(commands, _begin_generation(state))
+
+
+# ---------------------------------------------------------------------- wrong results
+
+
+def _begin_unless_over(state: MembershipState, found: _Next | None) -> _Next:
+    """Begins a generation after what was ``found``, unless it ended the run, or is nothing."""
+    if found is None or found[0].outcome is not None:
+        return (state, ()) if found is None else found
+    return _with(found[1], _begin_generation(found[0]))
+
+
+def _give_up_comparing(state: MembershipState, event: messages.Incomparable) -> _Next:
+    if not state.checks.comparable:
+        return state, ()
+    found = checking.give_up_comparing(state, f"{event.layer} gives other bits each time")
+    return found if state.regrouping else _begin_unless_over(state, found)
+
+
+def _voted(state: MembershipState, event: messages.Voted) -> _Next:
+    found = checking.add_vote(state, event)
+    is_open = found is not None and found[0].checks.dispute is not None
+    if found is None or is_open or any(isinstance(command, Evict) for command in found[1]):
+        return (state, ()) if found is None else found  # a loss begins the generation that the voters wait for
+    return _begin_unless_over(state, found)
 
 
 # ---------------------------------------------------------------------- broken connections without a death

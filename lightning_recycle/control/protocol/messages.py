@@ -411,6 +411,54 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
+class Disputed:
+    """The worker has computed micro-batch ``microbatch`` of ``step`` of its peer ``other`` once more, and got other
+    bits. It goes on in a newer generation only, as nobody may commit the step.
+
+    Args:
+        rank: the worker.
+        generation: the generation that it has entered.
+        step, microbatch: what it computed; the index in the global batch.
+        other: the peer.
+        mine, theirs: the checksums of what it got, and of what the peer had got, by the same names.
+        device: the peer's device, by the name that its machine knows it by.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    microbatch: int
+    other: int
+    mine: Mapping[str, bytes]
+    theirs: Mapping[str, bytes]
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Voted:
+    """The worker has computed a disputed micro-batch (:class:`Vote`), twice. It goes on in a newer generation only.
+
+    ``sums``: what it got; ``repeats``: whether it got the same bits both times.
+    """
+
+    rank: int
+    generation: int
+    sums: Mapping[str, bytes]
+    repeats: bool
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomparable:
+    """The worker gets other bits when it computes the same micro-batch twice, from ``layer`` on: computations cannot be
+    compared in this run.
+    """
+
+    rank: int
+    layer: str
+
+
+@dataclass(frozen=True, slots=True)
 class Crash:
     """The worker ends with an exception.
 
@@ -660,6 +708,17 @@ class Regroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Vote:
+    """The workers ``voters`` of a stage compute a disputed micro-batch of ``step`` once more (:class:`Voted`), with the
+    inputs that ``recorder`` gives to them.
+    """
+
+    step: int
+    recorder: int
+    voters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """All survivors reported; connect, do your actions, and go on with the plan."""
 
@@ -674,6 +733,8 @@ class Resume:
     """For each rank that joins, the peer that gives it its state."""
     heals: Mapping[int, int] = field(default_factory=dict)
     """For each rank whose state is wrong, the peer whose parameters and optimizer state it takes over."""
+    vote: Vote | None = None
+    """What some compute before anything else, while the others wait for the next generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -797,6 +858,9 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     RequestStop,
     GoesOn,
     Raised,
+    Disputed,
+    Voted,
+    Incomparable,
     Crash,
     Connected,
     Publish,

@@ -108,6 +108,9 @@ MembershipEvent: TypeAlias = (
     | messages.RequestStop
     | messages.GoesOn
     | messages.Raised
+    | messages.Disputed
+    | messages.Voted
+    | messages.Incomparable
     | messages.Crash
     | messages.Ready
     | messages.Leave
