@@ -56,6 +56,7 @@ class _Record:
         step, microbatch: which one; the index in the global batch.
         machine: what must be equal for the bits to be.
         inputs, target, grads: as given to the stage.
+        wanted: of each tensor in the inputs, whether its gradient is.
         buffers: those that its forward changes, as they were before, by number.
         decoupled: whether its weight gradients were computed apart.
         sums: the checksums of the results.
@@ -67,6 +68,7 @@ class _Record:
     inputs: Any
     target: Any
     grads: Any
+    wanted: tuple[bool, ...]
     buffers: Mapping[int, Tensor]
     decoupled: bool
     sums: Mapping[str, bytes] = field(default_factory=dict)
@@ -138,9 +140,10 @@ class Verifier:
     def takes(self, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
         if self._is_checked_on(task):
-            given = _mapped((inputs, target), _copy)
+            given, told = _mapped((inputs, target), _copy)
+            wanted = tuple(tensor.requires_grad for tensor in _tensors(inputs))
             self._before = [owner[name].clone() for owner, name in self._buffers()]
-            self._record = _Record(-1, task.index, _machine(), given[0], given[1], None, {}, task.decoupled)
+            self._record = _Record(-1, task.index, _machine(), given, told, None, wanted, {}, task.decoupled)
 
     def computed(self, task: Task, output: Any, loss: Any) -> None:
         """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
@@ -233,6 +236,8 @@ class Verifier:
         """The checksums of what this worker makes of ``record``."""
         stage, index = self._stage, record.microbatch
         inputs, target, grads = _mapped((record.inputs, record.target, record.grads), _copy)
+        for tensor, wanted in zip(_tensors(inputs), record.wanted, strict=True):
+            tensor.requires_grad_(wanted)
         with self._gradients_apart(), self._buffers_of(record):
             output = stage.forward(record.step, index, inputs, target, decoupled=record.decoupled)
             loss = None
@@ -325,11 +330,11 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone()
 
 
 def _to_device(record: _Record, device: torch.device) -> _Record:
-    found: _Record = _mapped(record, lambda t: t.detach().to(device).requires_grad_(t.requires_grad))
+    found: _Record = _mapped(record, lambda tensor: tensor.detach().to(device))
     return found
 
 

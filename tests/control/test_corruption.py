@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from membership_feed import all_losses, feed, messages, records
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.corruption import MAX_HEALS, Checks, Culprit, Undecided, judge
+from lightning_recycle.control.protocol.corruption import (
+    MAX_HEALS,
+    Checks,
+    Culprit,
+    Dispute,
+    Finding,
+    Undecided,
+    decide,
+    judge,
+)
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.grid import Grid
 
@@ -183,3 +193,116 @@ def test_the_next_check_is_announced_with_the_loss_of_the_step_before(every: int
         announced += [loss.step + 1 for loss in messages(commands, m.StepLoss) if loss.check_next]
         state, _ = feed(state, *(told(rank, step, A if step in announced else None) for rank in ALL))
     assert announced == list(range(steps, 21, steps))
+
+
+# ---------------------------------------------------------------------- computations
+
+X, Y, Z = ({"output": letter} for letter in (A, B, C))
+
+
+def dispute(claims: dict[int, Any], votes: dict[int, Any]) -> Dispute:
+    recorder, accused = claims
+    return Dispute(4, 7, recorder, accused, claims, votes, {accused: "cuda:1"})
+
+
+@pytest.mark.parametrize(
+    ("claims", "votes", "found"),
+    [
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True), 2: (X, True)}, [1], id="wrong-each-time"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [1], id="wrong-once"),
+        pytest.param({0: Y, 1: X}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0], id="the-checker-was-wrong"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Z, False), 2: (X, True)}, [1], id="wrong-in-another-way"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True)}, [1], id="of-two-wrong-once"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Z, False)}, [1], id="of-two-the-one-that-repeats-nothing"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True)}, Finding.UNDECIDED, id="of-two-wrong-each-time"),
+        pytest.param(
+            {0: X, 1: Y}, {0: (X, True), 1: (Y, True), 2: (Z, True)}, Finding.INCOMPARABLE, id="three-kinds-of-machines"
+        ),
+        pytest.param(
+            {0: X, 1: Y}, {0: (X, False), 1: (Y, False), 2: (X, True)}, Finding.INCOMPARABLE, id="not-deterministic"
+        ),
+        pytest.param({0: Z, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0, 1], id="both-were-wrong"),
+    ],
+)
+def test_whoever_claimed_other_bits_than_the_majority_gets_was_wrong(claims: Any, votes: Any, found: Any) -> None:
+    verdict = decide(dispute(claims, votes))
+    assert verdict is found if isinstance(found, Finding) else [one.rank for one in verdict] == found  # type: ignore[union-attr]
+
+
+def disputed(rank: int, other: int, state: s.MembershipState, step: int = 0) -> m.Disputed:
+    return m.Disputed(rank, state.generation, step, 3, other, X, Y, "cuda:1")
+
+
+def vote_under_way(policy: str = "evict") -> s.MembershipState:
+    state = running(Checks(policy))
+    state, commands = feed(state, disputed(0, 2, state))
+    assert [record.details["of"] for record in records(commands, "disputed")] == [(1, 0)]
+    assert len(messages(commands, m.Regroup)) == 1
+    state, commands = feed(state, *(status_report(rank, 1, 0) for rank in ALL))
+    assert messages(commands, m.Resume)[0].vote == m.Vote(0, 0, (0, 2, 4))
+    return state
+
+
+def voted(state: s.MembershipState, sums: dict[int, Any]) -> list[m.Voted]:
+    return [m.Voted(rank, state.generation, one, True, f"cuda:{rank}") for rank, one in sums.items()]
+
+
+def test_a_vote_evicts_who_was_wrong_and_its_loss_begins_the_next_generation() -> None:
+    state = vote_under_way()
+    state, commands = feed(state, *voted(state, {0: X, 2: Y, 4: X}))
+    assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
+    (record,) = records(commands, "corruption")
+    assert (record.rank, record.step, record.details["proof"], record.details["device"]) == (
+        2,
+        0,
+        "computation",
+        "cuda:2",
+    )
+    assert not messages(commands, m.Regroup)
+    _, commands = feed(state, s.Lost(2, "evicted"))
+    assert len(messages(commands, m.Regroup)) == 1
+
+
+def test_with_raise_a_vote_ends_the_run() -> None:
+    state = vote_under_way("raise")
+    state, _ = feed(state, *voted(state, {0: X, 2: Y, 4: X}))
+    assert isinstance(state.outcome, s.Failed)
+    assert "(1, 0) computes wrong results" in state.outcome.reason
+
+
+def test_if_a_voter_is_lost_the_others_vote_again() -> None:
+    state = vote_under_way()
+    state, _ = feed(state, *voted(state, {0: X}), s.Lost(4, "gone"))
+    state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster))
+    assert messages(commands, m.Resume)[0].vote == m.Vote(0, 0, (0, 2))
+    state, commands = feed(state, *voted(state, {0: X, 2: X}))
+    assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_if_one_of_the_two_is_lost_there_is_no_dispute_any_more(lost: int) -> None:
+    state = vote_under_way()
+    state, _ = feed(state, s.Lost(lost, "gone"))
+    state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster))
+    assert messages(commands, m.Resume)[0].vote is None
+    assert state.checks.dispute is None
+
+
+def test_what_cannot_be_compared_is_not_compared_any_more_and_everybody_goes_on() -> None:
+    state = vote_under_way()
+    state, commands = feed(state, *voted(state, {0: X, 2: Y, 4: Z}))
+    assert len(records(commands, "incomparable")) == 1
+    assert len(messages(commands, m.Regroup)) == 1
+    assert (state.checks.comparable, state.outcome) == (False, None)
+    state = running(Checks())
+    state, commands = feed(state, m.Incomparable(1, "layer 3"), m.Incomparable(3, "layer 3"))
+    assert len(records(commands, "incomparable")) == len(messages(commands, m.Regroup)) == 1
+
+
+def test_of_two_that_stay_with_different_results_the_run_says_so() -> None:
+    state = running(Checks(), live=(0, 1, 2, 3))
+    state, _ = feed(state, disputed(0, 2, state))
+    state, _ = feed(state, *(status_report(rank, state.generation, 0) for rank in state.roster))
+    state, _ = feed(state, *voted(state, {0: X, 2: Y}))
+    assert isinstance(state.outcome, s.Failed)
+    assert "nothing says which of them is right" in state.outcome.reason

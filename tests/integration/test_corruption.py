@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from support.models import Regression
 from support.training import TOLERANCE, difference, fit
+from torch import Tensor, nn
 
 from lightning_recycle import ReCycleError, StageLostError
 from lightning_recycle.callbacks import Fault
@@ -101,3 +104,72 @@ def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault,
     assert evicted(run) == [(1, 0)]
     fit(right, 3, 1)
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> None:
+    model, right = Regression().double(), Regression().double()
+    fault = Fault("bitflip", 0, 0, step=3, target="activation", bit=0)
+    run = fit(model, 2, 1, [fault], strategy=VERIFY)
+    assert [(event.worker, event.step) for event in corruptions(run)] == [((0, 0), 3)]
+    assert evicted(run) == [(0, 0)]
+    fit(right, 2, 1)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -> None:
+    faults = [
+        Fault("bitflip", 2, 1, step=2, target="matmul", every=1, bit=0),
+        Fault("kill", 0, 0, step=2, at="backward_input"),
+    ]
+    model, right = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
+    run = fit(model, 3, 2, faults, strategy={**VERIFY, "restart_workers": True})
+    assert [(event.worker, event.details["proof"]) for event in corruptions(run)] == [((2, 1), "computation")]
+    fit(right, 3, 2)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+class Drawing(nn.Module):
+    """Draws from nowhere that anybody knows of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + int.from_bytes(os.urandom(1), "little") / 1e3
+
+
+class Unrepeatable(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        layers = super().configure_pipeline()
+        return [*layers[:2], Drawing(), *layers[2:]]
+
+
+def test_a_layer_that_is_not_deterministic_is_named_and_computations_are_not_compared() -> None:
+    run = fit(Unrepeatable().double(), 3, 1, strategy=VERIFY)
+    (event,) = [event for event in run.strategy.history if event.kind == "incomparable"]
+    assert "layer 2 (Drawing)" in event.details["cause"]
+    assert corruptions(run) == disputed(run) == []
+
+
+class Remembering(nn.Module):
+    """With a buffer that each forward changes, and that its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x - self.mean
+
+
+class Normalized(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        first, *layers = super().configure_pipeline()
+        return [first, nn.BatchNorm1d(16), Remembering(), *layers]
+
+
+def test_buffers_that_each_worker_has_its_own_of_are_no_difference() -> None:
+    model, other = Normalized().double(), Normalized().double()
+    run = fit(model, 3, 1, strategy=VERIFY)
+    assert corruptions(run) == disputed(run) == []
+    assert not any(event.kind == "incomparable" for event in run.strategy.history)
+    fit(other, 3, 1)
+    assert difference(model.state_dict(), other.state_dict()) < TOLERANCE
