@@ -37,6 +37,7 @@ from lightning_recycle.control.protocol.admission import objection
 from lightning_recycle.control.protocol.corruption import Checks
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.quarantine import Quarantine
 from lightning_recycle.control.readmission import Place, Readmission, describe
 from lightning_recycle.control.reception import Reception
 from lightning_recycle.control.rendezvous import Rendezvous
@@ -94,6 +95,7 @@ class Coordinator:
             the machine and process id of who is there, or is about to join; None where a position is empty. For whoever
             brings workers and must be asked for them.
         takes_results: whether somebody takes the results from the outcome of the run.
+        quarantine: the devices that are out, and which of them are found wrong.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -115,6 +117,7 @@ class Coordinator:
         journal: Journal | None = None,
         on_positions: Callable[[Positions], None] | None = None,
         takes_results: bool = True,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.grid = grid
         self.options = options or CoordinatorOptions()
@@ -162,6 +165,8 @@ class Coordinator:
         self._views = Views(self._view, self._loop.wake)
         self._done = threading.Event()
         self._closing = False
+        self._quarantine = quarantine or Quarantine(None)
+        self._absent: dict[int, str] = {}  # positions whose device is out
         self._end_wanted = False
         self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -210,11 +215,11 @@ class Coordinator:
         state = self._state
         return {"steps": float(state.version), "live_workers": float(len(state.live)), **self._history.counters}
 
-    def start(self, processes: Mapping[int, WorkerProcess]) -> None:
+    def start(self, processes: Mapping[int, WorkerProcess], absent: Mapping[int, str] = MappingProxyType({})) -> None:
         """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
-        without a process.
+        without a process. The positions ``absent`` stay empty; it says why.
         """
-        self._processes = dict(processes)
+        self._processes, self._absent = dict(processes), dict(absent)
         for rank in processes:
             self._starts.began(rank, time.monotonic())
         if processes:
@@ -279,6 +284,8 @@ class Coordinator:
         try:
             for rank, process in self._processes.items():
                 self._watch_exit(rank, process)
+            for rank, cause in self._absent.items():
+                self._handle(protocol.Lost(rank, cause))
             if self._reception is not None:
                 for connection, hello in self._reception.hand_over():
                     self._entrance.greet(connection, hello)
@@ -493,7 +500,7 @@ class Coordinator:
         if self._state.generation < 0:
             return
         for rank in self._state.vacant:
-            if self._has_candidate(rank) or not self._vacancies.may_start(rank, now):
+            if self._has_candidate(rank) or rank in self._absent or not self._vacancies.may_start(rank, now):
                 continue
             if self.options.restart_workers:
                 self._history.add("restarting", self._state, rank)
@@ -852,8 +859,17 @@ class Coordinator:
         if record.kind == "resumed":
             record = replace(record, details={**record.details, "plan": self._plans.source})
         self._history.record(record, self._state)
+        if record.kind == "corruption" and record.rank is not None:
+            self._isolate(record.rank, record)
         if record.kind == "step":
             self._plans.stepped(self._history.step_seconds)
+
+    def _isolate(self, rank: int, record: protocol.Record) -> None:
+        """Puts the device of a worker that was found wrong into quarantine; nobody takes its place if it is out."""
+        host, device = self._history.process_at(rank)[0], str(record.details["device"])
+        self._quarantine.add(host, device, record.step, record.details)
+        if self._quarantine.holds(host, device):
+            self._absent[rank] = self._quarantine.why(device)
 
     def _finish(self, outcome: protocol.Outcome) -> None:
         if self._state.outcome is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,6 +16,12 @@ from torch import Tensor, nn
 from lightning_recycle import ReCycleError, StageLostError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.history import Event
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a quarantine of its own, in the folder that it runs in."""
+    monkeypatch.chdir(tmp_path)
 
 
 def corruptions(run: L.Trainer) -> list[Event]:
@@ -125,6 +132,24 @@ def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -
     run = fit(model, 3, 2, faults, strategy={**VERIFY, "restart_workers": True})
     assert [(event.worker, event.details["proof"]) for event in corruptions(run)] == [((2, 1), "computation")]
     fit(right, 3, 2)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+def test_a_device_that_computes_wrong_results_is_kept_out_of_later_runs_until_the_file_is_removed(
+    tmp_path: Path,
+) -> None:
+    fault, options = Fault("bitflip", 1, 0, step=2, target="activation"), {**VERIFY, "restart_workers": True}
+    run = fit(Regression().double(), 3, 1, [fault], strategy=options, max_steps=4)
+    assert evicted(run) == [(1, 0)]
+    assert not any(event.kind == "restarting" for event in run.strategy.history)
+    model, right = Regression().double(), Regression().double()
+    later = fit(model, 3, 1, strategy=options, max_steps=4)
+    assert [
+        (e.worker, "in quarantine" in e.details["cause"]) for e in later.strategy.history if e.kind == "failure"
+    ] == [((1, 0), True)]
+    (tmp_path / "recycle_quarantine.jsonl").unlink()
+    well = fit(right, 3, 1, strategy=options, max_steps=4)
+    assert not any(event.kind == "failure" for event in well.strategy.history)
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
 
 
