@@ -20,7 +20,7 @@ from lightning_recycle.callbacks.faults import KINDS, Fault
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.ops import Op
+from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.traces import load_trace
 
 __all__ = ["FaultInjectionCallback"]
@@ -222,7 +222,7 @@ class _Injector:
         timed = self._agenda.take_due()
         if timed is not None:
             self._strike(self._as_fault(timed, step), step, str(op))
-        self._err(op.microbatch is not None)
+        self._err(op.kind not in (OpKind.REDUCE, OpKind.STEP))
 
     def _err(self, errs: bool) -> None:
         """From now on arithmetic is wrong, or right, if this device is broken."""

@@ -37,7 +37,7 @@ class OpKind(str, Enum):
     """Optimizer step of the stage."""
     CHECK = "C"
     """A micro-batch of another worker of the stage once more, to compare the results. In no schedule: a pass puts it
-    into the program of a worker (:mod:`~lightning_recycle.planning.checks`)."""
+    into the program of a worker (:mod:`~lightning_recycle.planning.check_places`)."""
 
     def __str__(self) -> str:
         return self.value

@@ -121,6 +121,7 @@ class Executor:
         held: returns the tensors that this process holds between two steps besides the parameters, their gradients and
             their previous version; None if the memory is not to be measured.
         device_name: the name of its device, by which its machine knows it.
+        repeatable: whether a peer may compute a micro-batch of this worker once more.
 
     Attributes:
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
@@ -150,6 +151,7 @@ class Executor:
         presumes: Callable[[float], bool] | None = None,
         held: Callable[[], Iterable[Tensor]] | None = None,
         device_name: str = "",
+        repeatable: bool = False,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -174,7 +176,9 @@ class Executor:
         self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(self._ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow = None if self._commits else Shadow(parameters, shadow_on_host)
-        comparing = self._guesses is None and stage.differentiates_itself  # else a guess or the user's code may differ
+        comparing = (
+            repeatable and self._guesses is None and stage.differentiates_itself
+        )  # else a guess or the user's code may differ
         self._verifier = Verifier(client, communicator, stage, parameters, grid, device_name, comparing)
         self._meter = None if held is None else MemoryMeter(communicator.device, self._all_held)
         self._is_last = worker.stage == grid.stages - 1

@@ -35,7 +35,7 @@ from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.engines.requeue import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.cutting import parts_of
-from lightning_recycle.model.module import global_seed
+from lightning_recycle.model.module import PipelineModule, global_seed
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.numpy_state import quicken
@@ -342,10 +342,22 @@ class Session:
             ties=ties,
             held=self._held_besides if parameters else None,
             device_name=self._device_name,
+            repeatable=self._is_repeatable(),
             needs_norm=needs.norm,
             needs_overflow=needs.overflow,
             presumes=self._leaves_gradients_alone if needs.afterwards else None,
         )
+
+    def _is_repeatable(self) -> bool:
+        """Whether layers and loss can run twice on a micro-batch, without what a step of the user's would do twice."""
+        if isinstance(self.module, PipelineModule):
+            return True
+        if self.options.verify:
+            rank_zero_warn(
+                f"verify={self.options.verify} has no effect: {type(self.trainer.lightning_module).__name__} is no"
+                " PipelineModule, and its training_step may do things that must not be done twice."
+            )
+        return False
 
     def _held_besides(self) -> Iterator[torch.Tensor]:
         """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states with

@@ -361,8 +361,8 @@ class MembershipState:
 
     def holders(self, stage: int) -> frozenset[int]:
         """The live ranks that have the state of ``stage``."""
-        lacking = self.joining | self.checks.healing
-        return frozenset(rank for rank in self.live - lacking if self.stage_of(rank) == stage)
+        with_state = self.live - self.joining - self.checks.healing
+        return frozenset(rank for rank in with_state if self.stage_of(rank) == stage)
 
 
 def initial_state(grid: Grid, retries: int = 1) -> MembershipState:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lightning_recycle.planning import Grid, Worker, plan
-from lightning_recycle.planning.checks import partners, plan_checks
+from lightning_recycle.planning.check_places import partners, plan_checks
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 from lightning_recycle.planning.program import Programs
