@@ -3,12 +3,13 @@
     .venv/bin/python benchmarks/silent_corruption.py                # all of it, some minutes
     .venv/bin/python benchmarks/silent_corruption.py --cases 20     # a sample
 
-*Cases*: seeded faults of all kinds in one of three or four replicas of a model, which this process computes one after
-the other with the package's own checksums, injection, rotation and decisions (no processes, no pipeline). After 100
-steps at most the faulty replica, and no other, must have been found; and after its eviction, if the wrong result was
-found before a commit, the weights must be those without a fault.
-*Probability*: the same, for a device that errs now and then: steps until it is found, beside the formula of
-docs/corruption.md and a draw of it.
+*Cases*: devices that err for good, in seeded ways of all kinds, in one of three or four replicas of a model, which this
+process computes one after the other with the package's own checksums, injection, rotation and decisions (no processes,
+no pipeline). Every n-th matrix product is wrong, or a bit flips in every fifth step. After 100 steps at most the faulty
+replica, and no other, must have been found; and after its eviction, if the wrong result was found before a commit, the
+weights must be those without a fault, unless an earlier one was not looked at.
+*Probability*: the same, for a device that errs in each micro-batch with some probability: steps until it is found,
+beside the formula of docs/corruption.md and a draw of it.
 *False alarms*: the same without faults, in float32 with dropout and in bfloat16.
 *Cost*: seconds of a checksum beside those of a step; which checks of computations fit into idle times of which
 schedule.
@@ -47,13 +48,16 @@ __all__ = ["Case", "Replicas", "main"]
 
 WIDTH, BATCH, MICROBATCHES = 12, 4, 2
 STEPS = 100
+_PERIOD = 5  # steps from one flipped bit to the next
 TARGETS = ("parameter", "optimizer", "activation", "gradient", "matmul")
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A fault: in which of ``replicas``, what flips, when; ``every``: n of every n-th product, of a broken device."""
+    """A fault: in which of ``replicas``, what flips, and from which step on; ``every``: n of every n-th product;
+    ``chance``: that a micro-batch is computed wrong.
+    """
 
     seed: int
     replicas: int
@@ -62,6 +66,7 @@ class Case:
     step: int
     bit: int | None
     every: int | None = None
+    chance: float | None = None
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -90,6 +95,7 @@ class Replicas:
         self.alarms: list[str] = []
         self._draw = random.Random(case.seed)
         self._arithmetic: WrongArithmetic | None = None
+        self._struck: set[int] = set()
 
     def run(self, steps: int, more: int | None = None) -> int:
         """Runs up to ``steps`` steps, and only so many ``more`` after somebody was found; returns how many."""
@@ -112,6 +118,9 @@ class Replicas:
         draw = torch.Generator().manual_seed(1000 * step + index)
         inputs = torch.randn(BATCH, WIDTH, generator=draw, dtype=torch.float64).to(self._dtype)
         wrong = self._arithmetic if rank == self.case.culprit and accused is None else None
+        if self.case.chance is not None and rank == self.case.culprit and accused is None:
+            errs = self._draw.random() < self.case.chance
+            wrong = WrongArithmetic(1, None, self._draw) if errs else None
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, -0.0)
         with microbatch_randomness(CPU, 1, step, index) as draw_for, wrong or nullcontext():
@@ -126,7 +135,9 @@ class Replicas:
     def _attempt(self, step: int) -> bool:
         """Runs ``step``; whether it must be run again, without somebody."""
         case, live = self.case, sorted(self.models)
-        strikes = step == case.step and case.culprit in live and case.target is not None
+        due = step >= case.step and (step - case.step) % _PERIOD == 0 and step not in self._struck
+        strikes = due and case.culprit in live and case.target is not None
+        self._struck.add(step)
         claims: dict[int, bytes] = {}
         total: list[Tensor] | None = None
         if strikes and case.target == "parameter":
@@ -247,29 +258,25 @@ def cases(count: int) -> None:
 
 
 def probability(runs: int) -> None:
-    """Steps until a device that errs in every n-th product is found."""
-    products = 8  # of a micro-batch: three forward, five backward
+    """Steps until a device is found that computes a micro-batch wrong with a probability of e."""
     table = Table(
-        "n", "check every", "formula: mean steps", "drawn", "measured", "found in 100 steps: formula", "measured"
+        "e", "check every k", "mean steps: formula", "drawn", "measured", "found in 100 steps: formula", "measured"
     )
-    for every, check in ((20, 1), (100, 1), (20, 4)):
-        share = min(1.0, products / every)
+    for share, check in ((0.3, 1), (0.1, 1), (0.03, 1), (0.1, 4)):
         chance = 1 - (1 - share) ** 2  # the first micro-batch of the device, and the one that it checks
-        formula, draw = check / chance, random.Random(0)
-        drawn = [next(k for k in range(1, 10**6) if k % check == 0 and draw.random() < chance) for _ in range(2000)]
-        measured = []
+        formula, draw = 1 + check * (1 / chance - 1), random.Random(0)  # the first check is in the first step
+        drawn = [next(k for k in range(10**6) if k % check == 0 and draw.random() < chance) + 1 for _ in range(4000)]
+        steps = []
         for seed in range(runs):
-            culprit = seed % 3
-            replicas = Replicas(Case(seed, 3, culprit, "matmul", 0, None, every), every=check)
-            replicas.run(STEPS, more=0)
-            ok = replicas.found and replicas.found[0][1] == culprit
-            measured.append(replicas.found[0][0] + 1 if ok else math.inf)
-        within = [steps for steps in measured if steps <= STEPS]
-        mean = f"{statistics.mean(within):.1f}" if within else "-"
-        expected = 1 - (1 - chance) ** (STEPS // check)
+            replicas = Replicas(Case(seed, 3, seed % 3, None, -1, None, chance=share), every=check)
+            replicas.run(5 * STEPS, more=0)
+            assert replicas.found[0][1] == seed % 3
+            steps.append(replicas.found[0][0] + 1)
+        error = statistics.stdev(steps) / math.sqrt(runs)
         table.add_row(
-            str(every), str(check), f"{formula:.1f}", f"{statistics.mean(drawn):.1f}", mean,
-            f"{expected:.4f}", f"{len(within)} of {runs}",
+            f"{share:g}", str(check), f"{formula:.1f}", f"{statistics.mean(drawn):.1f}",
+            f"{statistics.mean(steps):.1f} +- {error:.1f}", f"{1 - (1 - chance) ** math.ceil(STEPS / check):.3f}",
+            f"{sum(found <= STEPS for found in steps) / runs:.3f}",
         )  # fmt: skip
     console.print(table)
 
