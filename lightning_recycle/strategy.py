@@ -138,6 +138,14 @@ class ReCycleStrategy(ParallelStrategy):
             and that pays for the move until the next failure is expected; "layers", wherever it gets shorter by as
             much; or "reroute", never. What has been measured decides, from the tenth step on, and again whenever
             workers are lost or return. :meth:`move_layers` works with all three.
+        on_corruption: what happens to a worker that is found to hold other bits than the majority of its peers: "evict"
+            it, as if it had failed; "heal" it with a peer's parameters and optimizer state, at most twice; or "raise"
+            an error. See the page on silent corruption.
+        check_every: after how many steps the workers of a stage compare the bits of their parameters and optimizer
+            states: "auto", so that this takes a thousandth of the time; 0 for never.
+        verify: the share of the time in which the workers of a stage may compute each other's micro-batches once more
+            and compare the bits, such as 0.01, where that does not fit into idle times; 0 for no such checks. For a
+            PipelineModule whose layers are deterministic.
 
     Attributes:
         history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
@@ -190,6 +198,9 @@ class ReCycleStrategy(ParallelStrategy):
         engine: Literal["local", "ray"] = "local",
         resources_per_worker: Mapping[str, float] | None = None,
         adapt: Literal["auto", "reroute", "layers"] = "auto",
+        on_corruption: Literal["evict", "heal", "raise"] = "evict",
+        check_every: Literal["auto"] | int = "auto",
+        verify: float = 0.0,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -203,6 +214,7 @@ class ReCycleStrategy(ParallelStrategy):
             machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
             activation_checkpointing, bucket_cap_mb, transport, gather_result, status, engine, resources_per_worker,
             adapt,
+            on_corruption, check_every, verify,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

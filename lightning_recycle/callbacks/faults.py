@@ -16,10 +16,13 @@ from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import Op, OpKind
 
-__all__ = ["KINDS", "POINTS", "Fault"]
+__all__ = ["KINDS", "POINTS", "TARGETS", "Fault"]
 
-KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt")
+KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt", "bitflip")
 """The ways in which a worker can fail."""
+
+TARGETS = ("parameter", "optimizer", "activation", "gradient", "message", "matmul")
+"""Where a bit can flip."""
 
 POINTS = ("setup", "recovery", "checkpoint", "validation", "end")
 """The points of a worker's life outside the operations of a step."""
@@ -51,6 +54,7 @@ class Fault:
     ``slow``       every operation takes ``factor`` times as long, for ``steps`` steps
     ``partition``  no packet reaches the process or leaves it any more, though its TCP connections stay open
     ``preempt``    SIGTERM: the worker leaves at the end of the step
+    ``bitflip``    a bit of a number flips, and nothing else happens: a silent corruption
     =============  ==================================================================================================
 
     Args:
@@ -69,6 +73,13 @@ class Fault:
         when: "before" the operation or "after" it.
         factor: factor on the time of operations, more than 1; for "slow" only.
         steps: number of steps that it lasts, including the one in which it begins; for "slow" only.
+        target: for "bitflip" only, where: in a "parameter", in the state of the "optimizer", in an "activation" that
+            the operation computes (a forward), in a "gradient" of a parameter (``at="backward_weight", when="after"``),
+            in the next "message" to another worker; or in the result of each ``every``-th matrix product from then on
+            ("matmul"), as by a device that is broken.
+        bit: for "bitflip" only, which bit of the number, from the lowest, 0, an error of one unit in the last place.
+            By default the lowest one of its exponent, which doubles or halves it.
+        every: for ``target="matmul"``: n of every n-th.
 
     Raises:
         ConfigurationError: for unknown names, numbers out of range, and arguments that do not belong together.
@@ -83,6 +94,9 @@ class Fault:
     when: str = field(default="before", kw_only=True)
     factor: float | None = field(default=None, kw_only=True)
     steps: int | None = field(default=None, kw_only=True)
+    target: str | None = field(default=None, kw_only=True)
+    bit: int | None = field(default=None, kw_only=True)
+    every: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -106,6 +120,10 @@ class Fault:
             self._check_slow()
         elif self.factor is not None or self.steps is not None:
             self._refuse(f"factor and steps belong to the kind 'slow'; leave them out for {self.kind!r}.")
+        if self.kind == "bitflip":
+            self._check_bitflip()
+        elif (self.target, self.bit, self.every) != (None, None, None):
+            self._refuse(f"target, bit and every belong to the kind 'bitflip'; leave them out for {self.kind!r}.")
 
     def _check_slow(self) -> None:
         if not is_number(self.factor, 1, above=True):
@@ -114,6 +132,26 @@ class Fault:
             self._refuse(f"steps={self.steps!r}: give the number of steps for which the worker is slow, e.g. steps=2.")
         if self.at == "end":
             self._refuse("no operation follows the end; use another point.")
+
+    def _check_bitflip(self) -> None:
+        if self.target not in TARGETS:
+            self._refuse(f"target={self.target!r}: say where the bit flips, with one of {_listed(TARGETS)}.")
+        if self.at in POINTS:
+            self._refuse(
+                f"{self.at!r} is a point, and a bit flips at an operation; use one of {_listed(tuple(_OPERATIONS))}."
+            )
+        if self.bit is not None and not is_integer(self.bit, 0):
+            self._refuse(f"bit={self.bit!r}: give the place of a bit, from 0, the lowest.")
+        if (self.target == "matmul") != (self.every is not None) or (
+            self.every is not None and not is_integer(self.every, 1)
+        ):
+            self._refuse(
+                f"every={self.every!r}: give n of every n-th product with target='matmul', and with that only."
+            )
+        if self.target == "activation" and (self.at, self.when) != ("forward", "before"):
+            self._refuse("an activation is what a forward computes; use at='forward', when='before'.")
+        if self.target == "gradient" and (self.at, self.when) != ("backward_weight", "after"):
+            self._refuse("the gradient is there after a backward_weight; use at='backward_weight', when='after'.")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ConfigurationError(f"{self}: {reason}")

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import lightning.pytorch as pl
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recycle.arguments import is_integer, is_number
-from lightning_recycle.callbacks import failing
+from lightning_recycle.callbacks import bitflips, failing
 from lightning_recycle.callbacks.availability import Agenda, TimedFault, random_faults, trace_faults
 from lightning_recycle.callbacks.faults import KINDS, Fault
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.ops import Op
+from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.traces import load_trace
 
 __all__ = ["FaultInjectionCallback"]
@@ -42,7 +44,7 @@ class FaultInjectionCallback(pl.Callback):
         mtbf: mean seconds between two failures anywhere in the grid. Each worker fails at its first operation after a
             random time, counted from its first operation; replacements draw again.
         kinds: kinds of the failures at random and of the trace, drawn with equal probability; "slow" means 3 times as
-            long for 2 steps.
+            long for 2 steps, "bitflip" one in a parameter.
         trace: the name of a shipped trace (see :func:`lightning_recycle.traces.available_traces`), or a path. At its
             peak all workers are available, otherwise a proportional number; when that number falls, workers fail, see
             :func:`~lightning_recycle.callbacks.availability.trace_faults`. Its clock starts when the run is launched;
@@ -166,6 +168,8 @@ class _Executor(Protocol):
 
     def announce_fault(self, fault: FaultInjected) -> None: ...
 
+    def alter_next_message(self, alter: Callable[[Any], Any]) -> None: ...
+
 
 class _Strategy(Protocol):
     """What this module needs from the strategy."""
@@ -174,6 +178,8 @@ class _Strategy(Protocol):
     grid: Grid
     grid_rank: int
     incarnation: int
+    optimizers: list[Any]
+    lightning_module: nn.Module
     at_point: list[Callable[[str, int], None]]
 
 
@@ -194,6 +200,8 @@ class _Injector:
         self._strategy = strategy
         self._rank = rank
         self._slowdowns: list[failing.Slowdown] = []
+        self._arithmetic: bitflips.WrongArithmetic | None = None
+        self._errs = False  # in the operation that runs
 
     def watch_operations(self) -> None:
         executor = self._strategy.executor
@@ -214,6 +222,17 @@ class _Injector:
         timed = self._agenda.take_due()
         if timed is not None:
             self._strike(self._as_fault(timed, step), step, str(op))
+        self._err(op.kind not in (OpKind.REDUCE, OpKind.STEP))
+
+    def _err(self, errs: bool) -> None:
+        """From now on arithmetic is wrong, or right, if this device is broken."""
+        if self._arithmetic is None or errs == self._errs:
+            return
+        self._errs = errs
+        if errs:
+            self._arithmetic.__enter__()
+        else:
+            self._arithmetic.__exit__(None, None, None)
 
     def stretch(self, seconds: float) -> None:
         """Prolongs the operation that has just computed for ``seconds``."""
@@ -222,6 +241,7 @@ class _Injector:
             slowdown.sleep_after(self._strategy.executor.version, seconds)
 
     def after_operation(self, step: int, op: Op) -> None:
+        self._err(False)
         self._strike_all(lambda fault: fault.matches(step, op, "after"), step, f"after {op}")
 
     def _strike_all(self, is_due: Callable[[Fault], bool], step: int, where: str) -> None:
@@ -247,6 +267,8 @@ class _Injector:
         place = (executor.worker.pipeline, executor.worker.stage, step)
         if timed.kind == "slow":
             return Fault("slow", *place, factor=_SLOW_FACTOR, steps=_SLOW_STEPS)
+        if timed.kind == "bitflip":
+            return Fault("bitflip", *place, target="parameter")
         return Fault(timed.kind, *place)
 
     def _strike(self, fault: Fault, step: int, where: str) -> None:
@@ -272,6 +294,32 @@ class _Injector:
                 failing.partition()
             case "preempt":
                 failing.preempt()
+            case "bitflip":
+                self._flip(fault, executor)
+
+    def _flip(self, fault: Fault, executor: _Executor) -> None:
+        draw = random.Random(str(fault))
+        match fault.target:
+            case "parameter":
+                bitflips.flip(self._strategy.lightning_module.parameters(), fault.bit, draw)
+            case "optimizer":
+                states = (state for optimizer in self._strategy.optimizers for state in optimizer.state.values())
+                bitflips.flip([t for state in states for t in state.values() if _is_moment(t)], fault.bit, draw)
+            case "activation":
+                leaves = [m for m in self._strategy.lightning_module.modules() if not any(m.children())]
+                bitflips.flip_in_next_output(leaves, fault.bit, draw)
+            case "gradient":
+                bitflips.flip([p.grad for p in self._strategy.lightning_module.parameters()], fault.bit, draw)
+            case "message":
+                executor.alter_next_message(lambda value: bitflips.flipped(value, fault.bit, draw))
+            case "matmul":
+                assert fault.every is not None
+                self._arithmetic = bitflips.WrongArithmetic(fault.every, fault.bit, draw)
+
+
+def _is_moment(value: Any) -> bool:
+    """Whether a part of an optimizer's state is as large as a parameter, and no count of steps."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 # ---------------------------------------------------------------------- checks

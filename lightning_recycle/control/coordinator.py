@@ -34,8 +34,10 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import membership, messages, revival
 from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.admission import objection
+from lightning_recycle.control.protocol.corruption import Checks
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.quarantine import Quarantine
 from lightning_recycle.control.readmission import Place, Readmission, describe
 from lightning_recycle.control.reception import Reception
 from lightning_recycle.control.rendezvous import Rendezvous
@@ -93,6 +95,7 @@ class Coordinator:
             the machine and process id of who is there, or is about to join; None where a position is empty. For whoever
             brings workers and must be asked for them.
         takes_results: whether somebody takes the results from the outcome of the run.
+        quarantine: the devices that are out, and which of them are found wrong.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -114,6 +117,7 @@ class Coordinator:
         journal: Journal | None = None,
         on_positions: Callable[[Positions], None] | None = None,
         takes_results: bool = True,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.grid = grid
         self.options = options or CoordinatorOptions()
@@ -136,6 +140,7 @@ class Coordinator:
         self._state = protocol.initial_state(grid, self.options.machine_error_retries)
         if self._readmission is not None:
             self._state = self._readmission.state()
+        self._state = self._with_policy(self._state)
         self._written = revival.durable(self._state)
         self._connections: dict[int, NonBlockingConnection] = {}
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
@@ -161,10 +166,15 @@ class Coordinator:
         self._done = threading.Event()
         self._closing = False
         self._deserted = False
+        self._quarantine = quarantine or Quarantine(None)
+        self._absent: dict[int, str] = {}  # positions whose device is out
         self._end_wanted = False
         self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
+
+    def _with_policy(self, state: protocol.MembershipState) -> protocol.MembershipState:
+        return replace(state, checks=Checks(self.options.on_corruption, self.options.check_every))
 
     @property
     def address(self) -> tuple[str, int]:
@@ -206,11 +216,11 @@ class Coordinator:
         state = self._state
         return {"steps": float(state.version), "live_workers": float(len(state.live)), **self._history.counters}
 
-    def start(self, processes: Mapping[int, WorkerProcess]) -> None:
+    def start(self, processes: Mapping[int, WorkerProcess], absent: Mapping[int, str] = MappingProxyType({})) -> None:
         """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
-        without a process.
+        without a process. The positions ``absent`` stay empty; it says why.
         """
-        self._processes = dict(processes)
+        self._processes, self._absent = dict(processes), dict(absent)
         for rank in processes:
             self._starts.began(rank, time.monotonic())
         if processes:
@@ -282,6 +292,8 @@ class Coordinator:
         try:
             for rank, process in self._processes.items():
                 self._watch_exit(rank, process)
+            for rank, cause in self._absent.items():
+                self._handle(protocol.Lost(rank, cause))
             if self._reception is not None:
                 for connection, hello in self._reception.hand_over():
                     self._entrance.greet(connection, hello)
@@ -346,7 +358,7 @@ class Coordinator:
         assert self._readmission is not None
         if self._readmission.is_deserted(now, bool(self._vacancies.spares)):
             log.warning("Nobody of the run that was going on here has returned: another one begins.")
-            self._state, self._holders = self._readmission.begin_anew(), {}
+            self._state, self._holders = self._with_policy(self._readmission.begin_anew()), {}
             return
         for rank, cause in self._readmission.late(now, self._state).items():
             self._gone(rank, cause)
@@ -500,7 +512,7 @@ class Coordinator:
         if self._state.generation < 0:
             return
         for rank in self._state.vacant:
-            if self._has_candidate(rank) or not self._vacancies.may_start(rank, now):
+            if self._has_candidate(rank) or rank in self._absent or not self._vacancies.may_start(rank, now):
                 continue
             if self.options.restart_workers:
                 self._history.add("restarting", self._state, rank)
@@ -800,7 +812,8 @@ class Coordinator:
             newest = self._state.applied.get(self._state.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
             self._history.add_loss(message.step, message.loss)
-        programs = None if schedule is None else Programs(schedule)
+        verify = self.options.verify if self._state.checks.comparable else 0.0
+        programs = None if schedule is None else Programs(schedule, verify)
         frame = encode(message) if programs is None else bytearray()
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
         told = frozenset(command.ranks)
@@ -865,8 +878,17 @@ class Coordinator:
         if record.kind == "resumed":
             record = replace(record, details={**record.details, "plan": self._plans.source})
         self._history.record(record, self._state)
+        if record.kind == "corruption" and record.rank is not None:
+            self._isolate(record.rank, record)
         if record.kind == "step":
             self._plans.stepped(self._history.step_seconds)
+
+    def _isolate(self, rank: int, record: protocol.Record) -> None:
+        """Puts the device of a worker that was found wrong into quarantine; nobody takes its place if it is out."""
+        host, device = self._history.process_at(rank)[0], str(record.details["device"])
+        self._quarantine.add(host, device, record.step, record.details)
+        if self._quarantine.holds(host, device):
+            self._absent[rank] = self._quarantine.why(device)
 
     def _finish(self, outcome: protocol.Outcome) -> None:
         if self._state.outcome is None:

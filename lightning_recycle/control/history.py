@@ -48,13 +48,18 @@ class Event:
             worker that holds its stage raised an exception that may be its machine's, and does the same again.
             "moved": a worker left its stage for another one. "layout": another layout of the layers was looked for;
             ``details["why"]`` has what was compared. "layers_moved": all have that of ``details["cuts"]``.
-            "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers have
-            returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no longer take the times that the old one assumed
-            (``details["found_by"]`` is "drift"), or because the planner that the user chose found a better one than the
-            heuristic, or the memory that was measured allows or demands another one (then it is the planner). "saved":
+            "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers
+            have returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no
+            longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because the planner
+            that the user chose found a better one than the heuristic, or the memory that was measured allows or demands
+            another one (then it is the planner). "saved":
             a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
-            all stop after one of the next steps. "stage_lost": nobody holds a stage any more. Where a failure is being
-            recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
+            all stop after one of the next steps. "stage_lost": nobody holds a stage any more.
+            "corruption": a worker (None if nothing says which) holds other bits than its peers, or computes others;
+            ``details`` have its ``device``, the ``kind`` of what is wrong, the ``proof``, the step ``since`` which that
+            may be so, and what follows ``then``. "healed": it has taken over a peer's state. "disputed": a worker got
+            other bits than the peer that it checked. "incomparable": computations cannot be compared in this run. Where
+            a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
         step: the optimizer step concerned.
@@ -74,6 +79,18 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=dict)
     host: str | None = None
     pid: int | None = None
+
+
+def corruption_line(grid: Grid, record: Record) -> str:
+    """A record of kind "corruption" in words."""
+    details = record.details
+    who = "" if record.rank is None else f"Worker {grid.worker(record.rank)} on device {details['device']} is wrong: "
+    since = details["since"]
+    before = "no earlier check says when that began" if since < 0 else f"all were equal after step {since}"
+    return (
+        f"{who}{details['cause']}. It is {details['then']}. What the steps since then have taken from it stays in the"
+        f" weights ({before})."
+    )
 
 
 class History:
@@ -183,6 +200,21 @@ class History:
                     len(state.live),
                     self._grid.num_workers,
                 )
+            case "corruption":
+                self.counters["corruptions"] = self.counters.get("corruptions", 0.0) + 1
+                log.error("%s", corruption_line(self._grid, record))
+            case "disputed":
+                log.warning(
+                    "Worker %s got another %s of micro-batch %d of step %d than worker %s: all of their stage compute"
+                    " it.",
+                    self._grid.worker(record.rank or 0),
+                    details["kind"],
+                    details["microbatch"],
+                    record.step,
+                    details["of"],
+                )
+            case "incomparable":
+                log.warning("Workers do not check each other's computations any more: %s.", details["cause"])
             case "disturbance":
                 log.warning("The workers connect again at step %d: %s", record.step, details["cause"])
             case "stop_requested":

@@ -49,6 +49,11 @@ class CoordinatorOptions:
         normalize: whether a healthy worker moves to another stage when that pays.
         machine_error_retries: how often work is run again that raised an exception which a fault of the machine may
             explain.
+        on_corruption: what follows for a worker that holds wrong bits, see
+            :class:`~lightning_recycle.control.protocol.corruption.Checks`.
+        check_every: steps between two checks of that, likewise; 0 for as many as the workers ask for.
+        verify: the share of the time in which workers may compute each other's micro-batches where that does not fit
+            into idle times; 0 for no such checks.
         drift: when to change the plan because operations do not take the times it assumes; None for never.
     """
 
@@ -63,4 +68,7 @@ class CoordinatorOptions:
     adapt: Adapt = "reroute"
     normalize: bool = False
     machine_error_retries: int = 1
+    on_corruption: str = "evict"
+    check_every: int = 0
+    verify: float = 0.0
     drift: DriftOptions | None = None

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
-from lightning_recycle.control.addresses import address_from, http_address, http_address_from_environment
+from lightning_recycle.control.addresses import address_from, http_address, http_address_from_environment, machine_name
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.history import Event
 from lightning_recycle.control.json_logs import install_if_wanted
@@ -48,6 +48,7 @@ from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.messages import Assign
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
+from lightning_recycle.control.quarantine import FILE_NAME, Quarantine
 from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.copies import check_copies
 from lightning_recycle.engines.discovery import Discovered, discover
@@ -308,8 +309,12 @@ class SupervisorLauncher(_Launcher):
             normalize=options.normalize and fitting,
             adapt=options.adapt if fitting else "reroute",
             machine_error_retries=options.machine_error_retries,
+            on_corruption=options.on_corruption,
+            verify=float(options.verify),
+            check_every=0 if options.check_every == "auto" else int(options.check_every),
             drift=PlanMonitor.options_of(trainer) if fitting else None,
         )
+        quarantine, devices, absent = self._quarantine(call, grid)
         listen = setup.outsiders
         monitor, (shows, http) = (
             Monitor(Path(sys.argv[0]).name, _samples_per_step(call, setup)),
@@ -329,7 +334,12 @@ class SupervisorLauncher(_Launcher):
                 if listen and address[0] in _ALL_INTERFACES:
                     address = (_ALL_INTERFACES[address[0]] if crew.host == _HOST else crew.host, address[1])
                 argument = WorkerStart(
-                    Place(rank, incarnation, device), joining, setup, address, coordinator.authkey, crew.payload
+                    Place(rank, incarnation, devices[device]),
+                    joining,
+                    setup,
+                    address,
+                    coordinator.authkey,
+                    crew.payload,
                 )
                 return crew.start(argument, f"recycle-worker-{rank}")
 
@@ -343,11 +353,13 @@ class SupervisorLauncher(_Launcher):
                 on_profile=partial(_write_profile, profile_path),
                 start_worker=start,
                 setup=pack(setup),
+                quarantine=quarantine,
             )
             outcome: Outcome | None = None
             try:
-                workers = {rank: start(rank, 0, rank, joining=False) for rank in range(grid.num_workers)}
-                coordinator.start(workers)
+                ranks = (rank for rank in range(grid.num_workers) if rank not in absent)
+                workers = {rank: start(rank, 0, rank, joining=False) for rank in ranks}
+                coordinator.start(workers, absent)
                 crew.attend(coordinator)
                 monitor.show(coordinator)
                 outcome = self._await_end(coordinator, signals)
@@ -363,6 +375,23 @@ class SupervisorLauncher(_Launcher):
         if signals.received is not None and not signals.gracefully:
             raise signals.error()  # it came while this run was being cleaned up
         return outcome, len(coordinator.roster)
+
+    def _quarantine(self, call: Call, grid: Grid) -> tuple[Quarantine, dict[int, int], dict[int, str]]:
+        """The quarantine of a run; the device of each position; and why positions stay empty, as their devices are out
+        and there are no others.
+        """
+        trainer, count = call[0], grid.num_workers
+        keeps = self._strategy.options.engine == "local" and trainer.state.fn == TrainerFn.FITTING
+        quarantine = Quarantine(Path(trainer.default_root_dir) / FILE_NAME if keeps else None)
+        kind = trainer.strategy.root_device.type
+        names = {device: f"{kind}:{device}" for device in range(max(count, self._strategy.num_devices))}
+        out = {device for device, name in names.items() if quarantine.holds(machine_name(), name)}
+        for device in sorted(out):
+            log.warning("No worker is started on %s: %s.", names[device], quarantine.why(names[device]))
+        well = [device for device in names if device not in out]
+        if len(well) >= count:
+            return quarantine, dict(enumerate(well[:count])), {}
+        return quarantine, {r: r for r in range(count)}, {r: quarantine.why(names[r]) for r in range(count) if r in out}
 
     def may_save(self, checkpoint: Mapping[str, Any], path: Any) -> bool:
         """Whether this process can write ``checkpoint``: it has the weights of a run that ended well.

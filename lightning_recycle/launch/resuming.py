@@ -75,9 +75,12 @@ def settle_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], argumen
 
 
 def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
-    """The newest checkpoint of this run that still exists undamaged."""
+    """The newest checkpoint of this run that still exists undamaged. If nothing says which of the workers held wrong
+    bits in the end, it is older than the steps in which they may have come to hold them.
+    """
+    differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
     for event in reversed(history):
-        if event.kind == "saved":
+        if event.kind == "saved" and (differed is None or event.step <= differed.details["since"] + 1):
             path = str(event.details["path"])
             local = local_path(path)
             if local is None:

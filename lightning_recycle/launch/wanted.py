@@ -41,6 +41,9 @@ def _needs_launcher(options: Options) -> list[str]:
     wanted = {
         "normalize=True": options.normalize,
         "on_stage_lost='restart'": options.on_stage_lost == "restart",
+        "on_corruption='heal' or 'raise'": options.on_corruption != "evict",
+        "check_every=<steps>": options.check_every not in ("auto", 0),
+        "verify=...": options.verify > 0,
         "plan_library=...": options.plan_library is not None,
         "profile=...": options.profile is not None,
         "planner=<an object>": not isinstance(options.planner, str),

@@ -35,6 +35,9 @@ class OpKind(str, Enum):
     """All-reduce of the stage's gradients among its live workers: what the last W or BW has not hidden of it."""
     STEP = "STEP"
     """Optimizer step of the stage."""
+    CHECK = "C"
+    """A micro-batch of another worker of the stage once more, to compare the results. In no schedule: a pass puts it
+    into the program of a worker (:mod:`~lightning_recycle.planning.check_places`)."""
 
     def __str__(self) -> str:
         return self.value

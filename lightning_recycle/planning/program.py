@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_recycle.planning.check_places import plan_checks
 from lightning_recycle.planning.grid import Worker, global_index
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
@@ -59,19 +60,31 @@ class Program:
         neighbours: ranks of the workers of the stages before and after that it is connected with (:func:`links`).
         idle_peer: whether the schedule leaves a worker of its stage without micro-batches.
         decoupled: whether weight gradients may be computed apart from input gradients.
+        checked: the ranks of the workers of its stage that check each other's computations, itself among them; none
+            if it takes part in no checks. Then there is a CHECK among the tasks.
+        check_every: they do so in each step that is a multiple of this.
     """
 
     tasks: tuple[Task, ...] = ()
     neighbours: tuple[int, ...] = ()
     idle_peer: bool = False
     decoupled: bool = False
+    checked: tuple[int, ...] = ()
+    check_every: int = 1
 
 
 class Programs:
-    """The programs of the workers of one schedule; what they have in common is found once."""
+    """The programs of the workers of one schedule; what they have in common is found once.
 
-    def __init__(self, schedule: Schedule) -> None:
+    Args:
+        schedule: the schedule.
+        verify: the share of the time that checks of computations may take where they do not fit into idle times; 0 for
+            no such checks.
+    """
+
+    def __init__(self, schedule: Schedule, verify: float = 0.0) -> None:
         self._schedule = schedule
+        self._checks = plan_checks(schedule, verify)
         self._links = links(schedule)
         self._idle_stages = {worker.stage for worker in schedule.idle_workers()}
 
@@ -82,11 +95,20 @@ class Programs:
             PlanningError: if it is not part of the schedule.
         """
         grid = self._schedule.grid
+        tasks, checks = worker_program(self._schedule, worker), self._checks.get(worker.stage)
+        neighbours = {grid.rank(other) for other in self._links.get(worker, ())}
+        if checks is not None:
+            op = Op(OpKind.CHECK, worker.stage)
+            place = checks.places[worker]
+            tasks = (*tasks[:place], Task(op, str(op)), *tasks[place:])
+            neighbours.update(rank for rank in checks.ranks if rank != grid.rank(worker))
         return Program(
-            worker_program(self._schedule, worker),
-            tuple(sorted(grid.rank(other) for other in self._links.get(worker, ()))),
+            tasks,
+            tuple(sorted(neighbours)),
             worker.stage in self._idle_stages,
             self._schedule.problem.technique.decoupled,
+            () if checks is None else checks.ranks,
+            1 if checks is None else checks.every,
         )
 
 

@@ -160,6 +160,7 @@ class Communicator:
     Attributes:
         on_progress: called when a part of a collective or a transfer, which may take long, has arrived, and while a
             transport connects that takes long.
+        alter_next: what it makes of the next value is sent instead of it, for fault injection; None for none.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class Communicator:
         self.device = device
         self._memory = HostMemory(device)
         self.on_progress: Callable[[], None] = lambda: None
+        self.alter_next: Callable[[Any], Any] | None = None
         self._factory = GroupFactory(rank, host, rendezvous, key, loops=2)
         self._rendezvous = rendezvous
         self._transport: Transport = GlooTransport(self._timeout, self._memory) if transport is None else transport
@@ -343,6 +345,8 @@ class Communicator:
         The previous message under (channel, destination, tag) must have arrived: in a schedule the next one depends
         on what was computed from it.
         """
+        if self.alter_next is not None:
+            value, self.alter_next = self.alter_next(value), None
         key = (channel, destination, tag)
         layout = Layout.of(value)
         outbox = self._outboxes.get(key)

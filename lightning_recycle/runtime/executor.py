@@ -62,6 +62,7 @@ from lightning_recycle.runtime.communicator import (
 )
 from lightning_recycle.runtime.forwards import Forwards
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.healing import heal
 from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
 from lightning_recycle.runtime.layer_exchange import LayerKeeper, LayerMoves
@@ -74,6 +75,7 @@ from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
+from lightning_recycle.runtime.verification import Verifier
 
 __all__ = ["Executor"]
 
@@ -122,6 +124,8 @@ class Executor:
         held: returns the tensors that this process holds between two steps besides the parameters, their gradients and
             their previous version; None if the memory is not to be measured.
         layers: changes the layers that this worker has; None if they stay.
+        device_name: the name of its device, by which its machine knows it.
+        repeatable: whether a peer may compute a micro-batch of this worker once more.
 
     Attributes:
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
@@ -151,6 +155,8 @@ class Executor:
         presumes: Callable[[float], bool] | None = None,
         held: Callable[[], Iterable[Tensor]] | None = None,
         layers: LayerKeeper | None = None,
+        device_name: str = "",
+        repeatable: bool = False,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -172,6 +178,7 @@ class Executor:
         self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow_on_host = shadow_on_host
+        self._device_name, self._repeatable = device_name, repeatable
         self._hold(Holding(stage, parameters, gradients, ties))
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
@@ -202,6 +209,17 @@ class Executor:
         self.accumulated = AccumulatedGradients(self._gradients, self._parameters, holding.accumulated)
         self._shadow = None if self._commits else Shadow(self._parameters, self._shadow_on_host)
         self._meter = None if self._held is None else MemoryMeter(self._communicator.device, self._all_held)
+        # A guess, or the user's own backward, may differ.
+        comparing = self._repeatable and self._guesses is None and self._stage.differentiates_itself
+        self._verifier = Verifier(
+            self._client,
+            self._communicator,
+            self._stage,
+            self._parameters,
+            self.grid,
+            self._device_name,
+            comparing,
+        )
 
     # ------------------------------------------------------------------ a step
 
@@ -240,6 +258,7 @@ class Executor:
 
     def _follow(self, program: Program) -> None:
         self._program, self._idle_peer = program.tasks, program.idle_peer
+        self._verifier.follow(program)
         if self._meter is not None:
             self._meter.may_split = program.decoupled
             self._meter.recomputes = any(task.recomputed for task in self._program)
@@ -259,6 +278,7 @@ class Executor:
             for task in program
             if task.source is not None
         }
+        self._verifier.begin(step, part.reduces and step == self.version)
         if self._meter is not None:
             self._meter.begin(step if part.reduces else None, self._communicator.buffers())
         if part.awaits_peers:
@@ -290,12 +310,16 @@ class Executor:
             elif kind is OpKind.BACKWARD_WEIGHT:
                 with self._measured(kind):
                     self._stage.backward_weight(task.index, self._reduction.during_weights(task))
+            elif kind is OpKind.CHECK:
+                self._verifier.check(step)
             elif kind is OpKind.REDUCE:
                 self._reduce(step)
             elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
             for after in self.after_operation:
                 after(step, task.op)
+            if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
+                self._verifier.completed(task)
         self._communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
@@ -312,6 +336,7 @@ class Executor:
         if task.source is not None:
             inputs = self._receive(step, task)
         stage, meter = self._stage, self._meter
+        self._verifier.takes(task, inputs, target)
         split = task.decoupled or (meter is not None and meter.splits)
         watched = _NOTHING if meter is None else meter.forward(lambda: stage.kept(inputs))
         with self._profiled(step), self._measured(OpKind.FORWARD), watched:
@@ -322,6 +347,7 @@ class Executor:
                 if self._host.records_outputs:
                     with self._client.busy("a hook that sees outputs"):
                         self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
+        self._verifier.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
@@ -347,6 +373,7 @@ class Executor:
                     input_grads = self._stage.backward_input(task.index, grads)
                 if kind is OpKind.BACKWARD:
                     self._stage.backward_weight(task.index)
+        self._verifier.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
             self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
 
@@ -383,7 +410,7 @@ class Executor:
         norm = 0.0 if guesses else norm_of(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
         known = self._client.await_loss(number)
-        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow)
+        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next)
         self.accumulated.add(number, step.share)
         with self._timings.measure(OpKind.STEP, self._communicator.device):
             if self._shadow is not None:
@@ -555,6 +582,10 @@ class Executor:
         """Tells the coordinator that this worker is about to fail on purpose, for the record."""
         self._client.send(fault)
 
+    def alter_next_message(self, alter: Callable[[Any], Any]) -> None:
+        """The next value that this worker sends to another stage is what ``alter`` makes of it. For fault injection."""
+        self._communicator.alter_next = alter
+
     def join(self) -> None:
         """Enters a running training at a step boundary, with the state that a peer gives."""
         self._joining = True
@@ -625,6 +656,9 @@ class Executor:
                 commits = self._client.commit(action.step, self._payload)
             else:
                 self._carry_out(action, resume, commits)
+        heal(resume.heals, self._client, self._communicator, self._host)
+        if resume.vote is not None:
+            self._verifier.vote(resume.vote)
         if self._guesses is not None and self._guesses.unsettled:  # the others have yet to tell of the step
             self._guesses.tell(self.version - 1, self._payload, guesses=True)
         if resume.becomes:
@@ -663,7 +697,10 @@ class Executor:
             if self.worker.stage in tie.stages
         }
         rank = self._client.rank
-        transfers = {other for pair in resume.donors.items() if rank in pair for other in pair}
+        exchanges: list[tuple[int, ...]] = [*resume.donors.items(), *resume.heals.items()]
+        if resume.vote is not None:
+            exchanges.append(resume.vote.voters)
+        transfers = {other for pair in exchanges if rank in pair for other in pair}
         if self._moving is not None:
             transfers |= self._moving.partners(resume)
         with self._client.waiting("connections"):

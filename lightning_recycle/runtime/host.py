@@ -27,6 +27,7 @@ class StepResult:
         overflow: whether one of them has an infinity or a NaN, if needed, else False.
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
         after_step: what all do after this step.
+        check_next: whether all check what they hold after the next step.
     """
 
     loss: float
@@ -34,6 +35,7 @@ class StepResult:
     outputs: Mapping[int, bytes] = field(default_factory=dict)
     after_step: AfterStep = AfterStep.GO_ON
     overflow: bool = False
+    check_next: bool = False
 
 
 class Host(Protocol):
@@ -85,3 +87,9 @@ class Host(Protocol):
 
     def restore_snapshot(self, snapshot: Any) -> None:
         """Takes over what a peer's :meth:`take_snapshot` returned."""
+
+    def stage_state(self) -> Any:
+        """Returns what peers hold the same bits of: parameters and optimizer state."""
+
+    def load_stage_state(self, state: Any) -> None:
+        """Takes over what a peer's :meth:`stage_state` returned."""

@@ -314,6 +314,23 @@ class Stage:
         """Whether nobody else's code runs the backward of a micro-batch, which is then one pass of autograd."""
         return self._loss_backward is None
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether it is the last stage."""
+        return self._loss is not None
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of its layers, each once."""
+        yield from dict.fromkeys(module for layer in self._layers for module in layer.modules())
+
+    def named_leaves(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules without children in its layers, with names for people."""
+        for index, layer in enumerate(self._layers, self._first_layer):
+            for name, module in layer.named_modules():
+                if not any(module.children()):
+                    path = f"{index}.{name}" if name else str(index)
+                    yield f"layer {path} ({type(module).__name__})", module
+
     def waiting(self, microbatch: int) -> list[Tensor]:
         """The tensors that W of ``microbatch`` needs, between its B and its W."""
         return self._in_flight[microbatch].queue.tensors()

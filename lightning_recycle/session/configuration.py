@@ -10,6 +10,7 @@ from typing import Any
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.control.addresses import http_address
 from lightning_recycle.control.plans.layout_choice import Adapt
+from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.partition import Partition
@@ -68,6 +69,9 @@ class Options:
     engine: str = "local"
     resources_per_worker: Mapping[str, float] | None = None
     adapt: Adapt = "auto"
+    on_corruption: str = "evict"
+    check_every: int | str = "auto"
+    verify: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
@@ -81,6 +85,10 @@ class Options:
         for name in ("max_restarts", "machine_error_retries"):
             if not is_integer(getattr(self, name), 0):
                 self._refuse(name, "give an integer of at least 0")
+        if self.check_every != "auto" and not is_integer(self.check_every, 0):
+            self._refuse("check_every", "give 'auto', a number of steps, or 0 for no checks")
+        if not is_number(self.verify, 0.0) or self.verify > 1:
+            self._refuse("verify", "give a share of the time between 0 (no checks) and 1")
         suspicion_of(self.machine_errors)
         if not isinstance(self.status, bool):
             http_address(str(self.status), "ReCycleStrategy(status)")
@@ -92,6 +100,7 @@ class Options:
             ("transport", ("auto", "gloo", "nccl")),
             ("adapt", ("auto", "reroute", "layers")),
             ("engine", ("local", "ray")),
+            ("on_corruption", POLICIES),
         ):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")

@@ -36,7 +36,7 @@ from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.engines.requeue import requeue
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.cutting import parts_of
-from lightning_recycle.model.module import global_seed
+from lightning_recycle.model.module import PipelineModule, global_seed
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.numpy_state import quicken
@@ -57,7 +57,7 @@ from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_graphs, check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.commitment import needs_of
-from lightning_recycle.session.comparison import DIGEST_EVERY, digest, optimizer_options
+from lightning_recycle.session.comparison import optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
 from lightning_recycle.session.gradient_norms import complete_norms
@@ -81,6 +81,7 @@ from lightning_recycle.session.pruning import Pruning
 from lightning_recycle.session.result_metrics import spare_moves
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stage_layers import StageLayers
+from lightning_recycle.session.state_checks import StageState, StateChecks, load_stage_state, stage_state
 from lightning_recycle.session.step_state import ManualStepState
 from lightning_recycle.session.stop_requests import StopRequests
 from lightning_recycle.session.weight_averages import WeightAverages
@@ -145,7 +146,10 @@ class Session:
         self.pruning = Pruning(trainer)
         self._preemption = Preemption(trainer, client, fitting=self._fitting)
         self._layers: StageLayers | None = None
-        self._digested = -1  # the newest generation with a digest of the parameters
+        self._device_name = f"{trainer.strategy.root_device.type}:{place.device}"
+        self._checks = StateChecks(
+            self._device_name, None if options.check_every == "auto" else int(options.check_every)
+        )
         self._moments: dict[int, Moment] = {}  # of the current step and the one before
         self._handle: StepHandle  # of the current step
         self._dataloader_idx = 0  # of the current evaluation
@@ -375,10 +379,23 @@ class Session:
             ties=ties,
             held=self._held_besides if held.parameters else None,
             layers=self._layers,
+            device_name=self._device_name,
+            repeatable=self._is_repeatable(),
             needs_norm=needs.norm,
             needs_overflow=needs.overflow,
             presumes=self._leaves_gradients_alone if needs.afterwards else None,
         )
+
+    def _is_repeatable(self) -> bool:
+        """Whether layers and loss can run twice on a micro-batch, without what a step of the user's would do twice."""
+        if isinstance(self.module, PipelineModule):
+            return True
+        if self.options.verify:
+            rank_zero_warn(
+                f"verify={self.options.verify} has no effect: {type(self.trainer.lightning_module).__name__} is no"
+                " PipelineModule, and its training_step may do things that must not be done twice."
+            )
+        return False
 
     def _held_besides(self) -> Iterator[torch.Tensor]:
         """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states with
@@ -509,6 +526,8 @@ class Session:
             self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
             with self.module.logging_allowed(True), overflow_of_all(scaler, result.overflow):
                 apply(result)
+            if result.check_next:
+                self._checks.announce(number + 1)
 
         number, self._handle = self.executor.version, handle
         self._moments = {n: moment for n, moment in self._moments.items() if n == number - 1}
@@ -617,6 +636,8 @@ class Session:
     def on_generation(self) -> None:
         """A new generation is complete: this worker may have become the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        if self.client.generation == 0 and hasattr(self, "executor"):
+            self._checks.announce(self.executor.version)
         self._follow_leader()
         if self.collectives.leads and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
@@ -628,6 +649,7 @@ class Session:
         rank_zero_only.rank = 0 if self.collectives.leads else max(1, self.place.rank)  # type: ignore[attr-defined]
 
     def on_recovery(self, step: int) -> None:
+        self._checks.announce(step + 1)  # some may have applied ``step`` already
         self.reach("recovery", step)
 
     def as_in_step(self, step: int) -> AbstractContextManager[None]:
@@ -646,17 +668,14 @@ class Session:
         options = optimizer_options(trainer.strategy.optimizers)
         if (scaler := scaler_of(trainer)) is not None:
             counters["loss scale"] = scaler.get_scale()
-        if self._digests(step) and self.executor.is_settled:
-            self._digested = self.client.generation
-            options["digest of the parameters"] = digest(self.module.parameters())
-        return Facts(counters, options)
+        checked = None
+        if self._checks.is_due(step) and self.executor.is_settled:
+            with self.client.busy("a check of the parameters"):
+                checked = self._checks.check(step, self.module, trainer.strategy.optimizers)
+        return Facts(counters, options, checked)
 
     def must_know(self, step: int) -> bool:
-        return self._digests(step) or self._newest_step.is_watched(self.trainer.strategy.optimizers)
-
-    def _digests(self, step: int) -> bool:
-        """Whether workers compare their parameters after ``step``."""
-        return step % DIGEST_EVERY == 0 or self._digested != self.client.generation
+        return self._checks.is_due(step) or self._newest_step.is_watched(self.trainer.strategy.optimizers)
 
     def keep_optimizer(self) -> None:
         self._newest_step.keep(self.trainer.strategy.optimizers)
@@ -666,6 +685,12 @@ class Session:
         factor = clip_factor(self.trainer.gradient_clip_val, norm)
         loss = self.as_loss(self._newest_loss)
         self._newest_step.again(self.trainer.strategy.optimizers, factor, lambda: loss)
+
+    def stage_state(self) -> StageState:
+        return stage_state(self.module, self.trainer.strategy.optimizers)
+
+    def load_stage_state(self, state: StageState) -> None:
+        load_stage_state(self.module, self.trainer.strategy.optimizers, state)
 
     def take_snapshot(self) -> WorkerSnapshot:
         return take_snapshot(

@@ -72,6 +72,7 @@ def test_the_order_of_positional_arguments_is_fixed() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_can_be_written_compared_and_sent(kind: str) -> None:
     extra: dict[str, Any] = {"factor": 2.5, "steps": 3} if kind == "slow" else {}
+    extra |= {"target": "parameter", "bit": 3} if kind == "bitflip" else {}
     fault = Fault(kind, 0, 1, 2, when="after", **extra)
     assert pickle.loads(pickle.dumps(fault)) == fault
     assert eval(str(fault)) == fault

@@ -49,6 +49,9 @@ _OF_MEMBERS = (
     messages.LayoutWanted,
     messages.LayerFacts,
     messages.LayersHeld,
+    messages.Disputed,
+    messages.Voted,
+    messages.Incomparable,
     messages.Connected,
     messages.Publish,
     messages.LookUp,
@@ -56,6 +59,7 @@ _OF_MEMBERS = (
 _MAY_BE_ANY_NUMBER = ("losses", "facts")
 """Fields with what the user computes: a loss that diverges is the user's business."""
 
+_SUMS = 8  # that there may be; two are usual
 _PUBLISHED_BYTES = 1 << 20
 _KEYS_PER_WORKER = 64  # that there may be; a few are usual
 
@@ -111,6 +115,9 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
     newest = applied + _AHEAD
     match message:
         case messages.Applied():
+            checked = message.facts.checked
+            if checked is not None and (len(checked.sums) > _SUMS or any(len(s) != 16 for s in checked.sums.values())):
+                return "what it tells are no checksums"
             return _unless(0 <= message.step <= applied + 1, f"it has applied step {applied}, not {message.step}")
         case messages.Losses():
             indices = message.losses.keys() | message.outputs.keys()
@@ -127,6 +134,7 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             | messages.AtBoundary()
             | messages.Saved()
             | messages.Raised()
+            | messages.Disputed()
         ):
             return _unless(-1 <= message.step <= newest, f"step {message.step} cannot have begun")
         case messages.Report():

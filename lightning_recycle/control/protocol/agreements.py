@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_recycle.control.protocol import messages, stopping
+from lightning_recycle.control.protocol import checking, messages, stopping
 from lightning_recycle.control.protocol.state import (
     ENDED,
     RESULT,
@@ -90,7 +90,8 @@ def add_losses(state: MembershipState, event: messages.Losses) -> tuple[Membersh
         summed=event.step + 1,
     )
     # All take from this one message whether the run stops or ends after the step, so all do it after the same one.
-    told = messages.StepLoss(event.step, loss, outputs=outputs, after_step=state.after_step)
+    check_next = state.checks.is_announced_by(event.step)
+    told = messages.StepLoss(event.step, loss, outputs=outputs, after_step=state.after_step, check_next=check_next)
     return state, (Send(state.roster, told),)
 
 
@@ -110,6 +111,7 @@ def add_applied(state: MembershipState, event: messages.Applied) -> tuple[Member
             ),
         )
     facts = {**state.facts, event.step: told}
+    state = checking.add_checked(state, event)
     return count_steps(state.updated(facts=facts, applied={**state.applied, event.rank: event.step}))
 
 
@@ -147,7 +149,11 @@ def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command,
     version = min(state.applied[rank] for rank in state.live) + 1
     records = tuple(Record("step", step) for step in range(state.version, version))
     facts = {step: told for step, told in state.facts.items() if step >= version}
-    return state.updated(version=version, passed=0, disturbances=0, facts=facts), records
+    state = state.updated(version=version, passed=0, disturbances=0, facts=facts)
+    if not state.checks.due(version):
+        return state, records
+    state, caused = checking.compare(state)
+    return state, records + caused
 
 
 def add_commit(state: MembershipState, event: messages.Commit) -> tuple[MembershipState, tuple[Command, ...]]:

@@ -20,6 +20,9 @@ An exception that a fault of the machine may explain (Raised) is settled by runn
 the worker that raised is evicted, or in place, when it is the last holder of its stage
 (:mod:`~lightning_recycle.control.protocol.blame`).
 
+A worker whose bits are wrong (:mod:`~lightning_recycle.control.protocol.checking`) is evicted, or takes over a peer's
+state in a generation that begins at a step boundary for it.
+
 If a guess was wrong with which workers had stepped (Undo), the same workers connect again, too; it counts as no trouble
 of the network.
 
@@ -44,7 +47,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.protocol import agreements, blame, links, messages, relayout, revival, stopping
+from lightning_recycle.control.protocol import agreements, blame, checking, links, messages, relayout, revival, stopping
 from lightning_recycle.control.protocol import state as _state
 from lightning_recycle.control.protocol.agreements import end
 from lightning_recycle.control.protocol.blame import Verdict
@@ -124,6 +127,12 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return _returned(state, event)
         case messages.Raised():
             return _raised(state, event)
+        case messages.Disputed():
+            return _begin_unless_over(state, checking.add_dispute(state, event))
+        case messages.Voted():
+            return _voted(state, event)
+        case messages.Incomparable():
+            return _give_up_comparing(state, event)
         case messages.Crash(fault=True):
             return _lose(state, Lost(event.rank, event.summary))
         case messages.Crash():
@@ -236,6 +245,7 @@ def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
         leaving=state.leaving.difference(ranks),
         ending=state.ending.difference(ranks),
         moves={rank: mover for rank, mover in state.moves.items() if mover not in ranks},
+        checks=state.checks.without(ranks),
     )
 
 
@@ -322,8 +332,10 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     if state.answered[0] == decision.version - 1:
         commits.update(state.answered[1])
     answered = (decision.version - 1, commits) if commits else state.answered
+    heals = checking.choose_healers(state, statuses, decision.version)
+    state, vote = checking.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
-    state = replace(state, regrouping=False, has_resumed=True, answered=answered)
+    state = replace(state, regrouping=False, has_resumed=True, answered=answered, checks=state.checks.without(heals))
     details = {
         "roster": state.roster,
         "ahead": tuple(sorted(decision.ahead)),
@@ -332,10 +344,14 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     strangers = tuple(sorted(rank for rank in joining if state.cuts and state.reports[rank].cuts != state.cuts))
     layers = {"cuts": state.cuts, "becomes": state.becomes, "strangers": strangers}
     resume = Send(
-        state.roster, messages.Resume(state.generation, state.roster, decision, None, commits, donors, **layers)
+        state.roster,
+        messages.Resume(
+            state.generation, state.roster, decision, None, commits, donors, heals=heals, vote=vote, **layers
+        ),
     )
+    healed = tuple(Record("healed", decision.version, rank, {"donor": donor}) for rank, donor in sorted(heals.items()))
     state, known = _tell_what_is_settled(state, statuses, decision.version)
-    return state, (resume, *known, Record("resumed", decision.version, None, details))
+    return state, (resume, *known, Record("resumed", decision.version, None, details), *healed)
 
 
 def _tell_what_is_settled(state: MembershipState, statuses: Mapping[int, WorkerStatus], step: int) -> _Next:
@@ -384,6 +400,31 @@ def _raised(state: MembershipState, event: messages.Raised) -> _Next:
     if event.generation < state.generation:
         return state, commands  # the newer one waits for its report
     return _with(commands, _begin_generation(state))
+
+
+# ---------------------------------------------------------------------- wrong results
+
+
+def _begin_unless_over(state: MembershipState, found: _Next | None) -> _Next:
+    """Begins a generation after what was ``found``, unless it ended the run, or is nothing."""
+    if found is None or found[0].outcome is not None:
+        return (state, ()) if found is None else found
+    return _with(found[1], _begin_generation(found[0]))
+
+
+def _give_up_comparing(state: MembershipState, event: messages.Incomparable) -> _Next:
+    if not state.checks.comparable:
+        return state, ()
+    found = checking.give_up_comparing(state, f"{event.layer} gives other bits each time")
+    return found if state.regrouping else _begin_unless_over(state, found)
+
+
+def _voted(state: MembershipState, event: messages.Voted) -> _Next:
+    found = checking.add_vote(state, event)
+    is_open = found is not None and found[0].checks.dispute is not None
+    if found is None or is_open or any(isinstance(command, Evict) for command in found[1]):
+        return (state, ()) if found is None else found  # a loss begins the generation that the voters wait for
+    return _begin_unless_over(state, found)
 
 
 # ---------------------------------------------------------------------- broken connections without a death
@@ -468,7 +509,7 @@ def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
 def _pause_if_wanted(state: MembershipState) -> _Next:
     if state.generation < 0 or state.regrouping or state.pause is not None or state.joining or state.becomes:
         return state, ()
-    if not any(_wanted(state)) and state.plan is None and state.layout is None:
+    if not any(_wanted(state)) and state.plan is None and state.layout is None and not state.checks.healing:
         return state, ()
     pause = PauseState(state.pauses)
     return replace(state, pause=pause), (Send(state.roster, messages.Pause(state.generation, pause.number)),)
@@ -510,7 +551,7 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
     enter, leave = _wanted(state)
     commands: list[Command] = [Record("paused", event.step)]
     layout = state.layout
-    if layout is not None and not (enter or leave):
+    if layout is not None and not (enter or leave or state.checks.healing):
         return _with(tuple(commands), _begin_generation(state, layout.cuts))
     if state.plan is not None and not (enter or leave):
         commands.append(Record("replanned", event.step, None, state.plan.details))

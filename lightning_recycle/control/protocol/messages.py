@@ -262,16 +262,33 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """Checksums of what a worker holds after a step, the same for its peers.
+
+    Args:
+        sums: 16 bytes for each of "parameters" and "optimizer state".
+        interval: after how many steps it wants to check again, so that the checks cost little.
+        device: its device, by the name that its machine knows it by.
+    """
+
+    sums: Mapping[str, bytes]
+    interval: int
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Numbers that a worker holds after a step, by name, to be compared.
 
     Args:
         everywhere: equal on all workers, such as counters.
         stage: equal within a stage, such as options of the optimizer; not all workers need report the same names.
+        checked: checksums that are equal within a stage, after some steps.
     """
 
     everywhere: Mapping[str, Number] = field(default_factory=dict)
     stage: Mapping[str, Number] = field(default_factory=dict)
+    checked: Checked | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +415,54 @@ class Raised:
     traceback: str
     exact: bool
     sticky: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Disputed:
+    """The worker has computed micro-batch ``microbatch`` of ``step`` of its peer ``other`` once more, and got other
+    bits. It goes on in a newer generation only, as nobody may commit the step.
+
+    Args:
+        rank: the worker.
+        generation: the generation that it has entered.
+        step, microbatch: what it computed; the index in the global batch.
+        other: the peer.
+        mine, theirs: the checksums of what it got, and of what the peer had got, by the same names.
+        device: the peer's device, by the name that its machine knows it by.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    microbatch: int
+    other: int
+    mine: Mapping[str, bytes]
+    theirs: Mapping[str, bytes]
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Voted:
+    """The worker has computed a disputed micro-batch (:class:`Vote`), twice. It goes on in a newer generation only.
+
+    ``sums``: what it got; ``repeats``: whether it got the same bits both times.
+    """
+
+    rank: int
+    generation: int
+    sums: Mapping[str, bytes]
+    repeats: bool
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomparable:
+    """The worker gets other bits when it computes the same micro-batch twice, from ``layer`` on: computations cannot be
+    compared in this run.
+    """
+
+    rank: int
+    layer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -696,6 +761,17 @@ class Regroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Vote:
+    """The workers ``voters`` of a stage compute a disputed micro-batch of ``step`` once more (:class:`Voted`), with the
+    inputs that ``recorder`` gives to them.
+    """
+
+    step: int
+    recorder: int
+    voters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """All survivors reported; connect, do your actions, and go on with the plan."""
 
@@ -714,6 +790,10 @@ class Resume:
     """If not empty: no step runs in this generation. All get what they lack of this layout, besides what they have."""
     strangers: tuple[int, ...] = ()
     """The ranks that join with another layout."""
+    heals: Mapping[int, int] = field(default_factory=dict)
+    """For each rank whose state is wrong, the peer whose parameters and optimizer state it takes over."""
+    vote: Vote | None = None
+    """What some compute before anything else, while the others wait for the next generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -756,7 +836,7 @@ class StepLoss:
 
     ``counters``: the run's counters so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``:
     those of all micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
-    ``after_step``: the same for all workers.
+    ``after_step``: the same for all workers. ``check_next``: whether the next step ends with a check of what they hold.
     """
 
     step: int
@@ -765,6 +845,7 @@ class StepLoss:
     leader_applied: int = -1
     outputs: Mapping[int, bytes] = field(default_factory=dict)
     after_step: AfterStep = AfterStep.GO_ON
+    check_next: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -836,6 +917,9 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     RequestStop,
     GoesOn,
     Raised,
+    Disputed,
+    Voted,
+    Incomparable,
     Crash,
     LayoutWanted,
     LayerFacts,

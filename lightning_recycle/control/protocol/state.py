@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.blame import Remembered
+from lightning_recycle.control.protocol.corruption import Checks
 from lightning_recycle.control.protocol.links import Pair
 from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.planning.grid import Grid
@@ -123,6 +124,9 @@ MembershipEvent: TypeAlias = (
     | messages.RequestStop
     | messages.GoesOn
     | messages.Raised
+    | messages.Disputed
+    | messages.Voted
+    | messages.Incomparable
     | messages.Crash
     | messages.LayoutWanted
     | messages.LayersHeld
@@ -310,6 +314,7 @@ class MembershipState:
         after_step: what all are to do after the next step whose losses become complete.
         returned: after the coordinator was started again, until all live workers have returned or are lost: what each
             of them holds, by rank; None otherwise.
+        checks: the checks of what workers hold.
         outcome: how the run ended, once it has.
     """
 
@@ -353,6 +358,7 @@ class MembershipState:
     stop_round: StopRound | None = None
     after_step: AfterStep = AfterStep.GO_ON
     returned: Mapping[int, messages.Returned] | None = None
+    checks: Checks = field(default_factory=Checks)
     outcome: Outcome | None = None
 
     def updated(self, **changes: Any) -> MembershipState:
@@ -381,7 +387,8 @@ class MembershipState:
 
     def holders(self, stage: int) -> frozenset[int]:
         """The live ranks that have the state of ``stage``."""
-        return frozenset(rank for rank in self.live - self.joining if self.stage_of(rank) == stage)
+        with_state = self.live - self.joining - self.checks.healing
+        return frozenset(rank for rank in with_state if self.stage_of(rank) == stage)
 
 
 def initial_state(grid: Grid, retries: int = 1) -> MembershipState:

@@ -1,0 +1,120 @@
+"""Where workers check each other's computations: a pass over a finished schedule. Pure data.
+
+Concept: the workers of a stage hold the same parameters, so each can compute a micro-batch of another once more, and
+must get the same bits. A worker is *checked* on the first micro-batch whose weight gradient it computes: then nothing
+else is in its gradients yet. Its peer does so in a CHECK of its own before REDUCE, so that nothing is committed that
+was found wrong. Peers take turns (:func:`partners`).
+
+Contract: no planner, validator or plan file knows of checks; the schedule stays as it is, and a CHECK is put between
+its operations. It is *free* if it fits into an idle time: between two operations, or before REDUCE if the worker idles
+afterwards for as long. If it is free for all workers of a stage, they check in every step; otherwise so seldom that
+it takes at most the allowed share of the time. A stage with one worker is not checked, nor is a schedule in lanes
+(:mod:`~lightning_recycle.planning.coded`): a place for each of its workers would have to be looked for.
+
+Must not know: torch, how results are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_recycle.planning.coded import CodedSchedule
+from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.ops import OpKind, ScheduledOp
+from lightning_recycle.planning.schedule import Schedule
+
+__all__ = ["StageChecks", "partners", "plan_checks"]
+
+_COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
+_COMPUTING = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, *_COMPLETING)
+_TOLERANCE = 1e-9  # of a time
+
+
+@dataclass(frozen=True, slots=True)
+class StageChecks:
+    """The checks of one stage.
+
+    Args:
+        ranks: its workers, in order.
+        every: a check is in each step that is a multiple of this.
+        places: for each worker the number of operations before its CHECK.
+        free: whether all of them are in idle times.
+    """
+
+    ranks: tuple[int, ...]
+    every: int
+    places: Mapping[Worker, int]
+    free: bool
+
+
+def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
+    """The checks of each stage that has some.
+
+    Args:
+        schedule: the schedule.
+        share: the share of the time that checks may take where they are not free; 0 for no checks at all.
+    """
+    if share <= 0 or isinstance(schedule, CodedSchedule):
+        return {}
+    stages: dict[int, list[Worker]] = defaultdict(list)
+    for worker in schedule.live_workers:
+        stages[worker.stage].append(worker)
+    staggered = schedule.problem.technique.staggered
+    barrier = max((_reduce(operations).end for operations in schedule.workers.values()), default=0.0)
+    found: dict[int, StageChecks] = {}
+    for stage, workers in stages.items():
+        programs = {worker: schedule.workers[worker] for worker in workers}
+        ready = [_ready(operations) for operations in programs.values()]
+        if len(workers) < 2 or None in ready:  # a worker without micro-batches has nothing to be checked on
+            continue
+        latest = max(time for time in ready if time is not None)
+        seconds = max(_duration(operations) for operations in programs.values())
+        places = {
+            worker: _place(operations, latest, seconds, operations[0].start + schedule.period if staggered else barrier)
+            for worker, operations in programs.items()
+        }
+        free = all(is_free for _, is_free in places.values())
+        ranks = tuple(sorted(schedule.grid.rank(worker) for worker in workers))
+        every = 1 if free else max(1, math.ceil(seconds / (share * schedule.period) - _TOLERANCE))
+        found[stage] = StageChecks(ranks, every, {worker: place for worker, (place, _) in places.items()}, free)
+    return found
+
+
+def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
+    """Whom ``rank`` checks, and who checks it, in check number ``turn``: after ``len(ranks) - 1`` checks every worker
+    has been checked by every other one.
+    """
+    place, count = ranks.index(rank), len(ranks)
+    distance = 1 + turn % (count - 1)
+    return ranks[(place + distance) % count], ranks[(place - distance) % count]
+
+
+def _ready(operations: Sequence[ScheduledOp]) -> float | None:
+    """When the micro-batch is done on which a worker is checked; None if it has none."""
+    return next((one.end for one in operations if one.op.kind in _COMPLETING), None)
+
+
+def _duration(operations: Sequence[ScheduledOp]) -> float:
+    """What it takes to compute one micro-batch once more."""
+    first = next(one.op.microbatch for one in operations if one.op.kind in _COMPLETING)
+    return sum(one.duration for one in operations if one.op.microbatch == first and one.op.kind in _COMPUTING)
+
+
+def _reduce(operations: Sequence[ScheduledOp]) -> ScheduledOp:
+    return next(one for one in operations if one.op.kind is OpKind.REDUCE)
+
+
+def _place(operations: Sequence[ScheduledOp], ready: float, seconds: float, end: float) -> tuple[int, bool]:
+    """The place of a CHECK of ``seconds`` that begins after ``ready``, and whether it is free. ``end``: when the worker
+    goes on after REDUCE, with the next step if nobody waits for others, else when all are REDUCED.
+    """
+    reduce = operations.index(_reduce(operations))
+    for index in range(1, reduce):
+        begin = max(ready, operations[index - 1].end)
+        if operations[index].start - begin >= seconds - _TOLERANCE:
+            return index, True
+    rest = operations[reduce + 1 :] if end > operations[-1].end else ()
+    return reduce, end - operations[reduce].end - sum(one.duration for one in rest) >= seconds - _TOLERANCE

@@ -1,0 +1,117 @@
+"""What a worker tells of the bits that it holds: after which steps, and what it costs.
+
+The parameters and the optimizers' states of the workers of a stage are the same bits, since they step with the same
+reduced gradient. Buffers are not compared: each worker has its own running statistics. All workers check after the same
+steps: the second of each generation (the first of a run), and those that the coordinator announces.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_recycle.control.protocol.messages import Checked
+from lightning_recycle.runtime.checksums import checksum
+
+__all__ = ["FIRST_INTERVAL", "StageState", "StateChecks", "load_stage_state", "stage_state"]
+
+FIRST_INTERVAL = 50
+"""Steps between two checks as long as it is not known what they cost."""
+
+_SHARE = 1e-3  # of the time of a step
+_MOST_STEPS = 10_000
+
+
+StageState = dict[str, list[Any]]
+"""What the workers of a stage have in common, by the names of its checksums; tensors and numbers in a fixed order."""
+
+
+def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> StageState:
+    """The parameters of ``module`` and the states of ``optimizers``, not copied."""
+    return {
+        "parameters": [parameter.detach() for parameter in module.parameters()],
+        "optimizer state": [leaf for _, _, leaf in _leaves(optimizers)],
+    }
+
+
+@torch.no_grad()
+def load_stage_state(module: nn.Module, optimizers: Iterable[Optimizer], state: StageState) -> None:
+    """Takes over what :func:`stage_state` returned on a peer, in place."""
+    for parameter, value in zip(module.parameters(), state["parameters"], strict=True):
+        parameter.copy_(value)
+    for (owner, key, leaf), value in zip(list(_leaves(optimizers)), state["optimizer state"], strict=True):
+        if isinstance(leaf, Tensor):
+            leaf.copy_(value)
+        else:
+            owner[key] = value
+
+
+def _leaves(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any, Any]]:
+    """The tensors and numbers in the optimizers' states with where they are, in the order of the parameters."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in optimizer.state:
+                    yield from _in(optimizer.state[parameter])
+
+
+def _in(owner: Any) -> Iterator[tuple[Any, Any, Any]]:
+    keys = sorted(owner, key=str) if isinstance(owner, Mapping) else range(len(owner))
+    for key in keys:
+        value = owner[key]
+        if isinstance(value, (dict, list)):
+            yield from _in(value)
+        elif isinstance(value, (Tensor, bool, int, float)):
+            yield owner, key, value
+
+
+class StateChecks:
+    """The checks of one worker.
+
+    Args:
+        device: the name of its device, by which its machine knows it.
+        every: steps between two checks; 0 for never, None for as few that they take a thousandth of the time.
+        clock: seconds.
+    """
+
+    def __init__(self, device: str, every: int | None, clock: Any = time.perf_counter) -> None:
+        self._device, self._every, self._clock = device, every, clock
+        self._due: set[int] = set()
+        self._last: tuple[int, float] | None = None  # the newest check: its step, and when it was over
+        self._seconds = math.inf  # that one takes, at best
+
+    def announce(self, step: int) -> None:
+        """All check after ``step``."""
+        self._due.add(step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this worker tells what it holds after ``step``."""
+        return self._every != 0 and step in self._due
+
+    def check(self, step: int, module: nn.Module, optimizers: Iterable[Optimizer]) -> Checked:
+        """What this worker holds after ``step``."""
+        self._due = {due for due in self._due if due > step}
+        began = self._clock()
+        state = stage_state(module, optimizers)
+        sums = {name: checksum(values) for name, values in state.items()}
+        ended = self._clock()
+        interval = self._interval(step, began)
+        self._seconds, self._last = min(self._seconds, ended - began), (step, ended)
+        return Checked(sums, interval, self._device)
+
+    def _interval(self, step: int, now: float) -> int:
+        """After how many steps it wants to check again."""
+        if self._every is not None:
+            return self._every
+        if self._last is None or step <= self._last[0]:
+            return FIRST_INTERVAL
+        seconds = (now - self._last[1]) / (step - self._last[0])  # of a step
+        if seconds <= 0:
+            return FIRST_INTERVAL
+        return min(_MOST_STEPS, max(1, math.ceil(self._seconds / (_SHARE * seconds))))

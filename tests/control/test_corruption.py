@@ -1,0 +1,308 @@
+"""Who holds wrong bits, and what follows for the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from membership_feed import all_losses, feed, messages, records
+
+from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import state as s
+from lightning_recycle.control.protocol.corruption import (
+    MAX_HEALS,
+    Checks,
+    Culprit,
+    Dispute,
+    Finding,
+    Undecided,
+    decide,
+    judge,
+)
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.planning.grid import Grid
+
+A, B, C, D = (bytes([letter]) * 16 for letter in b"abcd")
+
+
+def holds(parameters: bytes, optimizer: bytes = D, interval: int = 5, device: str = "cuda:1") -> m.Checked:
+    return m.Checked({"parameters": parameters, "optimizer state": optimizer}, interval, device)
+
+
+@pytest.mark.parametrize(
+    ("told", "wrong"),
+    [
+        pytest.param([A, A, A], [], id="equal"),
+        pytest.param([A], [], id="alone"),
+        pytest.param([], [], id="nobody-told"),
+        pytest.param([A, A, B], [2], id="two-against-one"),
+        pytest.param([B, A, A], [0], id="the-first-is-wrong"),
+        pytest.param([A, B, A, C], [1, 3], id="errors-do-not-agree"),
+        pytest.param([A, B], None, id="one-against-one"),
+        pytest.param([A, A, B, B], None, id="two-against-two"),
+        pytest.param([A, B, C], None, id="all-differ"),
+    ],
+)
+def test_the_largest_group_is_right_if_it_is_the_only_one_and_no_single_worker(
+    told: list[bytes], wrong: list[int] | None
+) -> None:
+    verdict = judge({rank: holds(one) for rank, one in enumerate(told)})
+    if wrong is None:
+        assert isinstance(verdict, Undecided)
+        assert sorted(rank for group in verdict.groups for rank in group) == list(range(len(told)))
+        assert verdict.kinds == ("parameters",)
+    else:
+        assert not isinstance(verdict, Undecided)
+        assert [one.rank for one in verdict] == wrong
+
+
+def test_what_is_wrong_is_named() -> None:
+    found = judge({0: holds(A), 1: holds(A, C, device="cpu:1"), 2: holds(A)})
+    assert found == (Culprit(1, ("optimizer state",), (0, 2), "cpu:1"),)
+
+
+GRID = Grid(3, 2, 2)  # ranks 0, 2 and 4 are stage 0
+ALL = tuple(range(6))
+
+
+def status_report(rank: int, generation: int, version: int, reduced: bool = False) -> m.Report:
+    return m.Report(rank, generation, WorkerStatus(GRID.worker(rank).stage, version, reduced), begun=version)
+
+
+def running(checks: Checks, live: tuple[int, ...] = ALL) -> s.MembershipState:
+    state, _ = feed(
+        replace(s.initial_state(GRID), checks=checks),
+        *map(s.Joined, ALL),
+        *(status_report(rank, 0, 0) for rank in ALL),
+    )
+    for number, gone in enumerate(sorted(set(ALL) - set(live)), 1):
+        state, _ = feed(state, s.Lost(gone, "gone"))
+        state, _ = feed(state, *(status_report(rank, number, 0) for rank in state.roster))
+    return state.updated(summed=100)  # all losses are known
+
+
+def told(rank: int, step: int, parameters: bytes | None = A) -> m.Applied:
+    checked = None if parameters is None else holds(parameters)
+    return m.Applied(rank, step, {}, facts=m.Facts(checked=checked))
+
+
+def checked(state: s.MembershipState, step: int, wrong: dict[int, bytes]) -> tuple[s.MembershipState, list[s.Command]]:
+    return feed(state, *(told(rank, step, wrong.get(rank, A)) for rank in state.roster))
+
+
+def test_a_worker_that_holds_other_bits_than_its_peers_is_evicted_when_all_have_told() -> None:
+    state = running(Checks())
+    state, commands = feed(state, *(told(rank, 0, B if rank == 2 else A) for rank in ALL[:-1]))
+    assert commands == []
+    _, commands = feed(state, told(5, 0))
+    (record,) = records(commands, "corruption")
+    assert (record.rank, record.step) == (2, 0)
+    assert record.details["kind"] == "parameters"
+    assert (record.details["device"], record.details["since"], record.details["then"]) == ("cuda:1", -1, "evicted")
+    assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
+
+
+def test_it_is_known_after_which_step_the_peers_were_equal() -> None:
+    state, _ = checked(running(Checks()), 0, {})
+    state, _ = feed(state, *(told(rank, 1, None) for rank in ALL))
+    _, commands = checked(state, 2, {3: B})
+    (record,) = records(commands, "corruption")
+    assert (record.rank, record.step, record.details["since"]) == (3, 2, 0)
+
+
+def test_with_raise_the_run_ends_and_names_worker_and_step() -> None:
+    state, commands = checked(running(Checks("raise")), 0, {2: B})
+    assert isinstance(state.outcome, s.Failed)
+    assert "(1, 0) holds wrong bits: after step 0 its parameters" in state.outcome.reason
+    assert not any(isinstance(command, s.Evict) for command in commands)
+
+
+def test_two_that_differ_are_both_distrusted() -> None:
+    state, commands = checked(running(Checks(), live=(0, 1, 2, 3)), 0, {2: B})
+    assert isinstance(state.outcome, s.StageLost)
+    assert (state.outcome.stage, sorted(state.outcome.causes)) == (0, [0, 2])
+    (record,) = records(commands, "corruption")
+    assert (record.rank, record.details["proof"]) == (None, "undecided")
+    state, _ = checked(running(Checks("raise"), live=(0, 1, 2, 3)), 0, {2: B})
+    assert isinstance(state.outcome, s.Failed)
+
+
+def at_boundary(state: s.MembershipState, step: int) -> tuple[s.MembershipState, list[s.Command]]:
+    """All answer the pause in ``step`` - 1 and stop at ``step``."""
+    assert state.pause is not None
+    generation, number = state.generation, state.pause.number
+    state, _ = feed(state, *(m.Paused(rank, generation, step - 1, number) for rank in state.roster))
+    state, _ = feed(state, *(told(rank, step - 1, None) for rank in state.roster))
+    state, _ = feed(state, *(m.AtBoundary(rank, generation, step) for rank in state.roster))
+    return feed(state, *(status_report(rank, state.generation, step) for rank in state.roster))
+
+
+def test_a_worker_is_healed_by_a_peer_at_the_next_boundary_and_holds_no_stage_before() -> None:
+    state, commands = checked(running(Checks("heal")), 0, {0: B})
+    assert not any(isinstance(command, s.Evict) for command in commands)
+    assert len(messages(commands, m.Pause)) == 1
+    assert state.holders(0) == {2, 4}
+    state, commands = at_boundary(state, 2)
+    (resume,) = messages(commands, m.Resume)
+    assert (resume.heals, resume.donors, resume.decision.version) == ({0: 2}, {}, 2)
+    assert records(commands, "healed")[0].rank == 0
+    assert state.holders(0) == {0, 2, 4}
+    assert state.checks.healing == frozenset()
+
+
+def test_a_loss_before_the_boundary_heals_as_well_but_only_between_two_steps() -> None:
+    state, _ = checked(running(Checks("heal")), 0, {0: B})
+    state, _ = feed(state, s.Lost(5, "gone"), *(status_report(rank, 1, 1, rank in (0, 2, 4)) for rank in (0, 1, 2, 3)))
+    state, commands = feed(state, status_report(4, 1, 1, True))
+    (resume,) = messages(commands, m.Resume)
+    assert resume.heals == {}
+    assert state.checks.healing == {0}
+    assert len(messages(commands, m.Pause)) == 1
+    state, _ = feed(state, s.Lost(3, "gone"))
+    _, commands = feed(state, *(status_report(rank, 2, 1) for rank in state.roster))
+    assert messages(commands, m.Resume)[0].heals == {0: 2}
+
+
+def test_who_errs_again_and_again_is_evicted() -> None:
+    state, version = running(Checks("heal")), 0
+    for _ in range(MAX_HEALS):
+        state, _ = checked(state, version, {4: B})
+        version += 2
+        state, _ = at_boundary(state, version)
+    _, commands = checked(state, version, {4: C})
+    assert [command.rank for command in commands if isinstance(command, s.Evict)] == [4]
+
+
+def test_if_all_right_ones_are_lost_before_it_is_healed_the_stage_is() -> None:
+    state, _ = checked(running(Checks("heal"), live=(0, 1, 2, 3, 4)), 0, {0: B})
+    state, _ = feed(state, s.Lost(2, "gone"), s.Lost(4, "gone"))
+    state, _ = feed(state, *(status_report(rank, state.generation, 1) for rank in state.roster))
+    assert isinstance(state.outcome, s.StageLost)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, 5), (7, 7)])
+def test_the_next_check_is_announced_with_the_loss_of_the_step_before(every: int, steps: int) -> None:
+    state, _ = feed(running(Checks(every=every)), all_losses(0))
+    state = state.updated(grid=replace(GRID, microbatches=1), summed=1)
+    state, _ = checked(state, 0, {})
+    announced = []
+    for step in range(1, 20):
+        losses = m.Losses(1, step, dict.fromkeys(range(3), 0.5))
+        state, commands = feed(state, losses)
+        announced += [loss.step + 1 for loss in messages(commands, m.StepLoss) if loss.check_next]
+        state, _ = feed(state, *(told(rank, step, A if step in announced else None) for rank in ALL))
+    assert announced == list(range(steps, 21, steps))
+
+
+# ---------------------------------------------------------------------- computations
+
+X, Y, Z = ({"output": letter} for letter in (A, B, C))
+
+
+def dispute(claims: dict[int, Any], votes: dict[int, Any]) -> Dispute:
+    recorder, accused = claims
+    return Dispute(4, 7, recorder, accused, claims, votes, {accused: "cuda:1"})
+
+
+@pytest.mark.parametrize(
+    ("claims", "votes", "found"),
+    [
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True), 2: (X, True)}, [1], id="wrong-each-time"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [1], id="wrong-once"),
+        pytest.param({0: Y, 1: X}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0], id="the-checker-was-wrong"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Z, False), 2: (X, True)}, [1], id="wrong-in-another-way"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (X, True)}, [1], id="of-two-wrong-once"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Z, False)}, [1], id="of-two-the-one-that-repeats-nothing"),
+        pytest.param({0: X, 1: Y}, {0: (X, True), 1: (Y, True)}, Finding.UNDECIDED, id="of-two-wrong-each-time"),
+        pytest.param(
+            {0: X, 1: Y}, {0: (X, True), 1: (Y, True), 2: (Z, True)}, Finding.INCOMPARABLE, id="three-kinds-of-machines"
+        ),
+        pytest.param(
+            {0: X, 1: Y}, {0: (X, False), 1: (Y, False), 2: (X, True)}, Finding.INCOMPARABLE, id="not-deterministic"
+        ),
+        pytest.param({0: Z, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0, 1], id="both-were-wrong"),
+    ],
+)
+def test_whoever_claimed_other_bits_than_the_majority_gets_was_wrong(claims: Any, votes: Any, found: Any) -> None:
+    verdict = decide(dispute(claims, votes))
+    assert verdict is found if isinstance(found, Finding) else [one.rank for one in verdict] == found  # type: ignore[union-attr]
+
+
+def disputed(rank: int, other: int, state: s.MembershipState, step: int = 0) -> m.Disputed:
+    return m.Disputed(rank, state.generation, step, 3, other, X, Y, "cuda:1")
+
+
+def vote_under_way(policy: str = "evict") -> s.MembershipState:
+    state = running(Checks(policy))
+    state, commands = feed(state, disputed(0, 2, state))
+    assert [record.details["of"] for record in records(commands, "disputed")] == [(1, 0)]
+    assert len(messages(commands, m.Regroup)) == 1
+    state, commands = feed(state, *(status_report(rank, 1, 0) for rank in ALL))
+    assert messages(commands, m.Resume)[0].vote == m.Vote(0, 0, (0, 2, 4))
+    return state
+
+
+def voted(state: s.MembershipState, sums: dict[int, Any]) -> list[m.Voted]:
+    return [m.Voted(rank, state.generation, one, True, f"cuda:{rank}") for rank, one in sums.items()]
+
+
+def test_a_vote_evicts_who_was_wrong_and_its_loss_begins_the_next_generation() -> None:
+    state = vote_under_way()
+    state, commands = feed(state, *voted(state, {0: X, 2: Y, 4: X}))
+    assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
+    (record,) = records(commands, "corruption")
+    assert (record.rank, record.step, record.details["proof"], record.details["device"]) == (
+        2,
+        0,
+        "computation",
+        "cuda:2",
+    )
+    assert not messages(commands, m.Regroup)
+    _, commands = feed(state, s.Lost(2, "evicted"))
+    assert len(messages(commands, m.Regroup)) == 1
+
+
+def test_with_raise_a_vote_ends_the_run() -> None:
+    state = vote_under_way("raise")
+    state, _ = feed(state, *voted(state, {0: X, 2: Y, 4: X}))
+    assert isinstance(state.outcome, s.Failed)
+    assert "(1, 0) computes wrong results" in state.outcome.reason
+
+
+def test_if_a_voter_is_lost_the_others_vote_again() -> None:
+    state = vote_under_way()
+    state, _ = feed(state, *voted(state, {0: X}), s.Lost(4, "gone"))
+    state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster))
+    assert messages(commands, m.Resume)[0].vote == m.Vote(0, 0, (0, 2))
+    state, commands = feed(state, *voted(state, {0: X, 2: X}))
+    assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_if_one_of_the_two_is_lost_there_is_no_dispute_any_more(lost: int) -> None:
+    state = vote_under_way()
+    state, _ = feed(state, s.Lost(lost, "gone"))
+    state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster))
+    assert messages(commands, m.Resume)[0].vote is None
+    assert state.checks.dispute is None
+
+
+def test_what_cannot_be_compared_is_not_compared_any_more_and_everybody_goes_on() -> None:
+    state = vote_under_way()
+    state, commands = feed(state, *voted(state, {0: X, 2: Y, 4: Z}))
+    assert len(records(commands, "incomparable")) == 1
+    assert len(messages(commands, m.Regroup)) == 1
+    assert (state.checks.comparable, state.outcome) == (False, None)
+    state = running(Checks())
+    state, commands = feed(state, m.Incomparable(1, "layer 3"), m.Incomparable(3, "layer 3"))
+    assert len(records(commands, "incomparable")) == len(messages(commands, m.Regroup)) == 1
+
+
+def test_of_two_that_stay_with_different_results_the_run_says_so() -> None:
+    state = running(Checks(), live=(0, 1, 2, 3))
+    state, _ = feed(state, disputed(0, 2, state))
+    state, _ = feed(state, *(status_report(rank, state.generation, 0) for rank in state.roster))
+    state, _ = feed(state, *voted(state, {0: X, 2: Y}))
+    assert isinstance(state.outcome, s.Failed)
+    assert "nothing says which of them is right" in state.outcome.reason

@@ -1,0 +1,200 @@
+"""Bits that flip without an error: the worker that holds or computes them is named, and the run goes on without it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support.models import Regression
+from support.training import TOLERANCE, difference, fit
+from torch import Tensor, nn
+
+from lightning_recycle import ReCycleError, StageLostError
+from lightning_recycle.callbacks import Fault
+from lightning_recycle.control.history import Event
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a quarantine of its own, in the folder that it runs in."""
+    monkeypatch.chdir(tmp_path)
+
+
+def corruptions(run: L.Trainer) -> list[Event]:
+    return [event for event in run.strategy.history if event.kind == "corruption"]
+
+
+def evicted(run: L.Trainer) -> list[Any]:
+    return [event.worker for event in run.strategy.history if event.kind == "evicted"]
+
+
+def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_is_evicted() -> None:
+    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
+    run = fit(Regression().double(), 3, 1, [fault], strategy={"check_every": 2}, max_steps=9)
+    (found,) = corruptions(run)
+    assert (found.worker, found.details["kind"], found.details["then"]) == ((1, 0), "parameters", "evicted")
+    assert found.details["since"] < 3 <= found.step <= 5
+    assert found.details["device"] == "cpu:1"
+    assert evicted(run) == [(1, 0)]
+    assert len([event for event in run.strategy.history if event.kind == "step"]) == 9
+
+
+def test_a_flipped_bit_of_an_optimizers_state_is_healed_with_a_peers() -> None:
+    fault = Fault("bitflip", 2, 1, step=3, at="optimizer", when="after", target="optimizer")
+    options = {"check_every": 1, "on_corruption": "heal"}
+    run = fit(Regression().double(), 3, 2, [fault], strategy=options, max_steps=9)
+    found = corruptions(run)[0]
+    assert (found.worker, found.details["then"]) == ((2, 1), "healed")
+    assert "optimizer state" in found.details["kind"]
+    assert [event.worker for event in run.strategy.history if event.kind == "healed"] == [(2, 1)]
+    assert evicted(run) == []
+    assert corruptions(run)[1:] == []  # it was well again
+
+
+def test_with_raise_the_run_ends_and_names_the_worker() -> None:
+    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
+    with pytest.raises(ReCycleError, match=r"Worker \(1, 0\) holds wrong bits.*parameters"):
+        fit(Regression().double(), 3, 1, [fault], strategy={"check_every": 1, "on_corruption": "raise"})
+
+
+def test_of_two_that_differ_nobody_knows_who_is_right() -> None:
+    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
+    with pytest.raises(StageLostError, match="nothing says whose are right"):
+        fit(Regression().double(), 2, 1, [fault], strategy={"check_every": 1})
+
+
+def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong() -> None:
+    one, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
+    run = fit(one, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"check_every": 1})
+    fit(other, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"check_every": 0})
+    assert corruptions(run) == []
+    assert difference(one.state_dict(), other.state_dict()) < TOLERANCE
+
+
+# ---------------------------------------------------------------------- computations
+
+VERIFY = {"verify": 1.0, "check_every": 1}
+
+
+def disputed(run: L.Trainer) -> list[Event]:
+    return [event for event in run.strategy.history if event.kind == "disputed"]
+
+
+@pytest.mark.parametrize("grid", [(3, 1), (2, 2)])
+def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
+    model, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
+    run = fit(model, *grid, [Fault("kill", 1, 0, step=4)], strategy=VERIFY)
+    assert corruptions(run) == disputed(run) == []
+    assert not any(event.kind == "incomparable" for event in run.strategy.history)
+    fit(other, *grid, [Fault("kill", 1, 0, step=4)])
+    assert difference(model.state_dict(), other.state_dict()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (Fault("bitflip", 1, 0, step=3, target="activation"), "output"),
+        (Fault("bitflip", 1, 0, step=3, at="backward_weight", when="after", target="gradient"), "weight gradient"),
+        (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
+    ],
+)
+def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault, kind: str) -> None:
+    model, right = Regression().double(), Regression().double()
+    run = fit(model, 3, 1, [fault], strategy=VERIFY)
+    (found,) = corruptions(run)
+    assert (found.worker, found.step, found.details["proof"]) == ((1, 0), 3, "computation")
+    assert kind in found.details["kind"]
+    assert evicted(run) == [(1, 0)]
+    fit(right, 3, 1)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> None:
+    model, right = Regression().double(), Regression().double()
+    fault = Fault("bitflip", 0, 0, step=3, target="activation", bit=0)
+    run = fit(model, 2, 1, [fault], strategy=VERIFY)
+    assert [(event.worker, event.step) for event in corruptions(run)] == [((0, 0), 3)]
+    assert evicted(run) == [(0, 0)]
+    fit(right, 2, 1)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -> None:
+    faults = [
+        Fault("bitflip", 2, 1, step=2, target="matmul", every=1, bit=0),
+        Fault("kill", 0, 0, step=2, at="backward_input"),
+    ]
+    model, right = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
+    run = fit(model, 3, 2, faults, strategy={**VERIFY, "restart_workers": True})
+    assert [(event.worker, event.details["proof"]) for event in corruptions(run)] == [((2, 1), "computation")]
+    fit(right, 3, 2)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+def test_a_device_that_computes_wrong_results_is_kept_out_of_later_runs_until_the_file_is_removed(
+    tmp_path: Path,
+) -> None:
+    fault, options = Fault("bitflip", 1, 0, step=2, target="activation"), {**VERIFY, "restart_workers": True}
+    run = fit(Regression().double(), 3, 1, [fault], strategy=options, max_steps=4)
+    assert evicted(run) == [(1, 0)]
+    assert not any(event.kind == "restarting" for event in run.strategy.history)
+    model, right = Regression().double(), Regression().double()
+    later = fit(model, 3, 1, strategy=options, max_steps=4)
+    assert [
+        (e.worker, "in quarantine" in e.details["cause"]) for e in later.strategy.history if e.kind == "failure"
+    ] == [((1, 0), True)]
+    (tmp_path / "recycle_quarantine.jsonl").unlink()
+    well = fit(right, 3, 1, strategy=options, max_steps=4)
+    assert not any(event.kind == "failure" for event in well.strategy.history)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+class Drawing(nn.Module):
+    """Draws from nowhere that anybody knows of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + int.from_bytes(os.urandom(1), "little") / 1e3
+
+
+class Unrepeatable(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        layers = super().configure_pipeline()
+        return [*layers[:2], Drawing(), *layers[2:]]
+
+
+def test_a_layer_that_is_not_deterministic_is_named_and_computations_are_not_compared() -> None:
+    run = fit(Unrepeatable().double(), 3, 1, strategy=VERIFY)
+    (event,) = [event for event in run.strategy.history if event.kind == "incomparable"]
+    assert "layer 2 (Drawing)" in event.details["cause"]
+    assert corruptions(run) == disputed(run) == []
+
+
+class Remembering(nn.Module):
+    """With a buffer that each forward changes, and that its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x - self.mean
+
+
+class Normalized(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        first, *layers = super().configure_pipeline()
+        return [first, nn.BatchNorm1d(16), Remembering(), *layers]
+
+
+def test_buffers_that_each_worker_has_its_own_of_are_no_difference() -> None:
+    model, other = Normalized().double(), Normalized().double()
+    run = fit(model, 3, 1, strategy=VERIFY)
+    assert corruptions(run) == disputed(run) == []
+    assert not any(event.kind == "incomparable" for event in run.strategy.history)
+    fit(other, 3, 1)
+    assert difference(model.state_dict(), other.state_dict()) < TOLERANCE

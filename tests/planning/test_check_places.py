@@ -1,0 +1,92 @@
+"""Where workers check each other: in idle times, else at the rate that is allowed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lightning_recycle.planning import Grid, Worker, plan
+from lightning_recycle.planning.check_places import partners, plan_checks
+from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.problem import Costs, Problem, Technique
+from lightning_recycle.planning.program import Programs
+from lightning_recycle.planning.schedule import Schedule
+
+RUNNING_EXAMPLE = Grid(3, 4, 6)
+
+
+def schedule(grid: Grid = RUNNING_EXAMPLE, *lost: Worker, **technique: bool) -> Schedule:
+    return plan(Problem(grid, Costs.uniform(grid.stages), frozenset(lost), Technique(**technique)))
+
+
+CASES = [
+    schedule(decoupled=decoupled, staggered=staggered)
+    for decoupled, staggered in itertools.product((False, True), repeat=2)
+] + [schedule(Grid(3, 2, 4), Worker(1, 0)), schedule(Grid(2, 1, 3)), schedule(Grid(4, 3, 2), Worker(0, 2))]
+
+
+@pytest.mark.parametrize("whole", CASES)
+def test_a_check_comes_when_what_it_needs_is_there_and_before_reduce(whole: Schedule) -> None:
+    for stage, checks in plan_checks(whole, 0.01).items():
+        workers = [worker for worker in whole.live_workers if worker.stage == stage]
+        assert checks.ranks == tuple(whole.grid.rank(worker) for worker in workers)
+        done = [
+            next(one.end for one in whole.workers[w] if one.op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT))
+            for w in workers
+        ]
+        for worker in workers:
+            operations = whole.workers[worker]
+            after = operations[checks.places[worker]]
+            assert operations.index(after) <= [one.op.kind for one in operations].index(OpKind.REDUCE)
+            assert after.op.kind is OpKind.REDUCE or after.start >= max(done)
+
+
+@pytest.mark.parametrize("whole", CASES)
+def test_a_free_check_takes_no_longer_than_the_worker_idles_in_a_period(whole: Schedule) -> None:
+    for stage, checks in plan_checks(whole, 0.01).items():
+        for worker in (worker for worker in whole.live_workers if worker.stage == stage):
+            busy = sum(one.duration for one in whole.workers[worker])
+            assert not checks.free or busy + 3 <= whole.period + 1e-9  # F, B and W take a slot each
+
+
+def test_checks_are_free_where_a_pipeline_has_bubbles() -> None:
+    drained = plan_checks(schedule(decoupled=False, staggered=True), 0.01)  # 1F1B: 27 slots, 18 of them busy
+    assert [checks.free for _, checks in sorted(drained.items())] == [False, True, True, True]
+    barrier = plan_checks(schedule(decoupled=False, staggered=False), 0.01)  # REDUCE after 27, 25, 23 and 21 slots
+    assert [checks.free for _, checks in sorted(barrier.items())] == [False, False, True, True]
+    assert {(checks.free, checks.every) for checks in plan_checks(schedule(), 0.01).values()} == {(False, 16)}
+    full = schedule(Grid(2, 1, 3))  # no pipeline, no bubbles: 9 slots of work, 3 of which are checked
+    assert [(c.free, c.every) for c in plan_checks(full, 0.01).values()] == [(False, 34)]
+    assert [(c.free, c.every) for c in plan_checks(full, 0.5).values()] == [(False, 1)]
+
+
+def test_nothing_is_checked_without_peers_or_a_share_of_the_time() -> None:
+    assert plan_checks(schedule(), 0.0) == {}
+    assert plan_checks(schedule(Grid(1, 2, 4)), 1.0) == {}
+    assert plan_checks(schedule(Grid(2, 2, 4), Worker(0, 1)), 1.0).keys() == {0}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_every_worker_is_checked_by_every_other_in_turn(count: int) -> None:
+    ranks = tuple(range(1, 3 * count, 3))
+    seen = set()
+    for turn in range(count - 1):
+        for rank in ranks:
+            checked, checker = partners(ranks, rank, turn)
+            assert partners(ranks, checked, turn)[1] == rank
+            assert partners(ranks, checker, turn)[0] == rank
+            seen.add((rank, checked))
+    assert seen == set(itertools.permutations(ranks, 2))
+
+
+def test_a_program_has_one_check_and_connects_the_workers_of_a_stage() -> None:
+    whole = schedule(Grid(3, 2, 4))
+    programs, plain = Programs(whole, verify=0.01), Programs(whole)
+    for worker in whole.live_workers:
+        program, without = programs.of(worker), plain.of(worker)
+        assert [task for task in program.tasks if task.op.kind is not OpKind.CHECK] == list(without.tasks)
+        assert len(program.tasks) == len(without.tasks) + 1
+        peers = {rank for rank in program.checked if rank != whole.grid.rank(worker)}
+        assert set(program.neighbours) == {*without.neighbours, *peers}
+        assert (without.checked, len(peers)) == ((), 2)
