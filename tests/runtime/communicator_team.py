@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import torch
-from support.fake_nccl import FakeDevice, SocketNetwork
+from support.imitated_transport import imitated
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.processes import process_context
@@ -178,13 +178,6 @@ def _await_stopped(pid: int) -> None:
     raise TimeoutError(f"process {pid} did not stop")
 
 
-def fake_transport(rank: int) -> NcclTransport:
-    """Payloads by an imitation of NCCL between processes."""
-    device = FakeDevice(SocketNetwork(), threaded=True)
-    gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
-    return NcclTransport(rank, torch.device("cpu"), device, device, f"device {rank}", gloo, required=True)
-
-
 def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
     """Payloads by NCCL; where there are more members than devices, several share one."""
     if torch.cuda.nccl.version() >= (2, 30):
@@ -202,7 +195,7 @@ def _serve(rank: int, directory: str, transport: str, connection: Connection) ->
     meeting = Meeting(directory)
     device, chosen = torch.device("cpu"), None
     if transport == "nccl":
-        chosen = fake_transport(rank)
+        chosen = imitated(rank, device)
     elif transport == "cuda":
         chosen, device = real_transport(rank)
     communicator = Communicator(rank, HOST, device, meeting, KEY, timeout=60.0, transport=chosen)
