@@ -196,6 +196,7 @@ class Communicator:
         self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._inboxes: dict[_Key, _Inbox] = {}
         self._outboxes: dict[_Key, _Outbox] = {}
+        self._is_prepared = False  # for the next generation
 
     # ------------------------------------------------------------------ life cycle
 
@@ -222,7 +223,7 @@ class Communicator:
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.reachability.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
-        self.close()
+        self._close_generation()
         doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
             cancelled = self._cancelled = threading.Event()
@@ -283,7 +284,11 @@ class Communicator:
                 self._transport.abort()
 
     def close(self) -> None:
-        """Drops the groups of the generation. The caller must not be inside an operation."""
+        """Drops everything. The caller must not be inside an operation."""
+        self._close_generation()
+        self._transport.end()
+
+    def _close_generation(self) -> None:
         with self._lock:
             self._cancelled.set()
             self._sockets.cut()
@@ -291,6 +296,7 @@ class Communicator:
             self._doorbell.close()
             self._doorbell = None
         self._sent, self._sent_before = {}, {}
+        self._is_prepared = False
         self._inboxes.clear()
         self._outboxes.clear()
         self._groups = {}
@@ -371,6 +377,9 @@ class Communicator:
     def end_step(self) -> None:
         """Releases what was sent before the last call: all participants of a step received it before they proceeded."""
         self._sent_before, self._sent = self._sent, {}
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._transport.prepare()
 
     def _capacity(self, last: Layout, peer: int) -> int:
         """Size of the buffer for a tag whose last message had this layout; sender and receiver agree on it."""

@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 from support.growth import causes
-from support.nccl_models import Sticky, Wide, WideTied
+from support.nccl_models import Prepared, Sticky, Wide, WideTied
 from support.nccl_on_trial import OnTrial
 from support.training import exact_fit, failures, trainer
 
@@ -15,6 +15,12 @@ from lightning_recycle.errors import ConfigurationError
 def test_weights_equal_after_a_kill_in_the_middle_of_payloads_and_sums_by_nccl() -> None:
     faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=5, at="reduce")]
     run = exact_fit(Wide().double(), 3, 2, faults, strategy={"bucket_cap_mb": 0.1})
+    assert failures(run) == [(1, 0), (0, 1)]
+
+
+def test_weights_equal_after_kills_that_find_their_connections_prepared() -> None:
+    faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=6)]
+    run = exact_fit(Prepared().double(), 3, 2, faults)
     assert failures(run) == [(1, 0), (0, 1)]
 
 
@@ -43,6 +49,11 @@ def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="transport='mpi'"):
         ReCycleStrategy(transport="mpi")  # type: ignore[arg-type]
+
+
+def test_an_option_that_is_neither_true_nor_false_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="standby_connections='no'"):
+        ReCycleStrategy(standby_connections="no")  # type: ignore[arg-type]
 
 
 def test_gloo_and_auto_are_the_same_without_cuda_devices() -> None:
