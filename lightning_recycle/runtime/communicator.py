@@ -524,9 +524,14 @@ class Communicator:
 
     # ------------------------------------------------------------------ transfers of state
 
-    def send_bytes(self, tensor: Tensor, destination: int) -> None:
+    def carries(self, tensor: Tensor, destination: int) -> bool:
+        """Whether ``tensor`` is better sent to rank ``destination`` from device to device."""
+        is_here = tensor.device.type == self.device.type
+        return is_here and tensor.nbytes > _SMALL_BYTES and self._transport.carries(destination)
+
+    def send_bytes(self, tensor: Tensor, destination: int, carried: bool = False) -> None:
         """Sends the bytes of ``tensor`` to rank ``destination``, which knows how many there are; returns when they
-        have arrived.
+        have arrived. ``carried``: from device to device; the other side must know that, too.
         """
         under_way: deque[tuple[Any, Any]] = deque()
 
@@ -540,15 +545,24 @@ class Communicator:
             if len(under_way) == _AHEAD:
                 await_oldest()
             with self._translated():
-                staged = self._memory.staged(chunk)  # while the one before is under way
+                staged = chunk if carried else self._memory.staged(chunk)  # while the one before is under way
                 (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, tag)
-                sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
+                if carried:
+                    what = Channel.ACTIVATIONS, Layout.of(chunk), [chunk], destination, tag // TAGS
+                    sent = self._transport.send(*what)
+                else:
+                    sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
             under_way.append((arrived, sent))
         while under_way:
             await_oldest()
 
-    def receive_bytes(self, tensor: Tensor, source: int) -> None:
-        """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`."""
+    def receive_bytes(self, tensor: Tensor, source: int, carried: bool = False) -> None:
+        """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`.
+        ``carried``: from device to device, a part of it at a time.
+        """
+        if carried:
+            self._receive_carried(tensor, source)
+            return
         posted: deque[tuple[int, Any, Any]] = deque()
 
         def await_oldest() -> None:
@@ -556,8 +570,7 @@ class Communicator:
             with self._translated():
                 end.wait(self._timeout)
                 work.wait(self._timeout)
-                self._sent[Channel.GRADIENTS, source, tag] = send_all(self._groups[Channel.GRADIENTS], [], source, tag)
-            self.on_progress()
+                self._acknowledge(source, tag)
 
         for chunk, tag in _chunks(tensor):
             if len(posted) == _AHEAD:
@@ -566,6 +579,18 @@ class Communicator:
                 posted.append((tag, *receive_all(self._groups[Channel.ACTIVATIONS], [chunk], source, tag)))
         while posted:
             await_oldest()
+
+    def _receive_carried(self, tensor: Tensor, source: int) -> None:
+        for chunk, tag in _chunks(tensor):
+            with self._translated():
+                (part,) = self._transport.receive(Channel.ACTIVATIONS, Layout.of(chunk), source, tag // TAGS)
+                assert part is not None
+                chunk.copy_(part)
+                self._acknowledge(source, tag)
+
+    def _acknowledge(self, source: int, tag: int) -> None:
+        self._sent[Channel.GRADIENTS, source, tag] = send_all(self._groups[Channel.GRADIENTS], [], source, tag)
+        self.on_progress()
 
     # ------------------------------------------------------------------ errors
 

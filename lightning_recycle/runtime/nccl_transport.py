@@ -302,6 +302,9 @@ class NcclTransport:
     def packed_bytes(self, peer: int) -> int:
         return self._gloo.packed_bytes(peer) if self._courier_to(peer) is None else _PACKED_BYTES
 
+    def carries(self, peer: int) -> bool:
+        return self._courier_to(peer) is not None
+
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:

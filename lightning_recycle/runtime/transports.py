@@ -84,6 +84,9 @@ class Transport(Protocol):
     def packed_bytes(self, peer: int) -> int:
         """Up to which size a value travels packed behind its header, to and from worker ``peer``."""
 
+    def carries(self, peer: int) -> bool:
+        """Whether payloads to and from worker ``peer`` go from device to device; the same on both sides."""
+
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
@@ -151,6 +154,9 @@ class GlooTransport:
 
     def packed_bytes(self, peer: int) -> int:
         return _PACKED_BYTES
+
+    def carries(self, peer: int) -> bool:
+        return False
 
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int

@@ -2,8 +2,9 @@
 
 import lightning as L
 import pytest
-from support.growth import causes
-from support.nccl_models import Prepared, Sticky, Wide, WideTied
+from support.growth import AwaitReplacement, causes, rejoined
+from support.models import GLOBAL_BATCH, dataset
+from support.nccl_models import Joined, Prepared, Sticky, Wide, WideTied
 from support.nccl_on_trial import OnTrial
 from support.training import exact_fit, failures, trainer
 
@@ -22,6 +23,21 @@ def test_weights_equal_after_kills_that_find_their_connections_prepared() -> Non
     faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=6)]
     run = exact_fit(Prepared().double(), 3, 2, faults)
     assert failures(run) == [(1, 0), (0, 1)]
+
+
+def test_a_replacement_gets_its_state_from_device_to_device() -> None:
+    """One of the first stage, and one of the last; the second donor may have joined itself."""
+    run = exact_fit(
+        Joined().double(),
+        2,
+        2,
+        [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=8)],
+        dataset(GLOBAL_BATCH * 14),
+        strategy={"restart_workers": True},
+        callbacks=[AwaitReplacement([7, 12])],
+        max_steps=14,
+    )
+    assert sorted(rejoined(run)) == [(0, 1), (1, 0)]
 
 
 def test_weights_equal_when_tied_gradients_are_added_by_nccl() -> None:

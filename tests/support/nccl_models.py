@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_recycle.runtime.communicator import _EXCHANGE_TAG
 from lightning_recycle.runtime.nccl_transport import NcclTransport
 from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import Channel, GlooTransport, Transport
@@ -23,6 +24,7 @@ class CountingTransport(NcclTransport):
     """Counts what it is given."""
 
     sent = 0
+    states = 0  # parts of the state for a joining worker that were received
     kept = 0  # communicators that were there already when a generation began
     collectives: ClassVar[list[tuple[str, int | None]]] = []  # the group and the root of each
     devices: ClassVar[dict[int, FakeDevice]] = {}  # by rank: that of this process
@@ -33,6 +35,10 @@ class CountingTransport(NcclTransport):
         assert self._courier_to(destination) is not None, "it would go by Gloo"
         CountingTransport.sent += 1
         return super().send(channel, layout, tensors, destination, tag)
+
+    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> Any:
+        CountingTransport.states += tag > _EXCHANGE_TAG
+        return super().receive(channel, layout, source, tag)
 
     def _start(self, generation: int, agreed: Any, used: Any, *rest: Any) -> Any:
         CountingTransport.kept += len(used)
@@ -72,6 +78,15 @@ class Prepared(Wide):
     def on_train_end(self) -> None:
         super().on_train_end()
         assert CountingTransport.kept > 0
+
+
+class Joined(Wide):
+    """A replacement ends the run if its state has not come from device to device."""
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        if any(parameter.nbytes > 100_000 for parameter in self.parameters()):  # less goes by Gloo
+            assert strategy.incarnation == 0 or CountingTransport.states > 0
 
 
 class Sticky(Wide):
