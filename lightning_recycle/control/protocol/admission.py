@@ -103,6 +103,8 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
     newest = applied + _AHEAD
     match message:
         case messages.Applied():
+            if message.peak_bytes < 0:
+                return f"its peak_bytes is {message.peak_bytes}"
             return _unless(0 <= message.step <= applied + 1, f"it has applied step {applied}, not {message.step}")
         case messages.Losses():
             indices = message.losses.keys() | message.outputs.keys()
