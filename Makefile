@@ -48,6 +48,7 @@ test-exhaustive: $(STAMP) ## run every case of the matrices that `make test` sam
 gpu: $(STAMP) ## run what needs a CUDA device, one is enough, and say what could not run (some minutes)
 	$(BIN)/python benchmarks/gpu.py --only nccl
 	$(BIN)/python -m pytest -q -rsP -m gpu tests $(ARGS)
+	$(BIN)/python tests/sanitized.py
 	$(BIN)/python benchmarks/gpu.py --quick
 
 test-slurm: $(STAMP) ## run jobs on a SLURM cluster of this machine's own (apt-get install slurmctld slurmd slurm-client munge)
