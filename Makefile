@@ -46,9 +46,12 @@ test-exhaustive: $(STAMP) ## run every case of the matrices that `make test` sam
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
 
 gpu: $(STAMP) ## run what needs a CUDA device, one is enough, and say what could not run (some minutes)
-	$(BIN)/python benchmarks/gpu.py --only nccl
-	$(BIN)/python -m pytest -q -rs -m gpu tests $(ARGS)
-	$(BIN)/python benchmarks/gpu.py --quick
+	failed=0; \
+	$(BIN)/python benchmarks/gpu.py --only nccl || failed=1; \
+	$(BIN)/python -m pytest -q -rsP -m gpu tests $(ARGS) || failed=1; \
+	$(BIN)/python tests/sanitized.py || failed=1; \
+	$(BIN)/python benchmarks/gpu.py --quick || failed=1; \
+	exit $$failed
 
 test-slurm: $(STAMP) ## run jobs on a SLURM cluster of this machine's own (apt-get install slurmctld slurmd slurm-client munge)
 	$(BIN)/python -m pytest -q -m slurm tests/engines $(ARGS)

@@ -52,6 +52,7 @@ from lightning_recycle.runtime.device_streams import CudaStreams
 from lightning_recycle.runtime.nccl import Libnccl
 from lightning_recycle.runtime.nccl_transport import NcclTransport
 from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import GlooTransport, Transport
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -139,7 +140,7 @@ def nccl(sharing: str, rank: int, device: torch.device) -> Transport:
     """Payloads by NCCL; ``sharing``: one of :data:`SHARING`, or "" where every worker has a device of its own."""
     if sharing:
         os.environ[sharing] = "1" if sharing == SHARING[0] else f"worker{rank}"
-    gloo = GlooTransport(timedelta(seconds=300))
+    gloo = GlooTransport(timedelta(seconds=300), HostMemory(device))
     return NcclTransport(rank, device, Libnccl(), CudaStreams(device), f"of worker {rank}", gloo, required=True)
 
 

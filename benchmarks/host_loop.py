@@ -11,7 +11,9 @@ the layers are linear ones of 8 x 8, so nearly all of a step is the host's part.
 lasts from the hook before it to the hook before the next one, so all of the loop is in it. ``bare`` is a loop over the
 same torch calls without anything of ours: F: layers, loss, its share of the batch, and its value; BW:
 ``torch.autograd.backward``; B: the same for the input alone; W: the products and sums that make the gradients. What is
-left is the executor's. REDUCE and STEP come once per step, as does what lies around the operations (*step*). Both take
+left is the executor's. Of a split F the table has a second bare loop, in which each linear layer is a
+``torch.autograd.Function`` that does nothing else: what any product takes whose gradient can wait, without code in C++.
+REDUCE and STEP come once per step, as does what lies around the operations (*step*). Both take
 turns in one process, and of the medians of each round the lower quartile is shown.
 
 *Messages*: three workers, one pipeline of three stages, Gloo; processor time of the main thread of the one in the
@@ -45,6 +47,7 @@ from lightning_recycle.planning.program import Task
 WIDTH = 8
 WARMUP = 5  # steps
 GOAL = 100.0  # microseconds per operation, without communication
+OF_FUNCTIONS = "F of Functions"
 CALLS = ("post_receive", "receive", "send")
 
 
@@ -133,6 +136,19 @@ def quietest(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {kind: sorted(found[kind] for found in rounds)[len(rounds) // 4] for kind in rounds[0]}
 
 
+class Product(torch.autograd.Function):
+    """A linear layer, and nothing of ours."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # never called
+        raise NotImplementedError
+
+
 def bare(linears: int, count: int) -> dict[str, float]:
     """Kind of operation -> microseconds of the torch calls alone."""
     layers = build(linears, 0)
@@ -148,7 +164,7 @@ def bare(linears: int, count: int) -> dict[str, float]:
         found[kind].append(time.perf_counter() - began)
         return result
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]] = layers) -> Tensor:
         value = x
         for layer in layers:
             value = layer(value)
@@ -162,11 +178,13 @@ def bare(linears: int, count: int) -> dict[str, float]:
             layer.weight.grad += grad.t().mm(x)  # type: ignore[operator]
             layer.bias.grad += grad.sum(0)  # type: ignore[operator]
 
+    functions = [functools.partial(apply_to, layer) for layer in layers]
     x, grad = example(), example()
     with_grad = example().requires_grad_()
     for _ in range(count):
         share = timed("F", lambda: forward(x))
         timed("BW", lambda: torch.autograd.backward(share))  # noqa: B023 -- called at once
+        timed(OF_FUNCTIONS, lambda: forward(x, functions))
         share = forward(with_grad)
         timed("B", lambda: torch.autograd.backward(share, inputs=[with_grad]))  # noqa: B023
         with torch.no_grad():
@@ -174,6 +192,11 @@ def bare(linears: int, count: int) -> dict[str, float]:
         timed("STEP", optimizer.step)
     found["REDUCE"] = found["step"] = [0.0]
     return {kind: 1e6 * statistics.median(seconds) for kind, seconds in found.items()}
+
+
+def apply_to(layer: nn.Linear, x: Tensor) -> Tensor:
+    product: Tensor = Product.apply(x, layer.weight, layer.bias)
+    return product
 
 
 # ---------------------------------------------------------------------- messages
@@ -257,6 +280,9 @@ def show_operations(linears: int, microbatches: int, steps: int, profile: bool) 
                 f"{microseconds - reference[kind]:.1f}",
                 end_section=kind == "STEP",
             )
+            if decoupled and kind == "F":
+                least = reference[OF_FUNCTIONS]
+                table.add_row("", OF_FUNCTIONS, "", f"{least:.1f}", f"{microseconds - least:.1f}")
     console.print(table)
     for text in profiles:
         print(text)

@@ -29,13 +29,15 @@ __all__ = [
     "step_randomness",
 ]
 
+_FOUR = struct.Struct("<4q")  # (seed, step, micro-batch, layer), once for each layer and micro-batch
 _seed_of: Callable[[int], int] | None = None
 _draw_for: Callable[[int], None] | None = None
 
 
 def derive_seed(*parts: int) -> int:
     """Returns a 63-bit seed determined by the integers ``parts``; neighbouring parts give unrelated seeds."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    packed = _FOUR.pack(*parts) if len(parts) == 4 else struct.pack(f"<{len(parts)}q", *parts)
+    digest = hashlib.blake2b(packed, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -123,6 +123,8 @@ class ReCycleStrategy(ParallelStrategy):
             of the processors' memory; "nccl", from device to device, where every worker has a CUDA device of its own;
             or "auto", NCCL where it works, which is tried before anything depends on it, and Gloo elsewhere. NCCL has
             been tried with an imitation only, not with devices.
+        standby_connections: whether NCCL's communicators that the next failure will need are begun in the background
+            while all goes well, so that connecting again need not wait for them. They take memory of the device.
         gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
             but if they exceed 1 GB where workers are started by hand, they stay in the workers, and are in their
             checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by
@@ -193,6 +195,7 @@ class ReCycleStrategy(ParallelStrategy):
         activation_checkpointing: Literal["auto", "never"] = "auto",
         bucket_cap_mb: float | None = None,
         transport: Literal["auto", "gloo", "nccl"] = "auto",
+        standby_connections: bool = True,
         gather_result: Literal["auto"] | bool = "auto",
         status: bool | str = True,
         engine: Literal["local", "ray"] = "local",
@@ -212,9 +215,8 @@ class ReCycleStrategy(ParallelStrategy):
             decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
             save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
             machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
-            activation_checkpointing, bucket_cap_mb, transport, gather_result, status, engine, resources_per_worker,
-            adapt,
-            on_corruption, check_every, verify,
+            activation_checkpointing, bucket_cap_mb, transport, standby_connections, gather_result, status, engine,
+            resources_per_worker, adapt, on_corruption, check_every, verify,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None

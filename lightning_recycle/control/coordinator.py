@@ -696,6 +696,7 @@ class Coordinator:
             case messages.Applied():
                 self._watch.applied(rank)
                 worker = self.grid.worker(rank)
+                self._history.held(rank, message.peak_bytes)
                 self._plans.applied(worker, message, rank == self._state.lead_of(worker.stage))
             case messages.Broken():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
@@ -856,6 +857,7 @@ class Coordinator:
             self._vacancies.incarnations,
             candidates,
             self._watch.activities,
+            self._history.peaks,
             spares,
             self._history.counters["recovery_seconds"],
         )
@@ -894,6 +896,7 @@ class Coordinator:
         if self._state.outcome is None:
             self._state = replace(self._state, outcome=outcome)
             self._write_down()
+        self._history.ended(self._state)
         # Also after a success: a worker may be waiting for a generation that nobody needs any more.
         self._tell_everybody(messages.Stop(StopReason.of(outcome)))
         self._done.set()

@@ -54,12 +54,14 @@ class Event:
             that the user chose found a better one than the heuristic, or the memory that was measured allows or demands
             another one (then it is the planner). "saved":
             a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
-            all stop after one of the next steps. "stage_lost": nobody holds a stage any more.
-            "corruption": a worker (None if nothing says which) holds other bits than its peers, or computes others;
-            ``details`` have its ``device``, the ``kind`` of what is wrong, the ``proof``, the step ``since`` which that
-            may be so, and what follows ``then``. "healed": it has taken over a peer's state. "disputed": a worker got
-            other bits than the peer that it checked. "incomparable": computations cannot be compared in this run. Where
-            a failure is being recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
+            all stop after one of the next steps. "stage_lost": nobody holds a stage any more. "memory": at the end,
+            ``details["peak_bytes"]`` has for each stage the most memory that a worker of it has held, in bytes (of
+            tensors on CUDA, else of its process), or None. "corruption": a worker (None if nothing says which) holds
+            other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is
+            wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``. "healed": it has
+            taken over a peer's state. "disputed": a worker got other bits than the peer that it checked.
+            "incomparable": computations cannot be compared in this run. Where a failure is being recovered, ``seconds``
+            of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
         step: the optimizer step concerned.
@@ -107,6 +109,8 @@ class History:
         }
         self._grid = grid
         self._losses: dict[int, float] = {}  # of steps that are not committed yet
+        self.peaks: dict[int, int] = {}  # the most bytes of memory that the newest process at each rank has held
+        self._most: dict[int, int] = {}  # the same of all workers of a stage
         self.processes: dict[int, tuple[str, int]] = {}  # host and process id of the newest one at each rank
         self.digest = Digest(grid.num_workers, time.time())
         self._injected: dict[int, FaultInjected] = {}
@@ -125,6 +129,7 @@ class History:
     def introduce(self, rank: int, host: str, pid: int) -> None:
         """From now on what happens to ``rank`` happens to this process."""
         self.processes[rank] = host, pid
+        self.peaks.pop(rank, None)
 
     def process_at(self, rank: int) -> tuple[str, int]:
         """Host and process id of the newest process at ``rank``, which must have been introduced."""
@@ -133,6 +138,19 @@ class History:
     def fault_injected(self, message: FaultInjected) -> None:
         """Remembers that a worker is about to fail on purpose: that is when it died."""
         self._injected[message.rank] = message
+
+    def held(self, rank: int, peak_bytes: int) -> None:
+        """The worker at ``rank`` has held so much memory at most, or 0 if it does not know."""
+        if peak_bytes:
+            stage = self._grid.worker(rank).stage
+            self.peaks[rank] = peak_bytes
+            self._most[stage] = max(self._most.get(stage, 0), peak_bytes)
+
+    def ended(self, state: MembershipState) -> None:
+        """The run is over."""
+        if self._most:
+            self.add("memory", state, details={"peak_bytes": tuple(map(self._most.get, range(self._grid.stages)))})
+            self._most = {}
 
     def add_loss(self, step: int, loss: float) -> None:
         """Remembers the mean loss of ``step`` until that is committed."""

@@ -67,6 +67,7 @@ class Position:
         cause: why it is suspected or lost.
         activity: what its main thread did at its newest heartbeat.
         waiting_for: what it waited for then; empty while it worked.
+        peak_bytes: the most memory that its process has held: of tensors on CUDA, else of all; None if unknown.
     """
 
     pipeline: int
@@ -81,6 +82,7 @@ class Position:
     cause: str | None = None
     activity: str = ""
     waiting_for: str = ""
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,7 @@ def status_of(
     incarnations: Mapping[int, int],
     candidates: frozenset[int],
     activities: Mapping[int, tuple[str, str]],
+    peaks: Mapping[int, int],
     spares: tuple[Place, ...],
     recovery_seconds: float,
 ) -> Status:
@@ -220,6 +223,7 @@ def status_of(
         incarnations: their incarnations, where that is not 0.
         candidates: ranks for which a process is there or being started.
         activities: what main threads do, and what they wait for, by rank.
+        peaks: the most bytes of memory that they have held, likewise.
         spares: who waits for a position.
         recovery_seconds: see :class:`Status`.
     """
@@ -240,7 +244,7 @@ def status_of(
         positions.append(
             Position(
                 *(worker.pipeline, worker.stage, rank, kind, host or None, pid, incarnations.get(rank, 0), step),
-                *(since, cause, doing, waiting),
+                *(since, cause, doing, waiting, peaks.get(rank)),
             )
         )
     per_step = digest.step_seconds

@@ -1,4 +1,4 @@
-"""What a run was, in some lines for who reads the terminal: steps, loss, failures, and the time that each cause cost.
+"""What a run was, in some lines for who reads the terminal: steps, loss, failures, what each cause cost, memory.
 
 A function of the run's record alone. Times are seconds of the run, in which all workers waited or did over again.
 """
@@ -23,7 +23,7 @@ def summary(history: Sequence[Event], grid: Grid) -> list[str]:
         return []
     begin = next(event for event in history if event.kind in ("resumed", "step"))
     done, seconds = steps[-1].step + 1, steps[-1].time - begin.time
-    lines = [f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, grid)}."]
+    lines = [f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, grid)}{_memory(history)}."]
     counts = [
         _count(number, name)
         for kind, name in (("failure", "failure"), ("redone", "redone step"), ("rejoined", "replacement"))
@@ -37,6 +37,16 @@ def summary(history: Sequence[Event], grid: Grid) -> list[str]:
     if others := lost[_CAUSES_SHOWN:]:
         lines.append(f"  {sum(seconds for _, seconds in others):.1f} s: {_count(len(others), 'other cause')}")
     return lines
+
+
+def _memory(history: Sequence[Event]) -> str:
+    """The most that a worker has held, and of which stage it was."""
+    told = [event.details["peak_bytes"] for event in history if event.kind == "memory"]
+    peaks = [(peak, stage) for stages in told for stage, peak in enumerate(stages) if peak is not None]
+    if not peaks:
+        return ""
+    most, stage = max(peaks)
+    return f" with at most {most / 1e9:.3g} GB of memory (stage {stage})"
 
 
 def _loss(steps: Sequence[Event]) -> str:

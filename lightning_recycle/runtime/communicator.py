@@ -198,6 +198,7 @@ class Communicator:
         self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._inboxes: dict[_Key, _Inbox] = {}
         self._outboxes: dict[_Key, _Outbox] = {}
+        self._is_prepared = False  # for the next generation
 
     # ------------------------------------------------------------------ life cycle
 
@@ -224,7 +225,7 @@ class Communicator:
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.reachability.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
-        self.close()
+        self._close_generation()
         doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
             cancelled = self._cancelled = threading.Event()
@@ -285,7 +286,11 @@ class Communicator:
                 self._transport.abort()
 
     def close(self) -> None:
-        """Drops the groups of the generation. The caller must not be inside an operation."""
+        """Drops everything. The caller must not be inside an operation."""
+        self._close_generation()
+        self._transport.end()
+
+    def _close_generation(self) -> None:
         with self._lock:
             self._cancelled.set()
             self._sockets.cut()
@@ -293,6 +298,7 @@ class Communicator:
             self._doorbell.close()
             self._doorbell = None
         self._sent, self._sent_before = {}, {}
+        self._is_prepared = False
         self._inboxes.clear()
         self._outboxes.clear()
         self._groups = {}
@@ -375,6 +381,9 @@ class Communicator:
     def end_step(self) -> None:
         """Releases what was sent before the last call: all participants of a step received it before they proceeded."""
         self._sent_before, self._sent = self._sent, {}
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._transport.prepare()
 
     def _capacity(self, last: Layout, peer: int) -> int:
         """Size of the buffer for a tag whose last message had this layout; sender and receiver agree on it."""
@@ -519,9 +528,14 @@ class Communicator:
 
     # ------------------------------------------------------------------ transfers of state
 
-    def send_bytes(self, tensor: Tensor, destination: int) -> None:
+    def carries(self, tensor: Tensor, destination: int) -> bool:
+        """Whether ``tensor`` is better sent to rank ``destination`` from device to device."""
+        is_here = tensor.device.type == self.device.type
+        return is_here and tensor.nbytes > _SMALL_BYTES and self._transport.carries(destination)
+
+    def send_bytes(self, tensor: Tensor, destination: int, carried: bool = False) -> None:
         """Sends the bytes of ``tensor`` to rank ``destination``, which knows how many there are; returns when they
-        have arrived.
+        have arrived. ``carried``: from device to device; the other side must know that, too.
         """
         under_way: deque[tuple[Any, Any]] = deque()
 
@@ -535,15 +549,24 @@ class Communicator:
             if len(under_way) == _AHEAD:
                 await_oldest()
             with self._translated():
-                staged = self._memory.staged(chunk)  # while the one before is under way
+                staged = chunk if carried else self._memory.staged(chunk)  # while the one before is under way
                 (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, tag)
-                sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
+                if carried:
+                    what = Channel.ACTIVATIONS, Layout.of(chunk), [chunk], destination, tag // TAGS
+                    sent = self._transport.send(*what)
+                else:
+                    sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
             under_way.append((arrived, sent))
         while under_way:
             await_oldest()
 
-    def receive_bytes(self, tensor: Tensor, source: int) -> None:
-        """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`."""
+    def receive_bytes(self, tensor: Tensor, source: int, carried: bool = False) -> None:
+        """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`.
+        ``carried``: from device to device, a part of it at a time.
+        """
+        if carried:
+            self._receive_carried(tensor, source)
+            return
         posted: deque[tuple[int, Any, Any]] = deque()
 
         def await_oldest() -> None:
@@ -551,8 +574,7 @@ class Communicator:
             with self._translated():
                 end.wait(self._timeout)
                 work.wait(self._timeout)
-                self._sent[Channel.GRADIENTS, source, tag] = send_all(self._groups[Channel.GRADIENTS], [], source, tag)
-            self.on_progress()
+                self._acknowledge(source, tag)
 
         for chunk, tag in _chunks(tensor):
             if len(posted) == _AHEAD:
@@ -561,6 +583,18 @@ class Communicator:
                 posted.append((tag, *receive_all(self._groups[Channel.ACTIVATIONS], [chunk], source, tag)))
         while posted:
             await_oldest()
+
+    def _receive_carried(self, tensor: Tensor, source: int) -> None:
+        for chunk, tag in _chunks(tensor):
+            with self._translated():
+                (part,) = self._transport.receive(Channel.ACTIVATIONS, Layout.of(chunk), source, tag // TAGS)
+                assert part is not None
+                chunk.copy_(part)
+                self._acknowledge(source, tag)
+
+    def _acknowledge(self, source: int, tag: int) -> None:
+        self._sent[Channel.GRADIENTS, source, tag] = send_all(self._groups[Channel.GRADIENTS], [], source, tag)
+        self.on_progress()
 
     # ------------------------------------------------------------------ errors
 

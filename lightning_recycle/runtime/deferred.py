@@ -245,6 +245,13 @@ class _Addmm(torch.autograd.Function):
         return grad_bias, grad_x, grad_weight
 
 
+# ``Function.apply`` asks whether functorch transforms are active, and takes apart what such have left behind: a fourth
+# of what it takes. Here that is asked first, and whoever is within one gets the ordinary product.
+_apply_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = super(torch.autograd.Function, _Linear).apply
+_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_is_cast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
 def _deferrable(parameter: Tensor | None) -> bool:
     """Whether a gradient of ``parameter`` may be added behind autograd's back: an unobserved leaf, or a part of one."""
     if parameter is None:
@@ -265,9 +272,9 @@ def _deferrable(parameter: Tensor | None) -> bool:
 
 def _as_computed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """``input`` in the dtype in which the product is computed; None if that is not for us to say."""
-    dtype, device = input.dtype, input.device.type
-    if not torch.is_autocast_enabled(device):
-        return input if dtype == weight.dtype and (bias is None or dtype == bias.dtype) else None
+    dtype = input.dtype
+    if not _is_cast() or not torch.is_autocast_enabled(device := input.device.type):
+        return input if dtype is weight.dtype and (bias is None or dtype is bias.dtype) else None
     if input.is_leaf and input.requires_grad:  # autocast casts it once for all uses, and adds their gradients first
         return None
     if dtype in _HALVED and weight.dtype in _HALVED and (bias is None or bias.dtype in _HALVED):
@@ -315,18 +322,20 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
     if (
         weight.requires_grad
         and torch.is_grad_enabled()
+        and not _is_transformed()
         and _deferrable(weight)
         and _deferrable(bias)
         and input.dim() >= 2
         and (x := _as_computed(input, weight, bias)) is not None
     ):
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+        return _apply_linear(x, weight, bias)
     return _linear(input, weight, bias)
 
 
 def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
     """``torch.addmm``, through :class:`_Addmm` where it is a layer: a bias, an input, a weight. Not compiled."""
-    if len(args) == 3 and not options and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+    is_plain = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _is_transformed()
+    if len(args) == 3 and not options and is_plain:
         bias, input, weight = args
         if (
             weight.requires_grad

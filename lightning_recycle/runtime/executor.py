@@ -67,6 +67,7 @@ from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
 from lightning_recycle.runtime.layer_exchange import LayerKeeper, LayerMoves
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
+from lightning_recycle.runtime.machine_memory import peak_bytes
 from lightning_recycle.runtime.memory_meter import MemoryMeter
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
@@ -430,8 +431,8 @@ class Executor:
                 step.apply(result)
         step.result = result
         measured, facts = self._timings.take_step(), self._host.describe_step(number)
-        seconds = dict(self._timings.seconds)
-        self._client.send(messages.Applied(self._client.rank, number, seconds, measured, facts))
+        seconds, peak = dict(self._timings.seconds), peak_bytes(self._communicator.device)
+        self._client.send(messages.Applied(self._client.rank, number, seconds, measured, facts, peak))
         self._is_past = False
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)

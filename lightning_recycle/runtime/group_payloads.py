@@ -40,30 +40,14 @@ from torch import Tensor
 
 from lightning_recycle.runtime.device_streams import Event, Streams
 from lightning_recycle.runtime.launched import Launched
-from lightning_recycle.runtime.nccl import NcclComm, NcclError, NcclLibrary
+from lightning_recycle.runtime.nccl import NcclError, NcclLibrary
+from lightning_recycle.runtime.nccl_comms import Comms, Place
 from lightning_recycle.runtime.payload_notes import Key, Kind, Note
 
-__all__ = ["Collective", "GroupPayloads", "Members"]
+__all__ = ["Collective", "GroupPayloads"]
 
 _GROUPS = 254  # the channel of notes about groups
 _TRIAL_NUMBERS = 1 << 18  # summed to connect a group: NCCL connects what it uses for sums of about this size (1 MiB)
-
-
-@dataclass(frozen=True)
-class Members:
-    """A group that this worker is in.
-
-    Args:
-        ranks: of its members; the first one leads it.
-        unique_id: of its communicator.
-    """
-
-    ranks: tuple[int, ...]
-    unique_id: bytes
-
-    @property
-    def leader(self) -> int:
-        return self.ranks[0]
 
 
 @dataclass(eq=False)
@@ -92,7 +76,6 @@ class Collective:
 class _State:
     """What a worker knows of a group."""
 
-    comm: NcclComm = None
     begun: int = 0  # collectives that it was asked for
     told: int = 0  # those for which it has said that it is ready
     may_start: int = 0  # those that all members are ready for
@@ -108,7 +91,8 @@ class GroupPayloads:
         generation: which generation.
         library: NCCL.
         streams: of the device.
-        groups: those of this worker, by number.
+        comms: its communicators, among them those of groups.
+        groups: which of these each of its groups has, by number; who founds that leads the group.
         device: where tensors are.
         tell: sends a note to a worker.
         on_change: called when something has finished.
@@ -124,7 +108,8 @@ class GroupPayloads:
         generation: int,
         library: NcclLibrary,
         streams: Streams,
-        groups: Mapping[int, Members],
+        comms: Comms,
+        groups: Mapping[int, Place],
         device: torch.device,
         tell: Callable[[int, Note], None],
         on_change: Callable[[], None] = lambda: None,
@@ -133,7 +118,7 @@ class GroupPayloads:
         self._library, self._streams, self._device = library, streams, device
         self._tell, self._on_change = tell, on_change
         self._stream = streams.create()
-        self._groups = dict(groups)
+        self._comms, self._groups = comms, dict(groups)
         self._states = {group: _State() for group in groups}
         self._first: list[Collective] | None = None
         self._asked: deque[Collective] = deque()
@@ -164,9 +149,9 @@ class GroupPayloads:
         members = self._groups.get(group)
         if members is None or peer not in members.ranks or note.key[0] != _GROUPS:
             raise NcclError(f"Worker {peer} tells worker {self._rank} of {note}, whose group it is not in.")
-        if note.kind is Kind.READY and self._rank == members.leader:
+        if note.kind is Kind.READY and self._rank == members.founder:
             self._note_ready(group, peer, note.number, note.digest)
-        elif note.kind is Kind.START and peer == members.leader:
+        elif note.kind is Kind.START and peer == members.founder:
             self._states[group].may_start = note.number + 1
         else:
             raise NcclError(f"Worker {peer} tells worker {self._rank} of {note}, which does not lead.")
@@ -186,15 +171,9 @@ class GroupPayloads:
         is_computing = not self._tell_ready()
         return self._under_way is not None or is_computing or self._first is None
 
-    def begin_communicators(self) -> None:
-        """Begins all communicators, before any is waited for: others may begin them in another order."""
-        for group, members in self._groups.items():
-            number = members.ranks.index(self._rank)
-            self._states[group].comm = self._library.init(members.unique_id, len(members.ranks), number)
-
     def _connect(self) -> None:
         if self._first is None:
-            if any(self._library.in_progress(comm) for comm in self.communicators):
+            if not self._comms.is_ready:
                 return
             self._first = []
             # The order of the numbers is one of all groups.
@@ -230,7 +209,7 @@ class GroupPayloads:
             if not collective.ready.query():
                 return False
             state.told += 1
-            leader = self._groups[collective.group].leader
+            leader = self._groups[collective.group].founder
             if self._rank == leader:
                 self._note_ready(collective.group, self._rank, collective.number, collective.digest)
             else:
@@ -268,7 +247,7 @@ class GroupPayloads:
             self._on_change()
 
     def _begin(self, collective: Collective) -> Launched:
-        comm, library, stream = self._states[collective.group].comm, self._library, self._stream
+        comm, library, stream = self._comms.of(self._groups[collective.group]), self._library, self._stream
 
         def launch(tensor: Tensor) -> None:
             if collective.root is None:
@@ -279,11 +258,6 @@ class GroupPayloads:
         return Launched(comm, [collective.tensor], launch, stream)
 
     # the end
-
-    @property
-    def communicators(self) -> list[NcclComm]:
-        """All that were begun."""
-        return [state.comm for state in self._states.values() if state.comm is not None]
 
     def drop(self) -> None:
         """Lets go of what the device may have been using until its communicators were aborted."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-__all__ = ["device_bytes", "device_place", "machine_bytes", "process_bytes"]
+__all__ = ["device_bytes", "device_place", "machine_bytes", "peak_bytes", "process_bytes", "reset_peak"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_peaks: dict[torch.device, int] = {}  # of devices, before they were reset
 
 
 def device_place(device: torch.device) -> str:
@@ -60,6 +62,21 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[int]:
             # A container often sees its own group as the root, so the path of the outside does not exist.
             with contextlib.suppress(OSError, ValueError):  # also "max": no limit
                 yield int((folder / name).read_text())
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has held of the memory of ``device``: on CUDA bytes of tensors, as torch's allocator
+    counts them; on a CPU its resident memory, with libraries.
+    """
+    if device.type == "cuda":
+        return max(_peaks.get(device, 0), int(torch.cuda.max_memory_allocated(device)))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak(device: torch.device) -> None:
+    """Lets the allocator of a CUDA device find a new peak; :func:`peak_bytes` remembers the old one."""
+    _peaks[device] = peak_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def process_bytes(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.runtime.kept_inputs import Kept
-from lightning_recycle.runtime.machine_memory import device_bytes, device_place, process_bytes
+from lightning_recycle.runtime.machine_memory import device_bytes, device_place, process_bytes, reset_peak
 
 __all__ = ["MemoryMeter", "message_bytes", "saved_tensors", "storage_bytes"]
 
@@ -88,7 +88,7 @@ class MemoryMeter:
     @contextmanager
     def _peak(self) -> Iterator[None]:
         before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        reset_peak(self._device)
         yield
         peak, after = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
         self._temporary = max(self._temporary, peak - max(before, after))

@@ -1,16 +1,14 @@
 """Payloads, sums and broadcasts from device to device, by NCCL.
 
-Concept: one thread per generation, the *courier*, owns everything of NCCL: it connects the communicators, hears and
-tells notes over plain links to the neighbours and the leaders of groups, and launches what
-:mod:`~lightning_recycle.runtime.traffic` says. So no call of NCCL is made by two threads at a time, a send leaves
-although the main thread is computing, and an abort is not held up by whatever the main thread waits for. The main
-thread hands over what it wants, and waits on the processor until that is there: nothing that an aborted transfer has
-left behind is ever computed with.
+Concept: one thread per generation, the :mod:`courier <lightning_recycle.runtime.courier>`, owns everything of NCCL. The
+main thread hands over what it wants, and waits on the processor until that is there: nothing that an aborted transfer
+has left behind is ever computed with.
 
 Contract: as :class:`~lightning_recycle.runtime.transports.Transport`. Two workers use NCCL if each has a device of its
 own, a link leads from one to the other, and something has gone over all of their communicators; a group does if that
-holds for all members. Else Gloo does it. All sides decide that from what all have published. Unique ids are published
-once per worker and generation.
+holds for all members. Else Gloo does it. All sides decide that from what all have published. So they do about the
+communicators that an earlier generation has begun for this one: one is used if all of its members have kept it. If
+these turn out not to work all connect once more, without them.
 
 Not tried with a device: see docs/gpu.md.
 
@@ -19,29 +17,35 @@ Must not know: schedules, and what a payload or a sum is for.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import select
-import selectors
 import socket
 import threading
-import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.runtime.courier import ABORT_SECONDS, Courier
 from lightning_recycle.runtime.device_streams import Streams
-from lightning_recycle.runtime.group_payloads import Collective, GroupPayloads, Members
+from lightning_recycle.runtime.group_payloads import Collective, GroupPayloads
 from lightning_recycle.runtime.groups import CommunicationError, Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.nccl import SUMMED, NcclError, NcclLibrary
-from lightning_recycle.runtime.payload_notes import NOTE_BYTES, Note
+from lightning_recycle.runtime.nccl import SUMMED, NcclLibrary
+from lightning_recycle.runtime.nccl_comms import (
+    Comms,
+    Kept,
+    Place,
+    abort_together,
+    group_places,
+    kept_by_all,
+    pair,
+    successors,
+)
+from lightning_recycle.runtime.payload_notes import Note
 from lightning_recycle.runtime.payloads import Payloads, Receiving, Sending
 from lightning_recycle.runtime.traffic import Traffic
 from lightning_recycle.runtime.transports import Channel, GlooTransport, Rosters
@@ -53,12 +57,8 @@ log = logging.getLogger(__name__)
 
 _LINKS = "payloads"  # name of the group of links
 _PACKED_BYTES = 64 * 1024  # what is smaller is there by Gloo before two notes have gone to and fro
-_POLL_SECONDS = 50e-6, 500e-6  # between two looks at a device that is busy; one takes 36 us of Python's lock (measured)
-_POLL_SHARE = 0.05  # of the time since something happened, in between: so little later is noticed what takes long
-_MOST_SELECTED = 1024  # FD_SETSIZE
-_LOOK_SECONDS = 0.1  # between checks of what nobody is woken up for
-_ABORT_SECONDS = 10.0  # what an abort may take; it waits for the device, which is asked to stop
 _TRIAL_SECONDS = 120.0  # to connect, where Gloo can do it instead; NCCL takes seconds, some of them in large networks
+_KEPT_SECONDS = 10.0  # the same if all communicators are there already
 _CHANNELS = {channel: number for number, channel in enumerate(Channel)}
 
 
@@ -67,21 +67,34 @@ class _Agreement:
     """What a worker does by NCCL in a generation.
 
     Args:
-        outgoing: the workers that it sends to, and the unique id of the communicator for that.
-        incoming: those that it receives from, likewise.
-        groups: its groups, by name.
+        rank: of this worker.
+        neighbours: the workers that it exchanges payloads with.
+        rosters: of its groups, by name.
         obstacles: why not with others.
+        kept: the digests of what each worker has kept of the generation before, by rank and name of a place.
     """
 
-    outgoing: dict[int, bytes] = field(default_factory=dict)
-    incoming: dict[int, bytes] = field(default_factory=dict)
-    groups: dict[str, Members] = field(default_factory=dict)
+    rank: int
+    neighbours: set[int] = field(default_factory=set)
+    rosters: dict[str, tuple[int, ...]] = field(default_factory=dict)
     obstacles: list[str] = field(default_factory=list)
+    kept: dict[int, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def peers(self) -> set[int]:
         """All other workers that it has a communicator with."""
-        return set(self.outgoing).union(*(members.ranks for members in self.groups.values()))
+        return self.neighbours.union(*self.rosters.values()) - {self.rank}
+
+    @property
+    def groups(self) -> dict[str, Place]:
+        """The communicators of its groups."""
+        return group_places(self.rosters)
+
+    @property
+    def places(self) -> list[Place]:
+        """All communicators that it needs."""
+        pairs = (place for peer in self.neighbours for place in (pair(self.rank, peer), pair(peer, self.rank)))
+        return sorted({*pairs, *self.groups.values()})
 
 
 class NcclTransport:
@@ -95,9 +108,10 @@ class NcclTransport:
         name: of the device; no two workers have one of the same name if each has its own.
         gloo: for workers that cannot be reached by NCCL.
         required: whether that is an error instead.
+        reserves: whether communicators for the next generation are begun while one goes well.
     """
 
-    connect_seconds = _TRIAL_SECONDS + _ABORT_SECONDS
+    connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
 
     def __init__(
         self,
@@ -108,17 +122,20 @@ class NcclTransport:
         name: str,
         gloo: GlooTransport,
         required: bool = False,
+        reserves: bool = True,
     ) -> None:
         self._rank, self._device, self._library, self._streams = rank, device, library, streams
-        self._name, self._gloo, self._required = name, gloo, required
+        self._name, self._gloo, self._required, self._reserves = name, gloo, required, reserves
         self._has_explained = False
         self._lock = threading.Lock()
-        self._courier: _Courier | None = None
-        self._usable: tuple[frozenset[int], frozenset[str]] = frozenset(), frozenset()  # peers, and groups
+        self._courier: Courier | None = None
+        self._usable = _Agreement(rank)
+        self._kept: dict[Place, Kept] = {}  # of the generation before
 
     def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
-        led = {rank for roster in rosters.values() for rank in roster if self._rank == roster[0]}
-        leaders = {roster[0] for roster in rosters.values()}
+        # The second of a group founds what takes its place without the first.
+        led = {rank for roster in rosters.values() for rank in roster if self._rank in roster[:2]}
+        leaders = {rank for roster in rosters.values() for rank in roster[:2]}
         return [GroupPlan(_LINKS, tuple(sorted({*ranks, *led, *leaders})), None, meshed=False)]
 
     def connect(
@@ -145,44 +162,48 @@ class NcclTransport:
             )
         for peer in set(links) - agreed.peers:
             links.pop(peer).close()
-        failure: Exception | None = None
-        if agreed.peers:
-            courier = self._start(generation, agreed, links, cancelled)
-            if self._required:
-                courier.wait_for(lambda: courier.connected)
-                self._use(generation, agreed.outgoing, agreed.groups, cancelled)
-                return
-            failure = self._try(courier, cancelled)
-        self._decide(meeting, agreed, failure, cancelled)
+        with self._lock:
+            if cancelled.is_set():  # and the next generation may be connecting already
+                raise CommunicationError(f"Generation {generation} was aborted.")
+            kept, self._kept = self._kept, {}
+            used = kept_by_all(agreed.places, kept, agreed.kept)
+            outdated = [each for place, each in kept.items() if place not in used]
+            courier = self._courier = self._start(generation, agreed, used, outdated, links, cancelled)
+        failure = None if courier is None else self._try(courier, bool(used), cancelled)
+        if self._required:
+            self._use(generation, agreed, cancelled)
+        else:
+            self._decide(meeting, agreed, failure, cancelled)
 
-    def _use(
-        self, generation: int, peers: Collection[int], groups: Collection[str], cancelled: threading.Event
-    ) -> None:
+    def _use(self, generation: int, agreed: _Agreement, cancelled: threading.Event) -> None:
         with self._lock:
             if cancelled.is_set():  # and the next generation may be connected already
                 raise CommunicationError(f"Generation {generation} was aborted.")
-            self._usable = frozenset(peers), frozenset(groups)
+            self._usable = agreed
 
     def _start(
         self,
         generation: int,
         agreed: _Agreement,
+        used: Mapping[Place, Kept],
+        outdated: Collection[Kept],
         links: Mapping[int, socket.socket],
         cancelled: threading.Event,
-    ) -> _Courier:
+    ) -> Courier | None:
         library = self._library
+        if not agreed.peers:
+            if outdated and not isinstance(library, str):
+                abort_together(library, (each.comm for each in outdated))
+            return None
         assert not isinstance(library, str)
-        groups = {_number(name): members for name, members in agreed.groups.items()}
+        groups = {_number(name): place for name, place in agreed.groups.items()}
 
         def traffic(tell: Callable[[int, Note], None], on_change: Callable[[], None]) -> Traffic:
-            common, rest = (self._rank, generation, library, self._streams), (self._device, tell, on_change)
-            pairs = Payloads(*common, agreed.outgoing, agreed.incoming, *rest)
-            return Traffic(library, pairs, GroupPayloads(*common, groups, *rest))
+            comms = Comms(self._rank, library, tell, agreed.places, used, outdated)
+            common, rest = (self._rank, generation, library, self._streams, comms), (self._device, tell, on_change)
+            return Traffic(comms, Payloads(*common, agreed.neighbours, *rest), GroupPayloads(*common, groups, *rest))
 
-        with self._lock:
-            if cancelled.is_set():  # and the next generation may be connecting already
-                raise CommunicationError(f"Generation {generation} was aborted.")
-            self._courier = courier = _Courier(traffic, generation, self._streams, links, cancelled)
+        courier = Courier(traffic, generation, self._streams, links, cancelled)
         courier.start()
         return courier
 
@@ -195,50 +216,54 @@ class NcclTransport:
         cancelled: threading.Event,
     ) -> _Agreement:
         """What can be done by NCCL, from what all have published about themselves."""
-        own: dict[str, Any] = {"device": None, "why": "", "links": sorted(links), "pairs": {}, "groups": {}}
-        try:
-            if isinstance(self._library, str):
-                raise NcclError(self._library)
-            pairs = {str(peer): self._library.unique_id().hex() for peer in sorted(links) if peer in neighbours}
-            led = [name for name, roster in sorted(rosters.items()) if roster[0] == self._rank]
-            own |= {"groups": {name: self._library.unique_id().hex() for name in led}, "pairs": pairs}
-            own["device"] = self._name
-        except RuntimeError as error:
-            if self._required:
-                raise
-            self._library = own["why"] = str(error)
+        own: dict[str, Any] = {
+            "device": None if isinstance(self._library, str) else self._name,
+            "why": self._library if isinstance(self._library, str) else "",
+            "links": sorted(links),
+            "kept": {place.name: kept.digest for place, kept in self._kept.items()},
+        }
         cards = {self._rank: own, **meeting.exchange("nccl", own, cancelled)}
-        agreed = _Agreement()
+        agreed = _Agreement(self._rank, kept={rank: card["kept"] for rank, card in cards.items()})
         for peer in sorted(neighbours):
             pair = sorted((self._rank, peer))  # so that both find the same
             if obstacle := _obstacle(cards, pair, pair[0], pair[1:]):
                 agreed.obstacles.append(obstacle)
                 continue
-            agreed.outgoing[peer] = bytes.fromhex(own["pairs"][str(peer)])
-            agreed.incoming[peer] = bytes.fromhex(cards[peer]["pairs"][str(self._rank)])
+            agreed.neighbours.add(peer)
         for name, roster in sorted(rosters.items()):
             if obstacle := _obstacle(cards, roster, roster[0], roster[1:]):
                 agreed.obstacles.append(obstacle)
                 continue
-            agreed.groups[name] = Members(roster, bytes.fromhex(cards[roster[0]]["groups"][name]))
+            agreed.rosters[name] = roster
         return agreed
 
-    def _try(self, courier: _Courier, cancelled: threading.Event) -> Exception | None:
-        """Connects, where Gloo can do it instead; returns why it does not work, if it does not.
+    def _try(self, courier: Courier, uses_kept: bool, cancelled: threading.Event) -> Exception | None:
+        """Connects; returns why it does not work, if Gloo can do it instead.
+
+        Args:
+            courier: which connects.
+            uses_kept: whether it uses communicators that were begun earlier, which may have become useless.
+            cancelled: set if the generation is aborted.
 
         Raises:
-            CommunicationError: if the generation is aborted.
+            CommunicationError: if the generation is aborted, or all should connect again.
             RuntimeError: if the device is lost.
         """
         try:
-            courier.wait_for(lambda: courier.connected, courier.linked, _TRIAL_SECONDS)
+            if uses_kept or not self._required:
+                limit = _KEPT_SECONDS if uses_kept else _TRIAL_SECONDS
+                courier.wait_for(lambda: courier.connected, courier.linked, limit)
+            else:
+                courier.wait_for(lambda: courier.connected)
         except (RuntimeError, CommunicationError, TimeoutError) as error:  # also CUDA's: perhaps only NCCL's use of it
-            if cancelled.is_set():
+            if cancelled.is_set() or (self._required and not uses_kept):
                 raise
             with self._lock:
                 self._courier = None
             courier.end()
             self._streams.check()
+            if uses_kept:
+                raise CommunicationError(f"Communicators that were begun earlier do not work: {error}") from error
             return error
         return None
 
@@ -255,9 +280,12 @@ class NcclTransport:
         agreed.obstacles += [f"worker {rank}: {why}" for rank, (why, own) in sorted(failures.items()) if why and own]
         if mine and is_own:
             self._library = mine
-        peers = [peer for peer in agreed.outgoing if {peer, self._rank} <= working]
-        groups = [name for name, members in agreed.groups.items() if set(members.ranks) <= working]
-        self._use(meeting.generation, peers, groups, cancelled)
+        usable = replace(
+            agreed,
+            neighbours={peer for peer in agreed.neighbours if {peer, self._rank} <= working},
+            rosters={name: roster for name, roster in agreed.rosters.items() if set(roster) <= working},
+        )
+        self._use(meeting.generation, usable, cancelled)
         if (agreed.obstacles or mine) and not self._has_explained:
             self._has_explained = True
             log.warning(
@@ -268,11 +296,14 @@ class NcclTransport:
 
     # what is carried
 
-    def _courier_to(self, peer: int) -> _Courier | None:
-        return self._courier if peer in self._usable[0] else None
+    def _courier_to(self, peer: int) -> Courier | None:
+        return self._courier if peer in self._usable.neighbours else None
 
     def packed_bytes(self, peer: int) -> int:
         return self._gloo.packed_bytes(peer) if self._courier_to(peer) is None else _PACKED_BYTES
+
+    def carries(self, peer: int) -> bool:
+        return self._courier_to(peer) is not None
 
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
@@ -297,7 +328,7 @@ class NcclTransport:
     def takes(self, roster: str, tensor: Tensor) -> bool:
         is_here = tensor.device.type == self._device.type and tensor.is_contiguous()
         large = tensor.nbytes > _PACKED_BYTES
-        return roster in self._usable[1] and is_here and large and tensor.dtype in SUMMED
+        return roster in self._usable.rosters and is_here and large and tensor.dtype in SUMMED
 
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
         courier = self._courier
@@ -306,11 +337,16 @@ class NcclTransport:
         courier.begin(collective)
         return courier, collective
 
-    def end_collective(self, begun: tuple[_Courier, Collective]) -> None:
+    def end_collective(self, begun: tuple[Courier, Collective]) -> None:
         courier, collective = begun
         courier.wait_for(lambda: collective.finished, courier.members(collective.group))
 
     # the end
+
+    def prepare(self) -> None:
+        courier, usable = self._courier, self._usable
+        if courier is not None and self._reserves:
+            courier.reserve(successors(self._rank, usable.neighbours, usable.rosters))
 
     def abort(self) -> None:
         courier = self._courier
@@ -325,10 +361,17 @@ class NcclTransport:
         """
         with self._lock:
             courier, self._courier = self._courier, None
-            self._usable = frozenset(), frozenset()
+            self._usable = _Agreement(self._rank)
         if courier is not None:
             courier.end()
+            self._kept |= courier.kept
         self._gloo.close()
+
+    def end(self) -> None:
+        self.close()
+        kept, self._kept = self._kept, {}
+        if kept and not isinstance(self._library, str):
+            abort_together(self._library, (each.comm for each in kept.values()))
 
 
 @dataclass(frozen=True)
@@ -359,233 +402,6 @@ def _obstacle(cards: Mapping[int, Any], ranks: Sequence[int], hub: int, linked: 
             return f"workers {owner} and {rank} share a device"
     missing = set(linked) - set(cards[hub]["links"])
     return f"worker {hub} has no link to worker {min(missing)}" if missing else ""
-
-
-class _Courier:
-    """The thread that owns the communicators of one generation.
-
-    Args:
-        traffic: makes all that goes over them, given how it tells notes and that something has finished.
-        generation: the number of the generation.
-        streams: of the device.
-        links: the connections to the workers that it exchanges notes with.
-        cancelled: set when the generation is aborted.
-
-    Attributes:
-        linked: those workers.
-        connected: whether something has gone over all communicators.
-    """
-
-    def __init__(
-        self,
-        traffic: Callable[[Callable[[int, Note], None], Callable[[], None]], Traffic],
-        generation: int,
-        streams: Streams,
-        links: Mapping[int, socket.socket],
-        cancelled: threading.Event,
-    ) -> None:
-        self._generation, self._cancelled, self._streams = generation, cancelled, streams
-        self.linked = frozenset(links)
-        self._links = {peer: _Link(sock) for peer, sock in links.items()}
-        self._traffic = traffic(self._tell, self._notify)
-        self._is_over = threading.Event()
-        self._asked: deque[Callable[[], None]] = deque()  # by the main thread
-        self._changed = threading.Condition()
-        self._moved = time.monotonic()  # when something happened
-        self._failure: Exception | None = None
-        self._selector = selectors.EpollSelector()
-        self._alarm, self._bell = socket.socketpair()
-        self._bell.setblocking(False)
-        self._alarm.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="recycle-courier", daemon=True)
-
-    @property
-    def connected(self) -> bool:
-        return self._traffic.connected
-
-    def start(self) -> None:
-        self._thread.start()
-
-    # the main thread
-
-    def members(self, group: int) -> Collection[int]:
-        """Of group number ``group``."""
-        return self._traffic.groups.members(group)
-
-    def begin(self, collective: Collective) -> None:
-        """Has ``collective`` done."""
-        self._ask(lambda: self._traffic.groups.begin(collective))
-
-    def send(self, sending: Sending) -> None:
-        """Has ``sending`` sent."""
-        self._ask(lambda: self._traffic.pairs.send(sending))
-
-    def receive(self, receiving: Receiving) -> None:
-        """Returns when ``receiving`` is there.
-
-        Raises:
-            CommunicationError: if the generation was aborted, or the sender is gone.
-            RuntimeError: if the device is lost.
-        """
-        self._ask(lambda: self._traffic.pairs.receive(receiving))
-        self.wait_for(lambda: receiving.finished, (receiving.peer,))
-
-    def _ask(self, request: Callable[[], None]) -> None:
-        self._asked.append(request)
-        self.wake()
-
-    def wake(self) -> None:
-        """Has the thread look at what has changed."""
-        with contextlib.suppress(OSError):  # full, so it has been rung; or closed, as the thread has ended
-            self._bell.send(b"!")
-        self._notify()
-
-    def wait_for(
-        self, condition: Callable[[], bool], peers: Collection[int] = (), timeout: float | None = None
-    ) -> None:
-        """Waits for ``condition``, as long as it can come to be: workers ``peers`` must be there for it.
-
-        Raises:
-            CommunicationError: if the generation is aborted, or one of them is gone.
-            TimeoutError: after ``timeout`` seconds.
-            RuntimeError: of NCCL, or of a device that is lost.
-        """
-        began = time.monotonic()
-        with self._changed:
-            while True:
-                # In this order: what an abort ends is not there, whatever the device says.
-                there = condition()
-                if self._cancelled.is_set():
-                    raise CommunicationError(f"Generation {self._generation} was aborted.")
-                if self._failure is not None:
-                    raise self._failure
-                if there:
-                    return
-                for peer in peers:
-                    if peer in self._traffic.lost:
-                        raise CommunicationError(f"Generation {self._generation}: the link to worker {peer} has ended.")
-                if timeout is not None and time.monotonic() - began > timeout:
-                    raise TimeoutError(f"not all communicators were connected after {timeout:g} s")
-                self._changed.wait(_LOOK_SECONDS)
-
-    def _notify(self) -> None:
-        self._moved = time.monotonic()
-        with self._changed:
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Ends the thread."""
-        self._is_over.set()
-        self.wake()
-        if self._thread.ident is not None:
-            self._thread.join(_ABORT_SECONDS)
-        if self._thread.is_alive():
-            raise RuntimeError(
-                f"CUDA error, presumably: NCCL has not aborted generation {self._generation} within"
-                f" {_ABORT_SECONDS:.0f} s, so this process cannot use its device any more."
-            )
-
-    # its own thread
-
-    def _run(self) -> None:
-        try:
-            self._streams.use()
-            self._selector.register(self._alarm, selectors.EVENT_READ, None)
-            for peer, link in self._links.items():
-                self._selector.register(link.socket, selectors.EVENT_READ, peer)
-            while not (self._cancelled.is_set() or self._is_over.is_set()):
-                while self._asked:
-                    self._asked.popleft()()
-                busy = self._traffic.advance()
-                self._listen(_poll_seconds(time.monotonic() - self._moved) if busy else _LOOK_SECONDS)
-        except Exception as error:  # the main thread raises it
-            self._failure = error
-        finally:
-            self._notify()
-            self._end()
-
-    def _end(self) -> None:
-        try:
-            self._traffic.abort()
-        except Exception as error:  # of a device that is lost; what failed first says more
-            self._failure = self._failure or error
-        finally:
-            self._selector.close()
-            for sock in (self._alarm, self._bell, *(link.socket for link in self._links.values())):
-                sock.close()
-            self._notify()
-
-    def _listen(self, timeout: float) -> None:
-        for link in self._links.values():
-            link.flush()
-        for key, _ in self._select(timeout):
-            self._moved = time.monotonic()
-            if key.data is None:
-                self._alarm.recv(4096)
-                continue
-            link = self._links[key.data]
-            for note in link.notes():
-                self._traffic.hear(key.data, note)
-            if link.ended:
-                self._selector.unregister(link.socket)
-                self._traffic.lose(key.data)
-                self._notify()
-
-    def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """What has come, after ``timeout`` seconds at most. epoll counts milliseconds; ``select`` does not, and takes
-        the epoll instance for one descriptor, if that has a small number.
-        """
-        descriptor = self._selector.fileno()
-        if timeout >= 1e-3 or descriptor >= _MOST_SELECTED:
-            return self._selector.select(timeout)
-        select.select([descriptor], [], [], timeout)
-        return self._selector.select(0)
-
-    def _tell(self, peer: int, note: Note) -> None:
-        self._links[peer].put(note)
-
-
-class _Link:
-    """Notes over a connection that does not block."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        self.ended = False
-        self._outgoing, self._incoming = bytearray(), bytearray()
-
-    def put(self, note: Note) -> None:
-        self._outgoing += note.encode()
-        self.flush()
-
-    def flush(self) -> None:
-        """Sends what it can. What is left is sent with the next look, since notes never fill a connection for long."""
-        if not self._outgoing or self.ended:
-            return
-        try:
-            del self._outgoing[: self.socket.send(self._outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:  # reading tells
-            self._outgoing.clear()
-
-    def notes(self) -> list[Note]:
-        """What has come."""
-        try:
-            data = self.socket.recv(64 * 1024)
-        except BlockingIOError:
-            return []
-        except OSError:  # ended by the other side, or cut off by an abort
-            data = b""
-        self.ended = not data
-        self._incoming += data
-        whole = len(self._incoming) // NOTE_BYTES * NOTE_BYTES
-        notes, self._incoming = self._incoming[:whole], self._incoming[whole:]
-        return [Note.decode(bytes(notes[start : start + NOTE_BYTES])) for start in range(0, whole, NOTE_BYTES)]
-
-
-def _poll_seconds(waited: float) -> float:
-    """How long to wait for the device, if nothing has happened for ``waited`` seconds."""
-    return min(max(_POLL_SHARE * waited, _POLL_SECONDS[0]), _POLL_SECONDS[1])
 
 
 def _number(roster: str) -> int:

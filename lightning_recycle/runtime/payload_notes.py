@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
-__all__ = ["NOTE_BYTES", "Key", "Kind", "Note"]
+from lightning_recycle.runtime.nccl import UNIQUE_ID_BYTES
+
+__all__ = ["Key", "Kind", "Note"]
 
 Key: TypeAlias = tuple[int, int]
 """(channel, tag) of a payload. Only one under the same key is on its way from one worker to another. Of what a group
-does together: the number of the group is the tag."""
+does together: the number of the group is the tag; of an invitation: that of the communicator."""
 
 _NOTE = struct.Struct("=BBIQQ")
-NOTE_BYTES = _NOTE.size
 
 
 class Kind(IntEnum):
@@ -24,6 +25,7 @@ class Kind(IntEnum):
     GO = 2  # the receiver has begun to receive it
     READY = 3  # a member of a group has what the group is to do next
     START = 4  # all members have
+    INVITE = 5  # the founder of a communicator has begun it; its unique id follows
 
 
 @dataclass(frozen=True)
@@ -35,23 +37,33 @@ class Note:
         key: of the payload.
         number: of the payload, among those of its sender or its group.
         digest: tells its layout from others; all sides must mean the same.
+        body: of an invitation, UNIQUE_ID_BYTES.
     """
 
     kind: Kind
     key: Key
     number: int
     digest: int
+    body: bytes = b""
 
     def encode(self) -> bytes:
-        """The note, as NOTE_BYTES bytes."""
-        return _NOTE.pack(self.kind, *self.key, self.number, self.digest)
+        """The note as bytes."""
+        return _NOTE.pack(self.kind, *self.key, self.number, self.digest) + self.body
 
     @classmethod
-    def decode(cls, data: bytes) -> Note:
-        """The counterpart of :meth:`encode`.
+    def decode_all(cls, data: bytearray) -> list[Note]:
+        """The notes at the beginning of ``data``, which are taken from it; what is left is part of one.
 
         Raises:
             ValueError: for bytes that are no note.
         """
-        kind, channel, tag, number, digest = _NOTE.unpack(data)
-        return cls(Kind(kind), (channel, tag), number, digest)
+        notes, start = [], 0
+        while len(data) - start >= _NOTE.size:
+            kind, channel, tag, number, digest = _NOTE.unpack_from(data, start)
+            end = start + _NOTE.size + (UNIQUE_ID_BYTES if kind == Kind.INVITE else 0)
+            if end > len(data):
+                break
+            notes.append(cls(Kind(kind), (channel, tag), number, digest, bytes(data[start + _NOTE.size : end])))
+            start = end
+        del data[:start]
+        return notes

@@ -26,7 +26,7 @@ Must not know: threads, sockets, CUDA, what a payload is for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,8 @@ from torch import Tensor
 
 from lightning_recycle.runtime.device_streams import Event, Streams
 from lightning_recycle.runtime.launched import Launched
-from lightning_recycle.runtime.nccl import NcclComm, NcclError, NcclLibrary
+from lightning_recycle.runtime.nccl import NcclError, NcclLibrary
+from lightning_recycle.runtime.nccl_comms import Comms, pair
 from lightning_recycle.runtime.payload_notes import Key, Kind, Note
 
 __all__ = ["Payloads", "Receiving", "Sending"]
@@ -74,8 +75,8 @@ class Payloads:
         generation: which generation.
         library: NCCL.
         streams: of the device.
-        outgoing: whom it may send to, and the unique id of the communicator for that.
-        incoming: whom it may receive from, likewise.
+        comms: its communicators, among them those of pairs.
+        peers: whom it may send to and receive from.
         device: where tensors are.
         tell: sends a note to a worker.
         on_change: called when something has finished.
@@ -91,8 +92,8 @@ class Payloads:
         generation: int,
         library: NcclLibrary,
         streams: Streams,
-        outgoing: Mapping[int, bytes],
-        incoming: Mapping[int, bytes],
+        comms: Comms,
+        peers: Collection[int],
         device: torch.device,
         tell: Callable[[int, Note], None],
         on_change: Callable[[], None] = lambda: None,
@@ -103,10 +104,7 @@ class Payloads:
         self.lost: set[int] = set()
         self._streams = streams
         self._send_stream, self._receive_stream = streams.create(), streams.create()
-        self._ids = [(outgoing, _SENDER), (incoming, _RECEIVER)]
-        self._outgoing: dict[int, NcclComm] = {}
-        self._incoming: dict[int, NcclComm] = {}
-        self._beginning: list[NcclComm] = []
+        self._comms, self._peers = comms, sorted(peers)
         self._first: list[Receiving] | None = None
         self._device = device
         self._number = 0
@@ -160,28 +158,19 @@ class Payloads:
         if self._receiving is None:
             self._go()
         self._proceed_with_sends()
-        return bool(self._sending or self._receiving or self._computing or self._beginning)
-
-    def begin_communicators(self) -> None:
-        """Begins all communicators, before any is waited for: others may begin them in another order."""
-        comms = (self._outgoing, self._incoming)
-        for (ids, rank), begun in zip(self._ids, comms, strict=True):
-            for peer, unique_id in ids.items():
-                begun[peer] = self._library.init(unique_id, 2, rank)
-                self._beginning.append(begun[peer])
+        return bool(self._sending or self._receiving or self._computing or self._first is None)
 
     def _connect(self) -> None:
-        self._beginning = [comm for comm in self._beginning if self._library.in_progress(comm)]
-        if self._beginning:
+        if not self._comms.is_ready:
             return
         if self._first is None:
             # The first transfer over a communicator connects it, which takes long and needs both sides: at once, and
             # not when a failure makes a route of it.
             self._first = []
-            for peer in sorted(self._outgoing):
+            for peer in self._peers:
                 value = torch.tensor([self._generation, self._rank], device=self._device)
                 self.send(Sending(peer, _FIRST, 0, [value], self._streams.current.record()))
-            for peer in sorted(self._incoming):
+            for peer in self._peers:
                 self._first.append(Receiving(peer, _FIRST, 0, [self._streams.empty((2,), torch.int64)]))
                 self.receive(self._first[-1])
         here = all(receiving.finished for receiving in self._first)
@@ -217,7 +206,7 @@ class Payloads:
         note, receiving = self._offers.pop(place), self._wanted.pop(place)
         # Before the launch, as the first one on a communicator is in progress until the other side has begun, too.
         self._tell(receiving.peer, Note(Kind.GO, note.key, note.number, note.digest))
-        comm, library, stream = self._incoming[receiving.peer], self._library, self._receive_stream
+        comm, library, stream = self._comms.of(pair(receiving.peer, self._rank)), self._library, self._receive_stream
         launched = Launched(
             comm, receiving.tensors, lambda tensor: library.receive(comm, tensor, _SENDER, stream), stream
         )
@@ -243,15 +232,10 @@ class Payloads:
             self._sending = self._begin_send(sending)
 
     def _begin_send(self, sending: Sending) -> Launched:
-        comm, library, stream = self._outgoing[sending.peer], self._library, self._send_stream
+        comm, library, stream = self._comms.of(pair(self._rank, sending.peer)), self._library, self._send_stream
         return Launched(comm, sending.tensors, lambda tensor: library.send(comm, tensor, _RECEIVER, stream), stream)
 
     # the end
-
-    @property
-    def communicators(self) -> list[NcclComm]:
-        """All that were begun."""
-        return [*self._outgoing.values(), *self._incoming.values()]
 
     def drop(self) -> None:
         """Lets go of what the device may have been using until its communicators were aborted."""

@@ -272,7 +272,7 @@ class Stage:
             )
         share = loss / divisor
         self._in_flight[microbatch].outputs = (share if self._scale_loss is None else self._scale_loss(share),)
-        return loss.detach().reshape(())
+        return loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
 
     def backward(self, microbatch: int, grads: Value | None) -> Value | None:
         """BW: the fused backward.

@@ -1,7 +1,7 @@
 """All that one worker does by NCCL in one generation: transfers between two, and what groups do together.
 
-Concept: all communicators are begun before any is waited for, as others may begin them in another order, and all are
-aborted together, as the end of one waits for the device, and so for the kernels of those that are not aborted yet.
+Concept: one table of communicators (:mod:`~lightning_recycle.runtime.nccl_comms`), begun and aborted together, is what
+both use. What the next generation may need is begun while this one runs; nothing is launched on it.
 
 Contract: one thread calls everything here, and :meth:`Traffic.advance` again and again while it returns True. What was
 received or summed counts once it is *finished*, which happens after the device has said so, and never once
@@ -10,8 +10,10 @@ received or summed counts once it is *finished*, which happens after the device 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lightning_recycle.runtime.group_payloads import GroupPayloads
-from lightning_recycle.runtime.nccl import NcclLibrary
+from lightning_recycle.runtime.nccl_comms import Comms, Kept, Place
 from lightning_recycle.runtime.payload_notes import Kind, Note
 from lightning_recycle.runtime.payloads import Payloads
 
@@ -22,14 +24,14 @@ class Traffic:
     """The communicators of one worker in one generation, and what goes over them.
 
     Args:
-        library: NCCL.
+        comms: the communicators.
         pairs: transfers between two workers.
         groups: what groups do together.
     """
 
-    def __init__(self, library: NcclLibrary, pairs: Payloads, groups: GroupPayloads) -> None:
-        self._library, self.pairs, self.groups = library, pairs, groups
-        self._begun = self._aborted = False
+    def __init__(self, comms: Comms, pairs: Payloads, groups: GroupPayloads) -> None:
+        self._comms, self.pairs, self.groups = comms, pairs, groups
+        self._aborted = False
 
     @property
     def connected(self) -> bool:
@@ -52,7 +54,10 @@ class Traffic:
         Raises:
             NcclError: if it makes no sense.
         """
-        (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).hear(peer, note)
+        if note.kind is Kind.INVITE:
+            self._comms.hear(note)
+        else:
+            (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).hear(peer, note)
 
     def advance(self) -> bool:
         """Does what can be done now. Returns whether to call it again soon, since the device does not call.
@@ -61,23 +66,27 @@ class Traffic:
             NcclError: if something has failed.
             RuntimeError: if the device is lost.
         """
-        if not self._begun:
-            self._begun = True
-            self.pairs.begin_communicators()
-            self.groups.begin_communicators()
+        self._comms.begin()
         pairs, groups = self.pairs.advance(), self.groups.advance()
         return pairs or groups
 
-    def abort(self) -> None:
+    def reserve(self, places: Iterable[Place]) -> None:
+        """Begins communicators for the next generation, in the background. Called once.
+
+        Raises:
+            RuntimeError: if the device is lost.
+        """
+        self._comms.reserve(places)
+
+    def abort(self) -> dict[Place, Kept]:
         """Ends everything; returns when the device uses none of the tensors any more. Everybody aborts: a worker's
-        transfer with one that has aborted would otherwise never end.
+        transfer with one that has aborted would otherwise never end. What it returns can be used in the next
+        generation.
         """
         if self._aborted:
-            return
+            return {}
         self._aborted = True
-        self._library.group_start()
-        for comm in (*self.pairs.communicators, *self.groups.communicators):
-            self._library.abort(comm)
-        self._library.group_end()
+        kept = self._comms.abort()
         self.pairs.drop()
         self.groups.drop()
+        return kept

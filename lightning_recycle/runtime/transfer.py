@@ -1,4 +1,8 @@
-"""Sends any object from one worker to another: tensors as they are, the rest pickled around them."""
+"""Sends any object from one worker to another: tensors as they are, the rest pickled around them.
+
+Large tensors of a device go from device to device where the transport can do that; they all arrive on the CPU, a part
+after the other, so neither side needs room for them on its device.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,13 @@ def send_object(communicator: Communicator, value: Any, destination: int) -> Non
     """
     # Parameters are pickled whole: they arrive as what they are.
     skeleton, tensors = take_apart(value, lambda tensor: type(tensor) is Tensor and tensor.layout is torch.strided)
-    layouts = [(t.dtype, tuple(t.shape)) for t in tensors]
+    carried = [communicator.carries(tensor, destination) for tensor in tensors]
+    layouts = [(t.dtype, tuple(t.shape), by_device) for t, by_device in zip(tensors, carried, strict=True)]
     head = pickle.dumps((skeleton, layouts))
     communicator.send_bytes(torch.tensor([len(head)], dtype=torch.int64), destination)
     communicator.send_bytes(torch.frombuffer(bytearray(head), dtype=torch.uint8), destination)
-    for tensor in tensors:
-        communicator.send_bytes(tensor, destination)
+    for tensor, by_device in zip(tensors, carried, strict=True):
+        communicator.send_bytes(tensor, destination, by_device)
 
 
 def receive_object(communicator: Communicator, source: int) -> Any:
@@ -42,8 +47,8 @@ def receive_object(communicator: Communicator, source: int) -> Any:
     communicator.receive_bytes(head, source)
     skeleton, layouts = pickle.loads(head.numpy().tobytes())
     tensors = []
-    for dtype, shape in layouts:
+    for dtype, shape, by_device in layouts:
         tensor = torch.empty(shape, dtype=dtype)
-        communicator.receive_bytes(tensor, source)
+        communicator.receive_bytes(tensor, source, by_device)
         tensors.append(tensor)
     return put_together(skeleton, tensors)

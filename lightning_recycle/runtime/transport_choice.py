@@ -36,8 +36,9 @@ def check_transport(option: str, device: torch.device) -> None:
         )
 
 
-def transport_for(option: str, rank: int, device: torch.device) -> Transport:
-    """The transport of worker ``rank``, whose tensors are on ``device``, for ``ReCycleStrategy(transport=option)``.
+def transport_for(option: str, rank: int, device: torch.device, standby: bool = True) -> Transport:
+    """The transport of worker ``rank``, whose tensors are on ``device``, for
+    ``ReCycleStrategy(transport=option, standby_connections=standby)``.
 
     Raises:
         ConfigurationError: if it must be NCCL, and cannot be.
@@ -56,4 +57,4 @@ def transport_for(option: str, rank: int, device: torch.device) -> Transport:
         library, name = str(error), ""
     else:
         name = device_name(device)
-    return NcclTransport(rank, device, library, CudaStreams(device), name, gloo, required)
+    return NcclTransport(rank, device, library, CudaStreams(device), name, gloo, required, standby)

@@ -84,6 +84,9 @@ class Transport(Protocol):
     def packed_bytes(self, peer: int) -> int:
         """Up to which size a value travels packed behind its header, to and from worker ``peer``."""
 
+    def carries(self, peer: int) -> bool:
+        """Whether payloads to and from worker ``peer`` go from device to device; the same on both sides."""
+
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
@@ -105,11 +108,17 @@ class Transport(Protocol):
     def end_collective(self, begun: Any) -> None:
         """Waits for what :meth:`begin_collective` has returned."""
 
+    def prepare(self) -> None:
+        """The generation goes well: begins in the background what the next one will need. Called once in it."""
+
     def abort(self) -> None:
         """Called once ``cancelled`` is set."""
 
     def close(self) -> None:
-        """Drops everything of the generation, which is over."""
+        """Drops everything of the generation, which is over, but what the next one can use."""
+
+    def end(self) -> None:
+        """Drops everything; there is no next generation."""
 
 
 class GlooTransport:
@@ -146,6 +155,9 @@ class GlooTransport:
     def packed_bytes(self, peer: int) -> int:
         return _PACKED_BYTES
 
+    def carries(self, peer: int) -> bool:
+        return False
+
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
@@ -170,11 +182,17 @@ class GlooTransport:
     def end_collective(self, begun: Any) -> None:
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Nothing: to connect takes it milliseconds."""
+
     def abort(self) -> None:
         """Nothing: its sockets are cut by whoever has made them."""
 
     def close(self) -> None:
         self._groups = {}
+
+    def end(self) -> None:
+        self.close()
 
 
 def send_all(group: Group, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:

@@ -64,6 +64,7 @@ class Options:
     activation_checkpointing: str = "auto"
     bucket_cap_mb: float | None = None
     transport: str = "auto"
+    standby_connections: bool = True
     gather_result: GatherResult = "auto"
     status: bool | str = True
     engine: str = "local"
@@ -104,6 +105,8 @@ class Options:
         ):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
+        if not isinstance(self.standby_connections, bool):
+            self._refuse("standby_connections", "use True or False")
         if self.gather_result not in ("auto", True, False):
             self._refuse("gather_result", "use 'auto', True or False")
         if not all(is_number(amount, 0.0) for amount in (self.resources_per_worker or {}).values()):

@@ -339,7 +339,9 @@ class Session:
                 device,
                 self.client,
                 self.client.key_for("connections"),
-                transport=transport_for(self.options.transport, self.place.rank, device),
+                transport=transport_for(
+                    self.options.transport, self.place.rank, device, self.options.standby_connections
+                ),
             ),
             held.stage,
             held.parameters,

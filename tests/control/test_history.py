@@ -202,3 +202,16 @@ def test_of_many_steps_the_newest_are_kept_and_of_everything_else_all(
     assert 10 <= len(steps) <= 20
     assert [event.step for event in recorder.history.events if event.kind == "left"] == [0, 30, 60, 90]
     assert sorted(event.time for event in recorder.history.events) == [event.time for event in recorder.history.events]
+
+
+def test_the_most_memory_of_each_stage_is_recorded_at_the_end(recorder: Recorder) -> None:
+    history = recorder.history
+    for rank, peak in ((0, 100), (2, 300), (2, 250), (1, 0)):
+        history.held(rank, peak)
+    assert history.peaks == {0: 100, 2: 250}
+    history.introduce(2, "here", 77)
+    assert history.peaks == {0: 100}, "it is another process"
+    for _ in range(2):  # a run ends once
+        history.ended(STATE)
+    assert recorder.kinds() == ["memory"]
+    assert history.events[0].details == {"peak_bytes": (300, None)}

@@ -44,6 +44,7 @@ _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "no number": (m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0), math.nan), "its seconds is nan"),
     "no nested number": (m.Heartbeat(3, 0, m.Activity(0, "F", "", math.inf)), "its since is inf"),
     "a negative duration": (m.Applied(3, 0, {"F": -1.0}), "its operation_seconds is -1.0"),
+    "memory of less than nothing": (m.Applied(3, 0, {}, peak_bytes=-7), "its peak_bytes is -7"),
     "no bandwidth": (m.Profiled(3, StageProfile(1.0, 1.0, 1.0), 0.0, math.nan, 1), "its bandwidth is nan"),
     "a step far ahead": (m.Applied(3, 10**12, {}), "it has applied step -1, not 1000000000000"),
     "losses of a future step": (m.Losses(3, 5, {0: 1.0}), "step 5 cannot have begun"),

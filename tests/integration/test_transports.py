@@ -2,8 +2,9 @@
 
 import lightning as L
 import pytest
-from support.growth import causes
-from support.nccl_models import Sticky, Wide, WideTied
+from support.growth import AwaitReplacement, causes, rejoined
+from support.models import GLOBAL_BATCH, dataset
+from support.nccl_models import Joined, Prepared, Sticky, Wide, WideTied
 from support.nccl_on_trial import OnTrial
 from support.training import exact_fit, failures, trainer
 
@@ -16,6 +17,27 @@ def test_weights_equal_after_a_kill_in_the_middle_of_payloads_and_sums_by_nccl()
     faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=5, at="reduce")]
     run = exact_fit(Wide().double(), 3, 2, faults, strategy={"bucket_cap_mb": 0.1})
     assert failures(run) == [(1, 0), (0, 1)]
+
+
+def test_weights_equal_after_kills_that_find_their_connections_prepared() -> None:
+    faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=6)]
+    run = exact_fit(Prepared().double(), 3, 2, faults)
+    assert failures(run) == [(1, 0), (0, 1)]
+
+
+def test_a_replacement_gets_its_state_from_device_to_device() -> None:
+    """One of the first stage, and one of the last; the second donor may have joined itself."""
+    run = exact_fit(
+        Joined().double(),
+        2,
+        2,
+        [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=8)],
+        dataset(GLOBAL_BATCH * 14),
+        strategy={"restart_workers": True},
+        callbacks=[AwaitReplacement([7, 12])],
+        max_steps=14,
+    )
+    assert sorted(rejoined(run)) == [(0, 1), (1, 0)]
 
 
 def test_weights_equal_when_tied_gradients_are_added_by_nccl() -> None:
@@ -43,6 +65,11 @@ def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="transport='mpi'"):
         ReCycleStrategy(transport="mpi")  # type: ignore[arg-type]
+
+
+def test_an_option_that_is_neither_true_nor_false_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="standby_connections='no'"):
+        ReCycleStrategy(standby_connections="no")  # type: ignore[arg-type]
 
 
 def test_gloo_and_auto_are_the_same_without_cuda_devices() -> None:

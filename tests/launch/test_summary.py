@@ -25,6 +25,13 @@ def test_a_quiet_run_is_one_line() -> None:
     assert summary(history, GRID) == ["Run: at step 2 after 2.5 s, loss 2 at first and 0.1235 now, 4 workers."]
 
 
+def test_the_most_memory_is_told_with_its_stage() -> None:
+    history = [*BEGIN, event("memory", 13.0, peak_bytes=(3_214_000_000, None, 12_500_000_000))]
+    assert summary(history, GRID)[0].endswith("4 workers with at most 12.5 GB of memory (stage 2).")
+    history.append(event("memory", 19.0, peak_bytes=(13_000_000_000, 1, 2)))  # after the loss of a stage
+    assert summary(history, GRID)[0].endswith("4 workers with at most 13 GB of memory (stage 0).")
+
+
 def test_a_run_without_a_step_has_no_lines() -> None:
     assert summary(BEGIN[:2], GRID) == []
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import torch
-from support.fake_nccl import FakeDevice, SocketNetwork
+from support.imitated_transport import imitated
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.processes import process_context
@@ -178,13 +178,6 @@ def _await_stopped(pid: int) -> None:
     raise TimeoutError(f"process {pid} did not stop")
 
 
-def fake_transport(rank: int) -> NcclTransport:
-    """Payloads by an imitation of NCCL between processes."""
-    device = FakeDevice(SocketNetwork(), threaded=True)
-    gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
-    return NcclTransport(rank, torch.device("cpu"), device, device, f"device {rank}", gloo, required=True)
-
-
 def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
     """Payloads by NCCL; where there are more members than devices, several share one."""
     if torch.cuda.nccl.version() >= (2, 30):
@@ -202,7 +195,7 @@ def _serve(rank: int, directory: str, transport: str, connection: Connection) ->
     meeting = Meeting(directory)
     device, chosen = torch.device("cpu"), None
     if transport == "nccl":
-        chosen = fake_transport(rank)
+        chosen = imitated(rank, device)
     elif transport == "cuda":
         chosen, device = real_transport(rank)
     communicator = Communicator(rank, HOST, device, meeting, KEY, timeout=60.0, transport=chosen)
@@ -378,11 +371,12 @@ def receive_many(communicator: Communicator, count: int, peer: int) -> None:
 
 
 def give(communicator: Communicator, size: int, destination: int) -> None:
-    communicator.send_bytes(torch.zeros(size, dtype=torch.uint8, device=communicator.device), destination)
+    value = torch.zeros(size, dtype=torch.uint8, device=communicator.device)
+    communicator.send_bytes(value, destination, communicator._transport.carries(destination))
 
 
 def take(communicator: Communicator, size: int, source: int) -> None:
-    communicator.receive_bytes(torch.empty(size, dtype=torch.uint8), source)
+    communicator.receive_bytes(torch.empty(size, dtype=torch.uint8), source, communicator._transport.carries(source))
 
 
 def transfer_numbers(communicator: Communicator, sizes: Sequence[int], chunk_bytes: int) -> bool:
@@ -394,12 +388,37 @@ def transfer_numbers(communicator: Communicator, sizes: Sequence[int], chunk_byt
     found = []
     for value in values:
         if communicator._rank == 0:
-            communicator.send_bytes(value, 1)
+            communicator.send_bytes(value.to(communicator.device), 1, communicator._transport.carries(1))
         else:
             found.append(torch.empty_like(value))
-            communicator.receive_bytes(found[-1], 0)
+            communicator.receive_bytes(found[-1], 0, communicator._transport.carries(0))
     module._CHUNK_BYTES = before
     return communicator._rank == 0 or all(torch.equal(a, b) for a, b in zip(values, found, strict=True))
+
+
+def exchange_state(communicator: Communicator, sizes: Sequence[int]) -> tuple[int, bool]:
+    """Rank 0 sends an object to rank 1: how many of its tensors went from device to device, and whether it is whole."""
+    from lightning_recycle.runtime import transfer
+
+    tensors = [torch.arange(size) for size in sizes]
+    value = {"tensors": tensors, "parameter": torch.nn.Parameter(torch.ones(3)), "step": 7, "view": tensors[-1][::2]}
+    carried: list[bool] = []
+    for name in ("send_bytes", "receive_bytes"):
+        real = getattr(communicator, name)
+
+        def counted(tensor: Any, rank: int, by_device: bool = False, real: Any = real) -> None:
+            carried.append(by_device)
+            real(tensor, rank, by_device)
+
+        setattr(communicator, name, counted)
+    if communicator._rank == 0:
+        here = [tensor.to(communicator.device) for tensor in tensors]
+        transfer.send_object(communicator, {**value, "tensors": here, "view": here[-1][::2]}, 1)
+        return sum(carried), True
+    found = transfer.receive_object(communicator, 0)
+    same = all(torch.equal(a, b) for a, b in zip(found["tensors"], tensors, strict=True))
+    is_whole = same and found["step"] == 7 and torch.equal(found["view"], value["view"])  # type: ignore[arg-type]
+    return sum(carried), is_whole and isinstance(found["parameter"], torch.nn.Parameter)
 
 
 def count_allocations(communicator: Communicator, sizes: Sequence[int], steps: int) -> list[int]:

@@ -4,8 +4,9 @@ its number.
 Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.traffic.Traffic`, and a *host*: a
 program of computations, sends, receives, sums and broadcasts, whose order comes from a random order of them all, so
 that no correct transport can deadlock. Headers (Gloo) and notes (links) arrive late but in order. Computations run on
-the device when it comes to them. In some histories a worker dies, a communicator fails, a device is lost, or everybody
-is told to abort, each at its own moment; the survivors then begin another generation with another plan.
+the device when it comes to them. At some moment a worker begins what the next generation may need. In some histories a
+worker dies, a communicator fails, a device is lost, or everybody is told to abort, each at its own moment; the
+survivors then begin another generation with another plan.
 
 ``python tests/runtime/nccl_histories.py FIRST COUNT`` runs histories; a number alone runs one and prints it.
 """
@@ -29,7 +30,7 @@ import torch
 from support.fake_nccl import FakeDevice, HangError, LocalNetwork
 from torch import Tensor
 
-from lightning_recycle.runtime import group_payloads, payloads, traffic
+from lightning_recycle.runtime import group_payloads, nccl_comms, payloads, traffic
 from lightning_recycle.runtime.nccl import NcclError
 from lightning_recycle.runtime.payload_notes import Note
 
@@ -92,6 +93,8 @@ class Worker:
     joints: dict[Joint, tuple[Any, Tensor]] = field(default_factory=dict)  # begun, and not waited for yet
     headers: dict[int, deque[Message]] = field(default_factory=dict)
     notes: dict[int, deque[bytes]] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)  # communicators for the next generation
+    reserve: list[Any] = field(default_factory=list)  # what it may need there
     done: bool = False
 
 
@@ -121,12 +124,12 @@ class World:
         self.rng = random.Random(seed)
         self.verbose = verbose
         self.network = LocalNetwork()
-        self.published: dict[str, bytes] = {}  # by key; what was published stays
         self.met: Counter[str] = Counter()
         size = self.rng.choice([2, 2, 3, 3, 4, 5])
         self.workers = [Worker(rank, Watched(self.network, self, rank)) for rank in range(size)]
         self.alive = list(self.workers)
         self.generation = -1
+        self.last_groups: dict[int, tuple[int, ...]] = {}
 
     def say(self, *what: Any) -> None:
         if self.verbose:
@@ -150,12 +153,17 @@ class World:
         return items
 
     def groups(self) -> dict[int, tuple[int, ...]]:
-        """Groups of workers, by number."""
+        """Groups of workers, by number; often those of the generation before, as far as they are alive."""
         ranks = [worker.rank for worker in self.alive]
-        return {
-            number: tuple(sorted(self.rng.sample(ranks, self.rng.randint(2, len(ranks)))))
-            for number in self.rng.sample(range(100), self.rng.choice([0, 1, 1, 2]))
-        }
+        left = {n: tuple(rank for rank in roster if rank in ranks) for n, roster in self.last_groups.items()}
+        left = {number: roster for number, roster in left.items() if len(roster) > 1}
+        if not left or self.rng.random() < 0.4:
+            left = {
+                number: tuple(sorted(self.rng.sample(ranks, self.rng.randint(2, len(ranks)))))
+                for number in self.rng.sample(range(100), self.rng.choice([0, 1, 1, 2]))
+            }
+        self.last_groups = left
+        return left
 
     def content(self) -> int:
         self.met["items"] += 1
@@ -169,24 +177,22 @@ class World:
         pairs = {(m.source, m.destination) for m in items if isinstance(m, Message)}
         pairs |= {(b, a) for a, b in pairs}
         self.say(f"generation {self.generation}:", [w.rank for w in self.alive], groups, items)
+        told = {worker.rank: {place.name: kept.digest for place, kept in worker.kept.items()} for worker in self.alive}
         for worker in self.alive:
             me = worker.rank
-            for a, b in sorted(pairs):
-                if a == me:
-                    self.published[self.name_of(a, b)] = worker.device.unique_id()
-            for group, ranks in groups.items():
-                if ranks[0] == me:
-                    self.published[self.name_of(group, "group")] = worker.device.unique_id()
-        for worker in self.alive:
-            me = worker.rank
-            outgoing = {b: self.published[self.name_of(a, b)] for a, b in sorted(pairs) if a == me}
-            incoming = {a: self.published[self.name_of(a, b)] for a, b in sorted(pairs) if b == me}
-            mine = {
-                group: group_payloads.Members(ranks, self.published[self.name_of(group, "group")])
-                for group, ranks in groups.items()
-                if me in ranks
-            }
+            peers = {b for a, b in pairs if a == me}
+            rosters = {str(group): ranks for group, ranks in groups.items() if me in ranks}
+            mine = {int(name): place for name, place in nccl_comms.group_places(rosters).items()}
+            wanted = {place for peer in peers for place in (nccl_comms.pair(me, peer), nccl_comms.pair(peer, me))}
+            wanted |= set(mine.values())
+            used = nccl_comms.kept_by_all(sorted(wanted), worker.kept, told)
+            outdated = [kept for place, kept in worker.kept.items() if place not in used]
+            self.met["kept"] += len(used)
+            worker.kept = {}
+            worker.reserve = nccl_comms.successors(me, peers, rosters)
             worker.program = self.program_of(me, items)
+            if self.rng.random() < 0.7:
+                worker.program.insert(self.rng.randint(0, len(worker.program)), ("reserve", None))
             worker.cancelled, worker.ended, worker.failure = False, False, None
             worker.waiting, worker.done = None, False
             worker.joints = {}
@@ -197,10 +203,11 @@ class World:
                 self.workers[peer].notes[me].append(note.encode())
 
             device = worker.device
+            comms = nccl_comms.Comms(me, device, tell, wanted, used, outdated)
             worker.traffic = traffic.Traffic(
-                device,
-                payloads.Payloads(me, self.generation, device, device, outgoing, incoming, CPU, tell),
-                group_payloads.GroupPayloads(me, self.generation, device, device, mine, CPU, tell),
+                comms,
+                payloads.Payloads(me, self.generation, device, device, comms, peers, CPU, tell),
+                group_payloads.GroupPayloads(me, self.generation, device, device, comms, mine, CPU, tell),
             )
 
     def program_of(self, me: int, items: Sequence[Item]) -> deque[tuple[str, Any]]:
@@ -226,9 +233,6 @@ class World:
         program.extend(postponed)
         return program
 
-    def name_of(self, source: int, destination: int | str) -> str:
-        return f"generation{self.generation}/{source}-{destination}"
-
     # turns: each returns whether something happened
 
     def host(self, worker: Worker) -> bool:
@@ -253,6 +257,13 @@ class World:
             worker.done = True
             return True
         kind, item = worker.program[0]
+        if kind == "reserve":
+            worker.program.popleft()
+            try:
+                worker.traffic.reserve(worker.reserve)
+            except RuntimeError as error:  # the device is lost
+                worker.failure = error
+            return True
         if kind == "begin":
             worker.program.popleft()
             self.begin_joint(worker, item)
@@ -332,7 +343,7 @@ class World:
             return False
         if worker.cancelled or worker.failure is not None:
             try:
-                worker.traffic.abort()
+                worker.kept = worker.traffic.abort()
             except HangError as error:
                 raise BrokenPromiseError(str(error)) from error
             except (NcclError, RuntimeError) as error:
@@ -341,6 +352,8 @@ class World:
             return True
         try:
             worker.traffic.advance()
+        except HangError as error:
+            raise BrokenPromiseError(str(error)) from error
         except (NcclError, RuntimeError) as error:
             if isinstance(error, NcclError) and str(error) != "injected":
                 raise BrokenPromiseError(f"worker {worker.rank}: {error}") from error
@@ -352,9 +365,12 @@ class World:
         for peer, notes in worker.notes.items():
             if notes and not worker.ended and self.rng.random() < 0.5:
                 try:
-                    worker.traffic.hear(peer, Note.decode(notes.popleft()))
+                    (note,) = Note.decode_all(bytearray(notes.popleft()))
+                    worker.traffic.hear(peer, note)
                 except NcclError as error:
                     raise BrokenPromiseError(str(error)) from error
+                except RuntimeError as error:  # the device is lost
+                    worker.failure = error
                 return True
         return False
 
@@ -371,6 +387,9 @@ class World:
             self.play(trouble)
             if len(self.alive) < 2:
                 break
+        for worker in self.alive:
+            nccl_comms.abort_together(worker.device, [kept.comm for kept in worker.kept.values()])
+            self.check_devices(worker, {})
         self.met["histories"] += 1
         return self.met
 
@@ -410,13 +429,20 @@ class World:
             if not worker.ended:  # as when a generation ends at a step boundary
                 worker.cancelled = True
                 self.courier(worker)
-                if worker.device.violations:
-                    raise BrokenPromiseError(f"worker {worker.rank}: {worker.device.violations}")
-            if worker.device.comms:
-                raise BrokenPromiseError(f"worker {worker.rank} has left a communicator behind")
+            self.check_devices(worker, worker.kept)
         lost = [worker for worker in self.alive if worker.device.is_lost]
         for worker in lost:
             self.alive.remove(worker)
+
+    def check_devices(self, worker: Worker, kept: Mapping[Any, Any]) -> None:
+        """Only ``kept`` is left on the device of ``worker``, and nothing was done with it."""
+        if worker.device.violations:
+            raise BrokenPromiseError(f"worker {worker.rank}: {worker.device.violations}")
+        comms = [each.comm for each in kept.values()]
+        if len(worker.device.comms) != len(comms) or not all(comm in comms for comm in worker.device.comms):
+            raise BrokenPromiseError(f"worker {worker.rank} has left a communicator behind")
+        if any(comm.in_progress or comm.newest is not None or comm.aborted for comm in comms):
+            raise BrokenPromiseError(f"worker {worker.rank} keeps a communicator that is not complete, or not unused")
 
     def order(self, turns: list[Turn]) -> Iterator[Turn]:
         """Whose turn it is, for ever; some are slower than others."""

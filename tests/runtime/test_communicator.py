@@ -259,6 +259,13 @@ def test_transfers_in_many_chunks_arrive_whole(four: Team) -> None:
     assert all(four.run(tasks.transfer_numbers, [0, 1, 100, 124, 125, 126, 1000, 1251], 1000, ranks=[0, 1]))
 
 
+def test_large_tensors_of_a_state_go_from_device_to_device_where_that_is_possible(four: Team, transport: str) -> None:
+    four.regroup(0, 1)
+    carried = 0 if transport == "gloo" else 3
+    sizes = [10, 20_000, 5_000_000]  # and half of the last one, with gaps
+    assert four.run(tasks.exchange_state, sizes, ranks=[0, 1]) == [(carried, True)] * 2
+
+
 def test_steady_values_take_no_more_memory_of_the_host(four: Team) -> None:
     four.regroup(0, 1)
     for taken in four.run(tasks.count_allocations, [10_000] * 3, 4, ranks=[0, 1]):

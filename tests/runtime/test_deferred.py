@@ -515,3 +515,24 @@ def test_activations_are_held_until_flush_and_released_by_it() -> None:
     gc.collect()
     assert input_is() is None
     assert grad_is() is None
+
+
+def test_a_layer_may_transform_its_function() -> None:
+    """``torch.func`` does not take functions like ours, and gets the ordinary product."""
+    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(5, WIDTH)
+
+    def penalized() -> Tensor:
+        slope = torch.func.vmap(torch.func.grad(lambda row: F.linear(row, linear.weight, linear.bias).square().sum()))
+        batched = torch.func.grad(lambda rows: F.linear(rows, linear.weight, linear.bias).square().sum())
+        return linear(x).sum() + slope(x).square().sum() + batched(x).sum()
+
+    expected = torch.autograd.grad(penalized(), [linear.weight, linear.bias])
+    queue = WeightGradQueue()
+    with intercept_linear():
+        loss = penalized()
+    with queue.collecting():
+        loss.backward()
+    assert len(queue) == 2, "the one outside of them waits"
+    queue.flush()
+    for parameter, grad in zip(linear.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)

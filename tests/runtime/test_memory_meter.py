@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle.runtime.kept_inputs import Kept
-from lightning_recycle.runtime.machine_memory import machine_bytes, process_bytes
+from lightning_recycle.runtime.machine_memory import machine_bytes, peak_bytes, process_bytes
 from lightning_recycle.runtime.memory_meter import MemoryMeter, storage_bytes
 from lightning_recycle.runtime.stage import Stage
 
@@ -180,6 +180,15 @@ def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhil
     assert found.temporary == 2_500
     assert (found.capacity, found.overhead, found.fixed, found.messages) == (10_000_000, 999_600, 400, 0)
     assert found.place.endswith("/cuda:0")
+    assert peak_bytes(torch.device("cuda", 0)) == 50_000, "it has reset the allocator's, and remembers it"
+
+
+def test_the_peak_of_a_process_on_a_cpu_is_its_resident_memory() -> None:
+    before = peak_bytes(CPU)
+    assert before > 10_000_000
+    value = torch.ones(before // 4)  # so much more, in float32
+    assert peak_bytes(CPU) > before
+    del value
 
 
 def test_an_operation_that_fails_counts_for_nothing(allocator: Allocator) -> None:

@@ -13,11 +13,11 @@ from types import ModuleType
 import pytest
 from nccl_histories import BrokenPromiseError, check_histories
 
-from lightning_recycle.runtime import group_payloads, launched, payloads, traffic
+from lightning_recycle.runtime import group_payloads, launched, nccl_comms, payloads, traffic
 
 SAMPLE = 150  # histories in the ordinary run
 HUNT = 150  # within so many a broken transport must be noticed
-MEETS = {"quiet", "abort", "late abort", "death", "error", "lost", "noticed", "received", "summed"}
+MEETS = {"quiet", "abort", "late abort", "death", "error", "lost", "noticed", "received", "summed", "kept"}
 
 
 def test_no_payload_is_lost_or_swapped_and_nobody_waits_beyond_an_abort() -> None:
@@ -95,51 +95,70 @@ MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
         ],
     ),
     "communicators begin one after the other": (
-        payloads,
+        nccl_comms,
         [
             (
-                "        if self._beginning:\n            return\n",
-                "        if self._beginning:\n            return\n"
-                "        if self._ids:\n            self.begin_communicators()\n            return\n",
+                "            self._has_begun = True\n            outdated, self",
+                "            outdated, self",
             ),
             (
-                "            for peer, unique_id in ids.items():\n",
-                "            for peer, unique_id in ids.items():\n"
-                "                if peer in begun:\n                    continue\n"
-                "                if any(self._library.in_progress(comm) for comm in self._beginning):\n"
-                "                    return\n",
+                "            self._wanted.begin(self._to_begin)\n",
+                "            begun = (one.comm for one in self._wanted.comms.values())\n"
+                "            if self._wanted.has_begun and not any(map(self._library.in_progress, begun)):\n"
+                "                self._to_begin.sort(key=lambda place: place.founder != self._wanted._rank)\n"
+                "                self._wanted.begin(self._to_begin[:1])\n"
+                "                self._to_begin = self._to_begin[1:]\n"
+                "            self._has_begun = not self._to_begin\n",
             ),
         ],
     ),
     "communicators of the generation before are used": (
-        payloads,
+        nccl_comms,
+        [("        return kept\n", "        return kept | self._wanted.comms\n")],
+    ),
+    "communicators are destroyed instead of aborted": (
+        nccl_comms,
+        [("library.abort(comm)", "library.destroy(comm)")],
+    ),
+    "only the communicators of pairs are aborted": (
+        nccl_comms,
         [
             (
-                "begun[peer] = self._library.init(unique_id, 2, rank)",
-                "kept = self._library.__dict__.setdefault('kept', {})\n"
-                "                if (peer, rank) not in kept:\n"
-                "                    kept[peer, rank] = self._library.init(unique_id, 2, rank)\n"
-                "                begun[peer] = kept[peer, rank]",
+                "used = [each.comm for each in self._wanted.comms.values()]",
+                "used = [each.comm for place, each in self._wanted.comms.items() if place.kind == _PAIR]",
             )
         ],
     ),
-    "communicators are destroyed instead of aborted": (
-        traffic,
-        [("self._library.abort(comm)", "self._library.destroy(comm)")],
-    ),
-    "only the communicators of pairs are aborted": (
-        traffic,
-        [("in (*self.pairs.communicators, *self.groups.communicators):", "in self.pairs.communicators:")],
-    ),
     "only those of groups are aborted": (
-        traffic,
-        [("in (*self.pairs.communicators, *self.groups.communicators):", "in self.groups.communicators:")],
+        nccl_comms,
+        [
+            (
+                "used = [each.comm for each in self._wanted.comms.values()]",
+                "used = [each.comm for place, each in self._wanted.comms.items() if place.kind != _PAIR]",
+            )
+        ],
     ),
     "communicators are aborted one after the other": (
-        traffic,
-        [("        self._library.group_start()\n", ""), ("        self._library.group_end()\n", "")],
+        nccl_comms,
+        [("    library.group_start()\n", ""), ("    library.group_end()\n", "")],
     ),
-    "nobody aborts": (traffic, [("        self._aborted = True\n", "        return\n")]),
+    "an abort does not reach what begins in the background": (
+        nccl_comms,
+        [("[*used, *incomplete, *self._outdated]", "[*used, *self._outdated]")],
+    ),
+    "what is incomplete is kept": (
+        nccl_comms,
+        [("return not self._library.in_progress(reserved.comm)", "return True")],
+    ),
+    "what others have not kept is used": (
+        nccl_comms,
+        [("place in kept and all(", "place in kept and any(")],
+    ),
+    "what is kept and not needed is forgotten": (
+        nccl_comms,
+        [("abort_together(self._library, outdated)", "outdated.clear()")],
+    ),
+    "nobody aborts": (traffic, [("        self._aborted = True\n", "        return {}\n")]),
     "a group starts before all members are ready": (
         group_payloads,
         [("len(ready) < len(members.ranks)", "len(ready) < len(members.ranks) - 1")],
@@ -188,7 +207,7 @@ MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
     "one member is not told to start": (group_payloads, [("members.ranks[1:]:", "members.ranks[1:-1]:")]),
     "a broadcast comes from another member": (
         group_payloads,
-        [("ranks.index(collective.root), stream)", "ranks.index(collective.root) - 1, stream)")],
+        [("ranks.index(collective.root), stream)", "ranks.index(collective.root) or 1, stream)")],
     ),
     "a sum is freed once it is launched": (
         group_payloads,
@@ -225,7 +244,7 @@ def test_a_broken_transport_is_noticed(monkeypatch: pytest.MonkeyPatch, mutation
     monkeypatch.setitem(sys.modules, broken.__name__, broken)  # where dataclasses look for their annotations
     exec(compile(source, mutation, "exec"), broken.__dict__)
     for name in module.__all__:
-        for user in (payloads, group_payloads, traffic):
+        for user in (payloads, group_payloads, traffic, nccl_comms):
             if hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(broken, name))
     with pytest.raises(BrokenPromiseError):

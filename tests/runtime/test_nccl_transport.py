@@ -17,6 +17,7 @@ from support.waiting import wait_for
 from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.runtime import courier as courier_module
 from lightning_recycle.runtime import nccl_transport as module
 from lightning_recycle.runtime.groups import CommunicationError, Group
 from lightning_recycle.runtime.machine_errors import is_device_error
@@ -378,7 +379,7 @@ def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: Pair, begin: 
 
 
 def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ABORT_SECONDS", 0.2)
+    monkeypatch.setattr(courier_module, "ABORT_SECONDS", 0.2)
     returns = threading.Event()
     real = pair.devices[1].group_end
     monkeypatch.setattr(pair.devices[1], "group_end", lambda: (returns.wait(), real()))
@@ -394,7 +395,7 @@ def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_gener
     ours, theirs = socket.socketpair()
     links = Group()
     links.links = {1: ours}
-    card = {"device": "second", "why": "", "links": [0], "pairs": {"0": "00"}, "groups": {}}
+    card = {"device": "second", "why": "", "links": [0], "kept": {}}
     meeting.publish("generation7/nccl1", json.dumps(card).encode())
     cancelled = threading.Event()
     cancelled.set()
@@ -418,7 +419,7 @@ def test_neither_does_one_who_comes_too_late_over_gloo() -> None:
 
 
 def test_a_device_that_takes_long_is_looked_at_less_often() -> None:
-    seconds = [module._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
+    seconds = [courier_module._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
     assert seconds == pytest.approx([50e-6, 50e-6, 200e-6, 500e-6, 500e-6])
 
 

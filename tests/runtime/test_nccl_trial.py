@@ -5,136 +5,17 @@ those who are connected afterwards mean the same. Threads in this process, imita
 from __future__ import annotations
 
 import random
-import socket
-import threading
-import time
-from datetime import timedelta
-from itertools import combinations
 
 import pytest
-import torch
-from support.fake_nccl import FakeComm, FakeDevice, FakeStream, LocalNetwork
-from support.meeting import Meeting
+from support.fake_nccl import FakeComm, FakeStream
 from torch import Tensor
+from transport_world import LATE_SECONDS, World
 
-from lightning_recycle.runtime import nccl_transport as module
-from lightning_recycle.runtime.groups import CommunicationError, Group
+from lightning_recycle.runtime.groups import CommunicationError
 from lightning_recycle.runtime.nccl import NcclError
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transports import Channel, GlooTransport, Rosters
-from lightning_recycle.runtime.wire import Layout
 
-CPU = torch.device("cpu")
 CALLS = ["unique_id", "init", "send", "receive", "all_reduce", "in_progress"]
 HISTORIES = 40
-PATIENCE = 30.0
-LATE_SECONDS = 0.1  # for which a call may wait for the others before it fails
-VALUE = torch.arange(20_000.0)
-
-
-class World:
-    """Four workers: two stages of two, a tie of three, everybody a neighbour of everybody."""
-
-    def __init__(self) -> None:
-        self.rosters: Rosters = {"stage0": (0, 2), "stage1": (1, 3), "tie1": (0, 1, 3)}
-        network, self.meeting, self.generation = LocalNetwork(), Meeting(), -1
-        self.devices = [FakeDevice(network, threaded=True) for _ in range(4)]
-        self.transports = [
-            NcclTransport(
-                rank, CPU, device, device, f"device {rank}", GlooTransport(timedelta(seconds=1), HostMemory(CPU))
-            )
-            for rank, device in enumerate(self.devices)
-        ]
-        self.cancelled = [threading.Event() for _ in range(4)]
-
-    def of(self, rank: int) -> Rosters:
-        return {name: roster for name, roster in self.rosters.items() if rank in roster}
-
-    def connect(self, rng: random.Random, aborts: bool) -> list[Exception]:
-        """A new generation; ``aborts``: which is aborted at some moment. Returns what was raised."""
-        self.end_generation()
-        self.generation += 1
-        self.cancelled = [threading.Event() for _ in range(4)]
-        links: list[dict[int, socket.socket]] = [{} for _ in range(4)]
-        for a, b in combinations(range(4), 2):
-            links[a][b], links[b][a] = socket.socketpair()
-            links[a][b].setblocking(False)
-            links[b][a].setblocking(False)
-        errors: list[Exception] = []
-
-        def connect(rank: int) -> None:
-            group, channel = Group(), Group()
-            group.links = links[rank]
-            channel.places = {other: (None, other) for other in range(4)}
-            groups = {module._LINKS: group, **{each.value: channel for each in Channel}}
-            transport, cancelled = self.transports[rank], self.cancelled[rank]
-            try:
-                transport.connect(self.generation, self.of(rank), groups, self.meeting, cancelled)
-            except Exception as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        if aborts:
-            threads[0].join(rng.random() * 0.1)
-            self.abort()
-        for thread in threads:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
-        return errors
-
-    def abort(self) -> None:
-        for cancelled, transport in zip(self.cancelled, self.transports, strict=True):
-            cancelled.set()
-            transport.abort()
-
-    def end_generation(self) -> None:
-        self.abort()
-        for transport in self.transports:
-            transport.close()
-        assert not any(device.violations or device.comms for device in self.devices)
-
-    def await_connected(self, seconds: float) -> None:
-        """Until some worker is connected, if one can be."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if any(courier is not None and courier.connected for courier in (t._courier for t in self.transports)):
-                return
-            time.sleep(0.001)
-
-    def stop(self) -> None:
-        self.abort()
-        for device in self.devices:
-            device.stop()
-
-    def assert_agreed(self) -> None:
-        """All mean the same, and what they mean works."""
-        for a, b in combinations(range(4), 2):
-            assert (b in self.transports[a]._usable[0]) == (a in self.transports[b]._usable[0])
-        for name, roster in self.rosters.items():
-            takes = {self.transports[rank].takes(name, VALUE) for rank in roster}
-            assert len(takes) == 1
-            if takes == {True}:
-                begun = [
-                    (transport, value, transport.begin_collective(name, value))
-                    for transport, value in ((self.transports[rank], VALUE.clone()) for rank in roster)
-                ]
-                for transport, value, one in begun:
-                    transport.end_collective(one)
-                    assert torch.equal(value, VALUE * len(roster))
-        layout = Layout.of(VALUE)
-        for a, b in combinations(range(4), 2):
-            if b in self.transports[a]._usable[0]:
-                self.transports[a].send(Channel.ACTIVATIONS, layout, [VALUE], b, 1)
-                (received,) = self.transports[b].receive(Channel.ACTIVATIONS, layout, a, 1)
-                assert received is not None
-                assert torch.equal(received, VALUE)
-
-    @property
-    def usable(self) -> int:
-        return sum(len(peers) + len(groups) for peers, groups in (t._usable for t in self.transports))
 
 
 def break_some(world: World, rng: random.Random) -> set[int]:
@@ -177,6 +58,8 @@ def test_all_who_are_connected_mean_the_same(seed: int, request: pytest.FixtureR
         assert not errors
         world.assert_agreed()
         assert broken or world.usable == 4 * 3 + 2 + 2 + 3
+        if rng.random() < 0.7:
+            world.prepare(rng.sample(range(4), rng.choice([3, 4, 4])), LATE_SECONDS * (rng.random() < 0.5))
     world.end_generation()
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_recycle.runtime.communicator import _EXCHANGE_TAG
 from lightning_recycle.runtime.nccl_transport import NcclTransport
 from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import Channel, GlooTransport, Transport
@@ -23,6 +24,8 @@ class CountingTransport(NcclTransport):
     """Counts what it is given."""
 
     sent = 0
+    states = 0  # parts of the state for a joining worker that were received
+    kept = 0  # communicators that were there already when a generation began
     collectives: ClassVar[list[tuple[str, int | None]]] = []  # the group and the root of each
     devices: ClassVar[dict[int, FakeDevice]] = {}  # by rank: that of this process
 
@@ -33,16 +36,24 @@ class CountingTransport(NcclTransport):
         CountingTransport.sent += 1
         return super().send(channel, layout, tensors, destination, tag)
 
+    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> Any:
+        CountingTransport.states += tag > _EXCHANGE_TAG
+        return super().receive(channel, layout, source, tag)
+
+    def _start(self, generation: int, agreed: Any, used: Any, *rest: Any) -> Any:
+        CountingTransport.kept += len(used)
+        return super()._start(generation, agreed, used, *rest)
+
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
         CountingTransport.collectives.append((roster, root))
         return super().begin_collective(roster, tensor, root)
 
 
-def imitated(option: str, rank: int, device: torch.device) -> Transport:
+def imitated(option: str, rank: int, device: torch.device, standby: bool) -> Transport:
     """The counterpart of ``transport_for``."""
     fake = CountingTransport.devices[rank] = FakeDevice(SocketNetwork(), threaded=True)
     gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
-    return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, required=True)
+    return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, True, standby)
 
 
 session.transport_for = imitated
@@ -59,6 +70,23 @@ class Wide(Regression):
         assert CountingTransport.sent > 0
         if sum(parameter.nbytes for parameter in self.parameters()) > 1e6:  # less is summed without any library
             assert any(roster.startswith("stage") for roster, _ in CountingTransport.collectives)
+
+
+class Prepared(Wide):
+    """A worker ends the run if a failure has found nothing prepared."""
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert CountingTransport.kept > 0
+
+
+class Joined(Wide):
+    """A replacement ends the run if its state has not come from device to device."""
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        if any(parameter.nbytes > 100_000 for parameter in self.parameters()):  # less goes by Gloo
+            assert strategy.incarnation == 0 or CountingTransport.states > 0
 
 
 class Sticky(Wide):

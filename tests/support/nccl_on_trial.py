@@ -28,7 +28,7 @@ class Broken(FakeDevice):
 made: list[NcclTransport] = []
 
 
-def on_trial(option: str, rank: int, device: torch.device) -> Transport:
+def on_trial(option: str, rank: int, device: torch.device, standby: bool) -> Transport:
     """The counterpart of ``transport_for``, with "auto"."""
     assert option == "auto"
     fake = (Broken if rank == BROKEN else FakeDevice)(SocketNetwork(), threaded=True)
@@ -49,7 +49,7 @@ class OnTrial(Regression):
 
     def on_train_end(self) -> None:
         (transport,) = made
-        peers, groups = transport._usable
+        peers, groups = transport._usable.neighbours, transport._usable.rosters
         # After the kill of rank 2 the others use it, who had given it up with the broken one.
         assert peers == {BROKEN: set(), 0: {3}, 3: {0}}[transport._rank]
         assert not groups, "two of one stage are left, of whom one cannot"

@@ -102,7 +102,8 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def undisturbed(run: L.Trainer) -> bool:
     """Whether the run's history tells nothing but training: a better plan may come in any run."""
     strategy: Any = run.strategy
-    return {event.kind for event in strategy.history} <= {"resumed", "regrouped", "step", "saved", "replanned"}
+    quiet = {"resumed", "regrouped", "step", "saved", "replanned", "memory"}
+    return {event.kind for event in strategy.history} <= quiet
 
 
 def failures(run: L.Trainer) -> list[tuple[int, int]]:

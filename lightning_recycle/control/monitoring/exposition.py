@@ -82,12 +82,17 @@ class _Collector:
         yield states
         lives = GaugeMetricFamily("recycle_worker_live", "Whether a position is held", labels=["pipeline", "stage"])
         newest = GaugeMetricFamily("recycle_worker_step", "Steps that a position applied", labels=["pipeline", "stage"])
+        text = "The most memory that a worker's process has held"
+        peaks = GaugeMetricFamily("recycle_worker_peak_bytes", text, labels=["pipeline", "stage"])
         for position in status.positions:
             labels = [str(position.pipeline), str(position.stage)]
             lives.add_metric(labels, position.state in _SERVING)
             newest.add_metric(labels, position.step + 1)
+            if position.peak_bytes is not None:
+                peaks.add_metric(labels, position.peak_bytes)
         yield lives
         yield newest
+        yield peaks
         yield from gauge("spares", "Workers that wait for a position", len(status.spares))
         yield from gauge("generation", "The number of the current generation", status.generation)
 

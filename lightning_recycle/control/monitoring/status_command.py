@@ -258,7 +258,7 @@ def _rendered(status: Mapping[str, Any]) -> Any:
 def _positions(status: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
-    table = Table("worker", "state", "host", "pid", "process", "step", "doing", box=None, pad_edge=False)
+    table = Table("worker", "state", "host", "pid", "process", "step", "memory", "doing", box=None, pad_edge=False)
     rows = status["positions"]
     hidden = 0
     if len(rows) > _MOST_ROWS:
@@ -280,6 +280,7 @@ def _positions(status: Mapping[str, Any]) -> Any:
             str(row["pid"] or "-"),
             f"#{row['incarnation']}",
             f"{row['step']:,}" if row["step"] >= 0 else "-",
+            f"{row['peak_bytes'] / 1e9:.3g} GB" if row.get("peak_bytes") else "-",
             _text(doing),
         )
     if hidden:

@@ -118,6 +118,8 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             checked = message.facts.checked
             if checked is not None and (len(checked.sums) > _SUMS or any(len(s) != 16 for s in checked.sums.values())):
                 return "what it tells are no checksums"
+            if message.peak_bytes < 0:
+                return f"its peak_bytes is {message.peak_bytes}"
             return _unless(0 <= message.step <= applied + 1, f"it has applied step {applied}, not {message.step}")
         case messages.Losses():
             indices = message.losses.keys() | message.outputs.keys()

@@ -301,6 +301,7 @@ class Applied:
         operation_seconds: its mean time by kind of operation, without waiting, smoothed over steps.
         step_seconds: the mean times in this step alone, of the kinds that occurred.
         facts: values that must be equal elsewhere.
+        peak_bytes: the most memory that it has held so far; 0 if that is not known.
     """
 
     rank: int
@@ -308,6 +309,7 @@ class Applied:
     operation_seconds: Mapping[str, float]
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     facts: Facts = Facts()
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,208 @@
+"""Communicators that are begun for the next generation: which, who uses them, what an abort leaves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from support.fake_nccl import FakeComm
+from transport_world import ALL, World
+
+from lightning_recycle.runtime import nccl_transport as module
+from lightning_recycle.runtime.groups import CommunicationError
+from lightning_recycle.runtime.nccl import NcclError
+from lightning_recycle.runtime.nccl_comms import Kept, Place, group_places, kept_by_all, pair, successors
+from lightning_recycle.runtime.payload_notes import Kind, Note
+
+RNG = random.Random(0)
+EVERYBODY = {"stage0": (0, 1, 2, 3)}
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(getattr(request, "param", ALL))
+    assert not world.connect(RNG)
+    yield world
+    world.end()
+    world.stop()
+
+
+def count_inits(world: World) -> list[int]:
+    """How many communicators each worker begins from now on."""
+    counts = [0] * 4
+    for rank, device in enumerate(world.devices):
+        real = device.init
+
+        def init(unique_id: bytes, size: int, member: int, rank: int = rank, real: object = real) -> FakeComm:
+            counts[rank] += 1
+            return real(unique_id, size, member)  # type: ignore[operator, no-any-return]
+
+        device.init = init  # type: ignore[method-assign]
+    return counts
+
+
+# ---------------------------------------------------------------------- which
+
+
+def test_members_of_every_communicator_expect_it_whoever_is_lost() -> None:
+    rosters = {"stage0": (0, 2, 4), "stage1": (1, 3, 5), "tie0": (0, 1, 2, 3, 4, 5), "tie1": (0, 2, 4)}
+    of = {rank: {name: roster for name, roster in rosters.items() if rank in roster} for rank in range(6)}
+    wanted = {rank: set(successors(rank, {r for r in range(6) if (r - rank) % 2}, of[rank])) for rank in range(6)}
+    for rank, places in wanted.items():
+        for place in places:
+            assert rank in place.ranks
+            assert all(place in wanted[member] for member in place.ranks)
+        for lost in set(range(6)) - {rank}:
+            left = {name: tuple(r for r in roster if r != lost) for name, roster in of[rank].items()}
+            assert set(group_places(left).values()) <= places
+
+
+def test_groups_with_the_same_members_have_communicators_of_their_own() -> None:
+    places = group_places({"stage0": (0, 2), "tie3": (0, 2), "tie1": (0, 1, 2)})
+    assert len(set(places.values())) == 3
+    assert pair(0, 2) not in places.values()
+
+
+def test_large_groups_have_a_reserve_for_the_loss_of_others_only() -> None:
+    roster = tuple(range(9))
+    assert successors(4, (), {"stage0": roster}) == [Place(roster, 0)]
+
+
+def test_what_one_member_has_not_kept_is_not_used() -> None:
+    place, other = pair(0, 1), pair(1, 0)
+    kept = {place: Kept("here", 7), other: Kept("there", 8)}
+    told = {0: {place.name: 7, other.name: 8}, 1: {place.name: 7, other.name: 9}}
+    assert kept_by_all([place, other, pair(0, 5)], kept, told) == {place: kept[place]}
+
+
+def test_notes_come_in_pieces() -> None:
+    notes = [
+        Note(Kind.OFFER, (0, 5), 1, 2),
+        Note(Kind.INVITE, (253, 77), 0, 0, bytes(range(128))),
+        Note(Kind.GO, (1, 9), 3, 4),
+    ]
+    found, data = [], bytearray()
+    for byte in b"".join(note.encode() for note in notes):
+        data.append(byte)
+        found += Note.decode_all(data)
+    assert found == notes
+    assert not data
+
+
+# ---------------------------------------------------------------------- who uses them
+
+
+@pytest.mark.parametrize("world", [ALL, EVERYBODY], indirect=True)
+@pytest.mark.parametrize("lost", range(4))
+def test_after_a_loss_nothing_is_begun_that_is_there_already(world: World, lost: int) -> None:
+    world.prepare(range(4))
+    world.lose(lost)
+    counts = count_inits(world)
+    assert not world.connect(RNG)
+    world.assert_agreed()
+    assert counts == [0] * 4
+
+
+def test_the_same_workers_use_them_too_and_make_others(world: World) -> None:
+    for _ in range(3):
+        world.prepare(range(4))
+        counts = count_inits(world)
+        assert not world.connect(RNG)
+        world.assert_agreed()
+        assert counts == [0] * 4
+
+
+def test_who_has_not_begun_them_is_connected_afresh(world: World) -> None:
+    world.prepare([0, 1, 2], 0.05)
+    counts = count_inits(world)
+    assert not world.connect(RNG)
+    world.assert_agreed()
+    # 3 was told to begin and had none: its four with 0, 1 and 2, its stage and its tie are new.
+    assert counts[3] == 2 * 3 + 2
+    assert counts[2] == 2
+
+
+def test_without_a_reserve_everything_is_begun() -> None:
+    world = World(reserves=False)
+    assert not world.connect(RNG)
+    for transport in world.transports:
+        transport.prepare()
+    world.end_generation()
+    assert not any(device.comms for device in world.devices)
+    world.stop()
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def test_an_abort_reaches_what_has_only_begun(world: World) -> None:
+    """Worker 3 never begins, so those with it are in progress when the generation ends."""
+    world.prepare([0, 1, 2], 0.05)
+    assert any(comm.in_progress for comm in world.devices[0].comms)
+    world.end_generation()
+    assert not any(comm.in_progress for device in world.devices for comm in device.comms)
+
+
+def test_a_reserve_that_cannot_begin_harms_nobody(world: World) -> None:
+    real = world.devices[1].init
+
+    def fail(*given: object) -> FakeComm:
+        raise NcclError("no memory")
+
+    world.devices[1].init = fail  # type: ignore[method-assign]
+    world.prepare(range(4), 0.05)
+    world.assert_agreed()
+    world.devices[1].init = real  # type: ignore[method-assign]
+    assert not world.connect(RNG)
+    world.assert_agreed()
+    assert world.usable == 4 * 3 + 2 + 2 + 3
+
+
+def test_a_lost_device_ends_the_generation_while_they_begin(world: World) -> None:
+    world.devices[2].is_lost = True
+    world.transports[2].prepare()
+    courier = world.transports[2]._courier
+    assert courier is not None
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        courier.wait_for(lambda: False, timeout=5)
+    world.devices[2].is_lost = False
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_all_connect_afresh_if_what_was_kept_does_not_work(
+    required: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_SECONDS", 0.3)
+    world = World(required=required)
+    assert not world.connect(RNG)
+    world.prepare(range(4))
+    world.end_generation()
+    broken = world.transports[0]._kept[pair(0, 1)].comm
+    if how == "fails":
+        broken.error = NcclError("the network is down")
+    else:
+        real = world.devices[0].in_progress
+        world.devices[0].in_progress = lambda comm: comm is broken or real(comm)  # type: ignore[method-assign]
+    errors = world.connect(RNG)
+    assert errors
+    assert {type(error) for error in errors} == {CommunicationError}
+    assert any("begun earlier do not work" in str(error) for error in errors)
+    assert not world.connect(RNG)
+    world.assert_agreed()
+    assert world.usable == 4 * 3 + 2 + 2 + 3, "NCCL is not given up"
+    world.end()
+    world.stop()
+
+
+def test_who_comes_too_late_does_not_take_what_the_next_generation_needs(world: World) -> None:
+    world.prepare(range(4))
+    world.end_generation()
+    kept = dict(world.transports[0]._kept)
+    assert kept
+    world.generation += 1
+    errors = world.connect(RNG, aborts=True)
+    assert all(isinstance(error, CommunicationError) for error in errors)
+    assert not world.connect(RNG)
+    world.assert_agreed()

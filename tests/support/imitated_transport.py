@@ -1,0 +1,19 @@
+"""The transport over NCCL, over the imitation of NCCL between processes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+from lightning_recycle.runtime.nccl_transport import NcclTransport
+from lightning_recycle.runtime.staging import HostMemory
+from lightning_recycle.runtime.transports import GlooTransport
+from support.fake_nccl import FakeDevice, SocketNetwork
+
+
+def imitated(rank: int, device: torch.device) -> NcclTransport:
+    """That of worker ``rank``, which must be used."""
+    fake = FakeDevice(SocketNetwork(), threaded=True)
+    gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
+    return NcclTransport(rank, device, fake, fake, f"device {rank}", gloo, required=True)
