@@ -13,6 +13,8 @@ from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.engine import simulate
 from lightning_recycle.simulation.failures import (
     Correlated,
+    Corruption,
+    CorruptNodes,
     FailedFraction,
     FailureCause,
     FailureCauses,
@@ -22,6 +24,8 @@ from lightning_recycle.simulation.failures import (
     Poisson,
     Regular,
     Scripted,
+    Slowdown,
+    SlowNodes,
     TraceReplay,
     Weibull,
 )
@@ -55,6 +59,8 @@ __all__ = [
     "Cluster",
     "CommonPolicy",
     "Correlated",
+    "CorruptNodes",
+    "Corruption",
     "DropReplica",
     "ElasticLayers",
     "Event",
@@ -78,6 +84,8 @@ __all__ = [
     "Restart",
     "Scripted",
     "SimulationResult",
+    "SlowNodes",
+    "Slowdown",
     "Spares",
     "State",
     "TraceReplay",

@@ -139,6 +139,11 @@ class Bamboo(CommonPolicy):
         """The pauses of a restart from a checkpoint, with Bamboo's own time for it."""
         return pauses(rendezvous=float(self.rendezvous), load=self.checkpoint_costs(context).loading)
 
+    def reloaded(self, context: Context, reaction: Reaction) -> Reaction:
+        """See :class:`Policy`."""
+        steps = self._fatal(context) if reaction.configuration.running else ()
+        return replace(super().reloaded(context, reaction), pauses=steps)
+
     def _should_reconfigure(self, context: Context, layout: _Layout, alive: set[int]) -> bool:
         stages = context.model.stages
         overloaded = len(layout.lost)

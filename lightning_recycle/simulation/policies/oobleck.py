@@ -18,15 +18,16 @@ Assumptions:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.oobleck_templates import cut, least_nodes, pipelines_step, stage_ranges
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers
+from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, nodes_of
+from lightning_recycle.simulation.slow_steps import prolonged
 
 __all__ = ["Oobleck"]
 
@@ -81,6 +82,17 @@ class Oobleck(CommonPolicy):
         transfer = model.transfer_seconds(_missing(model.units, before, after))
         steps = self.regrouping(len(workers), broken=broken, transfer=transfer)
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. The batch is shared by the pipelines' speeds, as it is by their sizes."""
+        teams = current.layout
+        assert isinstance(teams, tuple)
+        each = context.cluster.workers_per_node(context.model)
+        order = sorted(teams, key=len, reverse=True)
+        paces = tuple(min(speeds.get(worker // each, 1.0) for worker in team) for team in order)
+        sizes = tuple(map(len, order))
+        step = pipelines_step(context.model, sizes, self.schedule, self.effort, paces)
+        return prolonged(replace(current, fill_seconds=step.fill, lead_seconds=step.lead), step.seconds)
 
     def _anew(self, context: Context, workers: tuple[int, ...]) -> Teams:
         """The fastest of a few instantiations: even pipelines near the fault-free depth, or that depth and a rest."""
@@ -150,6 +162,7 @@ class Oobleck(CommonPolicy):
             layout=teams,
             fill_seconds=step.fill,
             lead_seconds=step.lead,
+            nodes=nodes_of(context, (worker for team in teams for worker in team)),
         )
         return self.with_checkpoints(context, found)
 

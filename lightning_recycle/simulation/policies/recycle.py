@@ -19,7 +19,8 @@ Assumptions:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_recycle.errors import ConfigurationError
@@ -27,8 +28,9 @@ from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.planned_steps import PlannedStep, distribution, planned_step
 from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, place
+from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, nodes_of, place
 from lightning_recycle.simulation.schedules import ScheduleName
+from lightning_recycle.simulation.slow_steps import prolonged
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
 
@@ -136,6 +138,31 @@ class Recycle(CommonPolicy):
             return min(usual, planned_step(self._problem(context, failures), self.effort))
         return planned_step(self._problem(context, failures), self.effort)
 
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. Peers take over as many of a slow worker's micro-batches as pays (docs/drift.md).
+
+        Not for layers that have been moved: then all wait.
+        """
+        usual = super().slowed(context, current, speeds)
+        layout = current.layout
+        assert isinstance(layout, Placement)
+        grid, each = context.model.grid, context.cluster.workers_per_node(context.model)
+        failures = layout.failures(grid)
+        if not self.adaptive or current.step_seconds != self.step(context, failures).seconds:
+            return usual
+        problem = self._problem(context, failures)
+        working = [position for position in grid.workers() if position not in problem.failed]
+        factors = {}
+        for worker, position in layout.positions:
+            if (speed := speeds.get(worker // each)) is not None:
+                # The plan is made for normalized failures; one worker of a stage is as good as another.
+                at = next(p for p in working if p.stage == position.stage and p not in factors)
+                factors[at] = 1 / speed
+        step = planned_step(replace(problem, worker_factors=tuple(sorted(factors.items()))), self.effort)
+        if step.seconds >= usual.step_seconds:
+            return usual
+        return prolonged(replace(current, fill_seconds=step.fill, lead_seconds=step.lead), step.seconds)
+
     def _problem(self, context: Context, failures: tuple[int, ...]) -> Problem:
         model = context.model
         gone = normalized_failures(model.grid, failures)
@@ -169,6 +196,7 @@ class Recycle(CommonPolicy):
             layout=layout,
             fill_seconds=step.fill,
             lead_seconds=step.lead,
+            nodes=nodes_of(context, (worker for worker, _ in layout.positions)),
         )
         return self.with_checkpoints(context, found)
 

@@ -23,7 +23,7 @@ from lightning_recycle.arguments import whole
 from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep
 from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import live_workers
+from lightning_recycle.simulation.policies.workers import live_workers, nodes_of
 from lightning_recycle.simulation.schedules import pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration
@@ -89,6 +89,7 @@ class Varuna(CommonPolicy):
             layout=frozenset(workers[: pipelines * stages]),
             fill_seconds=step.fill,
             lead_seconds=step.lead,
+            nodes=nodes_of(context, workers[: pipelines * stages]),
         )
         return self.with_checkpoints(context, found)
 

@@ -9,14 +9,26 @@ Contract: pure. Internal to ``policies``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from lightning_recycle.planning import Grid, Worker, moves, normalized_failures, roles
 from lightning_recycle.simulation.policies.common import CommonPolicy
+from lightning_recycle.simulation.policies.oobleck_templates import share_batch
 from lightning_recycle.simulation.policies.policy import Configuration, Context, stopped
+from lightning_recycle.simulation.slow_steps import prolonged
 
-__all__ = ["Placement", "Teams", "assemble_teams", "fresh", "live_workers", "place", "whole_pipelines"]
+__all__ = [
+    "Placement",
+    "Teams",
+    "assemble_teams",
+    "dealt_by_speed",
+    "fresh",
+    "live_workers",
+    "nodes_of",
+    "place",
+    "whole_pipelines",
+]
 
 Teams = tuple[tuple[int, ...], ...]
 """Pipelines as tuples of physical workers, by stage."""
@@ -26,6 +38,12 @@ def live_workers(context: Context, nodes: Iterable[int]) -> tuple[int, ...]:
     """The physical workers of live nodes, in order."""
     each = context.cluster.workers_per_node(context.model)
     return tuple(node * each + i for node in sorted(nodes) for i in range(each))
+
+
+def nodes_of(context: Context, workers: Iterable[int]) -> frozenset[int]:
+    """The nodes of these workers."""
+    each = context.cluster.workers_per_node(context.model)
+    return frozenset(worker // each for worker in workers)
 
 
 # -- positions in a grid with holes (ReCycle) -------------------------------------------------------------------------
@@ -182,5 +200,34 @@ def whole_pipelines(
         layout=teams,
         fill_seconds=step.fill,
         lead_seconds=step.lead,
+        nodes=nodes_of(context, (worker for team in teams for worker in team)),
     )
     return policy.with_checkpoints(context, found)
+
+
+def dealt_by_speed(
+    context: Context, policy: CommonPolicy, current: Configuration, speeds: Mapping[int, float]
+) -> Configuration:
+    """Whole pipelines that share the global batch by the speed of their slowest workers.
+
+    Args:
+        context: the model and the cluster.
+        policy: the policy.
+        current: how training runs when no node is slow; its layout is the workers of each pipeline.
+        speeds: the slow nodes' speeds.
+    """
+    model, teams = context.model, current.layout
+    assert isinstance(teams, tuple)
+    each = context.cluster.workers_per_node(model)
+    paces = [min(speeds.get(worker // each, 1.0) for worker in team) for team in teams]
+    shares = share_batch(model.grid.global_microbatches, paces)
+    costs = model.costs()
+    busy = max(map(sum, zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)))
+    steps = [
+        policy.pipeline_step(model, share).longer(share * busy * (1 / pace - 1))
+        for share, pace in set(zip(shares, paces, strict=True))
+    ]
+    seconds = max(step.seconds for step in steps)
+    fill = max(step.seconds + step.fill for step in steps) - seconds
+    found = replace(current, fill_seconds=fill, lead_seconds=max(step.lead for step in steps))
+    return prolonged(found, seconds)
