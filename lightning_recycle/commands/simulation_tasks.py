@@ -100,7 +100,12 @@ def _asked(scenario: Scenario) -> dict[str, Any]:
             "network_bandwidth": model.network_bandwidth,
             "recompute": model.recompute,
         },
-        "cluster": {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpus": cluster.gpus},
+        "cluster": {
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpus": cluster.gpus,
+            "topology": None if cluster.topology is None else asdict(cluster.topology),
+        },
         "policy": _described(scenario.policy),
         "failures": _described(scenario.failures),
         "duration": scenario.duration,

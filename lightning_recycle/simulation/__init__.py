@@ -46,6 +46,7 @@ from lightning_recycle.simulation.policies import (
 )
 from lightning_recycle.simulation.run_result import Accounting, Cause, Event, Interval, SimulationResult, State
 from lightning_recycle.simulation.sweep import Repetitions, repeat
+from lightning_recycle.simulation.topology import Topology
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.transformer import GPUS, Gpu, Transformer
 from lightning_recycle.simulation.units import as_seconds
@@ -88,6 +89,7 @@ __all__ = [
     "Slowdown",
     "Spares",
     "State",
+    "Topology",
     "TraceReplay",
     "TrainingModel",
     "Transformer",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -106,6 +107,7 @@ def pipelines_step(
     schedule: str = "1f1b",
     effort: int = DEFAULT_EFFORT,
     paces: tuple[float, ...] = (),
+    crowding: float = 1.0,
 ) -> PlannedStep:
     """One step on pipelines of these sizes: that of the slowest with its share of the batch.
 
@@ -117,10 +119,12 @@ def pipelines_step(
         schedule: schedule of the pipelines.
         effort: effort of the planner.
         paces: speed of the slowest worker of each pipeline, as a part of the usual one; () where none is slow.
+        crowding: factor by which messages take longer.
     """
     paces = paces or (1.0,) * len(sizes)
     units = [cut(model.units, size) for size in sizes]
     costs = [model.costs(parts, pipelines=len(sizes)) for parts in units]
+    costs = [replace(each, communication=each.communication * crowding) for each in costs]
     slowest = [max(map(sum, zip(c.forward, c.backward_input, c.backward_weight, strict=True))) for c in costs]
     speeds = [pace / seconds for pace, seconds in zip(paces, slowest, strict=True)]
     shares = share_batch(model.grid.global_microbatches, speeds)

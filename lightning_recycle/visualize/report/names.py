@@ -190,6 +190,10 @@ def assumptions_text(result: Mapping[str, Any]) -> str:
     model = result["model"]
     mfu = f"{100 * model['efficiency']:.1f} % of the peak of an {model['gpu']} while computing"
     network = f"{model['network_bandwidth'] * 8e-9:.3g} Gb/s between workers"
+    if shared := result["cluster"].get("topology"):
+        network += f", racks of {shared['rack']} nodes with {shared['oversubscription']:g}:1 uplinks"
+        if shared["switch_oversubscription"] > 1:
+            network += f", {shared['switch']} of them with {shared['switch_oversubscription']:g}:1"
     again = ", activations recomputed" if model["recompute"] else ""
     return f"global batch {model['global_batch']:,}, micro-batch {model['microbatch']}; {mfu}; {network}{again}"
 
