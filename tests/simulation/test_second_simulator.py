@@ -25,6 +25,10 @@ POLICIES = [
     sim.DropReplica(**COMMON, relaunch=None, schedule="planned", checkpoint="sharded", checkpoint_every=70.0),
     sim.Oobleck(**COMMON),
     sim.Oobleck(**COMMON, **SYNC, schedule="planned", memory_factor=1000.0),  # pipelines of at least 3 workers
+    sim.ElasticLayers(**COMMON),
+    sim.ElasticLayers(**COMMON, **SLOW, schedule="1f1b", share=0.001),  # copying takes minutes
+    sim.Bamboo(**COMMON, **SLOW),
+    sim.Bamboo(**COMMON, **SYNC, schedule="planned", threshold=0.5, node_start=20.0),
     sim.Varuna(**COMMON, **SLOW),
     sim.Varuna(**COMMON, **SYNC, schedule="planned"),
 ]
@@ -56,7 +60,7 @@ def test_both_simulators_agree(policy, data) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES[::2], ids=lambda policy: f"{type(policy).__name__}-{policy.schedule}")
 def test_both_agree_on_a_day_of_the_papers_model(policy) -> None:
-    chosen = sim.get_model("gpt3_3_35b")
+    chosen = sim.get_model("gpt3_medium" if isinstance(policy, sim.Bamboo) else "gpt3_3_35b")
     cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
     source = sim.Poisson("40min", repair="3h")
     changes = source.changes(cluster, 86400.0, 5)
@@ -67,5 +71,6 @@ def test_both_agree_on_a_day_of_the_papers_model(policy) -> None:
         broken += [sim.Outage(down.pop(node), (node,), change.tick / 1e9) for node in change.up]
     broken += [sim.Outage(begin, (node,)) for node, begin in down.items()]
     result = sim.simulate(chosen, cluster, policy, source, "1d", 5)
+    assert result.samples > 0
     naive = NAIVE[type(policy).__name__](chosen, policy, broken, 86400.0, cluster.nodes).play()
     assert result.samples == pytest.approx(naive.samples, rel=1e-6)
