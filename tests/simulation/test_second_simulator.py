@@ -26,7 +26,7 @@ POLICIES = [
     sim.Oobleck(**COMMON),
     sim.Oobleck(**COMMON, **SYNC, schedule="planned", memory_factor=1000.0),  # pipelines of at least 3 workers
     sim.ElasticLayers(**COMMON),
-    sim.ElasticLayers(**COMMON, **SLOW, schedule="1f1b", share=0.001),  # copying takes minutes
+    sim.ElasticLayers(**COMMON, **SLOW, schedule="1f1b", share=0.05),  # copying takes a while
     sim.Bamboo(**COMMON, **SLOW),
     sim.Bamboo(**COMMON, **SYNC, schedule="planned", threshold=0.5, node_start=20.0),
     sim.Varuna(**COMMON, **SLOW),
