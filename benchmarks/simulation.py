@@ -4,9 +4,11 @@
     .venv/bin/python benchmarks/simulation.py table day      # some of: table pauses ablation day fractions
                                                              #          spares layers sensitivity
                                                              #          ideal same batch checkpoints calibration
+                                                             #          slow wrong links
 
 ``ideal``, ``same``, ``batch`` and ``checkpoints`` compare policies with the same schedule, checkpoints and recovery
-(``same_schedule.py``); ``calibration`` is the paper's table over 400 seeds, against a null model (``calibration.py``).
+(``same_schedule.py``), and so do ``slow``, ``wrong`` and ``links`` (``slow_and_wrong.py``); ``calibration`` is the
+paper's table over 400 seeds, against a null model (``calibration.py``).
 The other sections run policies as published: ReCycle with planned schedules, all others with 1F1B, unless they say so.
 
 ``table`` is the paper's table of throughput by failure interval. Protocol: failures are a Poisson process of the whole
@@ -21,10 +23,11 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from calibration import PAPER, calibration_tables
+from calibration import calibration_tables
 from rich.console import Console
 from rich.table import Table
 from same_schedule import assumptions, batch_table, checkpoint_table, ideal_table, same_table
+from slow_and_wrong import links_table, slow_table, wrong_table
 
 from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.simulation import (
@@ -53,6 +56,7 @@ from lightning_recycle.simulation import (
     simulate,
 )
 from lightning_recycle.simulation.planned_steps import planned_step
+from lightning_recycle.visualize.report.paper import THROUGHPUT as PAPER
 
 console = Console(width=120)
 
@@ -336,6 +340,9 @@ SECTIONS: dict[str, Callable[[], Iterable[Table]]] = {
     "ideal": ideal_table,
     "same": same_table,
     "batch": batch_table,
+    "slow": slow_table,
+    "wrong": wrong_table,
+    "links": links_table,
     "checkpoints": checkpoint_table,
     "calibration": calibration_tables,
 }

@@ -21,6 +21,7 @@ from lightning_recycle.simulation import (
     FailureSource,
     Policy,
     Scripted,
+    Topology,
     TraceReplay,
     TrainingModel,
     Transformer,
@@ -61,6 +62,7 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         model,
         gpus_per_node=config["cluster"]["gpus_per_node"],
         extra_nodes=getattr(policy, "spares", 0) if extra == "auto" else extra,
+        topology=_topology(config["cluster"]["topology"]),
     )
     random = not policy.ignores_failures and not isinstance(failures, (Scripted, TraceReplay))
     first, count = whole("", "first_seed", config["first_seed"]), whole("", "seeds", config["seeds"], 1)
@@ -125,6 +127,15 @@ def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:
         if isinstance(item.default, bool) and not isinstance(value, bool):
             raise ConfigurationError(f"{name}.{item.name}={value!r}: give true or false.")
     return found
+
+
+def _topology(settings: Any) -> Topology | None:
+    if settings is None:
+        return None
+    known = [item.name for item in fields(Topology)]
+    if not isinstance(settings, Mapping) or not set(settings) <= set(known):
+        raise ConfigurationError(f"cluster.topology={settings!r}: give null, or some of {', '.join(known)}.")
+    return Topology(**settings)
 
 
 def _duration(value: Any, failures: FailureSource) -> float:

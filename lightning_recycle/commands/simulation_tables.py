@@ -88,6 +88,8 @@ def _training(result: Result) -> Table:
         ("cost", cost_text(result)),
     ):
         table.add_row(name, value)
+    if result["tainted"]:
+        table.add_row("tainted", f"{100 * result['tainted']:.1f} % of the samples rest on wrong results")
     if result["note"]:
         table.add_row("note", f"nothing was trained: {result['note']}")
     return table

@@ -67,6 +67,7 @@ def _training(config: Mapping[str, Any]) -> dict[str, Any]:
         "mfu": statistics.fmean(result.mfu for result in found.results),
         "cost": _cost(found.results, config["price"]),
         "node_failures": found.failures,
+        "tainted": _tainted(found.results),
         "note": _note(found.results),
         "losses": _means(result.losses() for result in found.results),
         "fractions": _means(result.accounting.fractions() for result in found.results),
@@ -99,7 +100,12 @@ def _asked(scenario: Scenario) -> dict[str, Any]:
             "network_bandwidth": model.network_bandwidth,
             "recompute": model.recompute,
         },
-        "cluster": {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpus": cluster.gpus},
+        "cluster": {
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpus": cluster.gpus,
+            "topology": None if cluster.topology is None else asdict(cluster.topology),
+        },
         "policy": _described(scenario.policy),
         "failures": _described(scenario.failures),
         "duration": scenario.duration,
@@ -125,6 +131,12 @@ def _cost(results: tuple[SimulationResult, ...], prices: Mapping[str, Any]) -> d
             "per_thousand_samples": 1000 * dollars / samples if samples else None,
         }
     return found
+
+
+def _tainted(results: tuple[SimulationResult, ...]) -> float:
+    """Part of the samples that rest on wrong results which nobody has found."""
+    samples = sum(result.samples for result in results)
+    return sum(result.tainted_samples for result in results) / samples if samples else 0.0
 
 
 def _note(results: tuple[SimulationResult, ...]) -> str | None:

@@ -13,6 +13,8 @@ from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.engine import simulate
 from lightning_recycle.simulation.failures import (
     Correlated,
+    Corruption,
+    CorruptNodes,
     FailedFraction,
     FailureCause,
     FailureCauses,
@@ -22,6 +24,8 @@ from lightning_recycle.simulation.failures import (
     Poisson,
     Regular,
     Scripted,
+    Slowdown,
+    SlowNodes,
     TraceReplay,
     Weibull,
 )
@@ -43,6 +47,7 @@ from lightning_recycle.simulation.policies import (
 )
 from lightning_recycle.simulation.run_result import Accounting, Cause, Event, Interval, SimulationResult, State
 from lightning_recycle.simulation.sweep import Repetitions, repeat
+from lightning_recycle.simulation.topology import Topology
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.transformer import GPUS, Gpu, Transformer
 from lightning_recycle.simulation.units import as_seconds
@@ -57,6 +62,8 @@ __all__ = [
     "Cluster",
     "CommonPolicy",
     "Correlated",
+    "CorruptNodes",
+    "Corruption",
     "DropReplica",
     "ElasticLayers",
     "Event",
@@ -80,8 +87,11 @@ __all__ = [
     "Restart",
     "Scripted",
     "SimulationResult",
+    "SlowNodes",
+    "Slowdown",
     "Spares",
     "State",
+    "Topology",
     "TraceReplay",
     "TrainingModel",
     "Transformer",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.simulation.topology import Topology
 from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["Cluster"]
@@ -16,7 +17,7 @@ __all__ = ["Cluster"]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``nodes`` nodes with ``gpus_per_node`` GPUs each.
+    """``nodes`` nodes with ``gpus_per_node`` GPUs each; with a ``topology``, they share links.
 
     When one GPU fails, its node is taken out until it is repaired, as schedulers do. Use ``gpus_per_node=1`` where
     single GPUs fail.
@@ -24,13 +25,21 @@ class Cluster:
 
     nodes: int
     gpus_per_node: int = 1
+    topology: Topology | None = None
 
     def __post_init__(self) -> None:
         whole("Cluster", "nodes", self.nodes, 1)
         whole("Cluster", "gpus_per_node", self.gpus_per_node, 1)
 
     @classmethod
-    def of(cls, model: TrainingModel, *, gpus_per_node: int | None = None, extra_nodes: int = 0) -> Cluster:
+    def of(
+        cls,
+        model: TrainingModel,
+        *,
+        gpus_per_node: int | None = None,
+        extra_nodes: int = 0,
+        topology: Topology | None = None,
+    ) -> Cluster:
         """The nodes that the model's fault-free grid needs, plus ``extra_nodes``.
 
         Raises:
@@ -41,7 +50,7 @@ class Cluster:
             raise ConfigurationError(
                 f"Cluster(gpus_per_node={size}): {model.name} needs {model.gpus} GPUs, not a whole number of nodes."
             )
-        return cls(model.gpus // size + whole("Cluster", "extra_nodes", extra_nodes), size)
+        return cls(model.gpus // size + whole("Cluster", "extra_nodes", extra_nodes), size, topology)
 
     @property
     def gpus(self) -> int:

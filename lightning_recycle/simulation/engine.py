@@ -1,9 +1,17 @@
 """The engine: plays a training run from event to event.
 
 Concept: between two events training runs in one configuration, step after step, so an interval of any length is one
-calculation. Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait
-for the end of a step, and the policy's alarm. A failure that undoes steps turns the preceding intervals from training
-into lost; GPU time is counted from the finished timeline, so it cannot disagree with it.
+calculation. Events are failures and repairs (from the source), nodes that get slow or wrong and are found, ends of
+pauses, checkpoints, changes that wait for the end of a step, and the policy's alarm. A failure that undoes steps turns
+the preceding intervals from training into lost; GPU time is counted from the finished timeline, so it cannot disagree
+with it.
+
+Slow nodes: all wait, until after ``slow_after`` the work is dealt out anew, if the policy can. Where training would be
+faster without the node, it is left out like one that fails, as soon as the time lost by then equals what leaving it out
+costs (the rule of ski rental, which at most doubles the loss; nobody knows how long a node stays slow).
+
+Wrong nodes: what was trained since the first wrong result is undone when it is found. Found by a check of the step in
+progress, only that step is; otherwise all load the newest checkpoint from before the first wrong result.
 
 Contract: deterministic for a seed; time is in whole nanoseconds; the parts of the accounting add up exactly.
 
@@ -12,13 +20,14 @@ Must not know: what a policy does, where failures come from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures.source import Change, FailureSource
+from lightning_recycle.simulation.health import Health, Wrong
 from lightning_recycle.simulation.ledger import Span, account, samples_of
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
@@ -27,8 +36,11 @@ from lightning_recycle.simulation.policies.policy import (
     Loss,
     Policy,
     Reaction,
+    Watch,
+    WatchfulPolicy,
 )
 from lightning_recycle.simulation.run_result import Event, Interval, SimulationResult, State
+from lightning_recycle.simulation.slow_steps import checked, waiting
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 
@@ -82,7 +94,8 @@ def simulate(
         peak_flops=model.device.peak_flops,
         accounting=account(run.spans, cluster.gpus),
         intervals=tuple(map(_interval, run.spans)),
-        events=tuple(run.events),
+        events=tuple(run.health.events),
+        tainted_samples=run.tainted_samples(),
     )
 
 
@@ -119,14 +132,18 @@ class _Pending:
 class _Run:
     def __init__(self, context: Context, policy: Policy, changes: Sequence[Change], end: int) -> None:
         self.context, self.policy, self.end = context, policy, end
+        self.watchful = policy if isinstance(policy, WatchfulPolicy) else None
+        self.watch = self.watchful.watch if self.watchful else Watch()
         self.spans: list[Span] = []
-        self.events: list[Event] = []
-        self.live = set(range(context.cluster.nodes))
+        self.health = Health(context.cluster.nodes)
+        self.known: frozenset[int] = frozenset()  # slow nodes that are known to be slow
+        self.slow_due: tuple[int, bool] | None = None  # when slow nodes are looked at; whether to leave them out then
         self.changes = list(changes)[::-1]  # the next one last
         self.now = 0
         self.pauses: list[tuple[str, int]] = []  # what is left of them, the next one last; label and end
         self.pending: _Pending | None = None
         self.alarm: int | None = None
+        self.saved = [(0, 0)]  # checkpoints: (taken, readable)
         self.checkpoint = 0  # the state to which a loss goes back
         self.taken = 0  # the newest state of which a checkpoint was begun
         self.readable = 0  # when it can be loaded
@@ -134,11 +151,12 @@ class _Run:
         # where it can be loaded when the pauses are over (it was itself loaded, or is written in them)
         self.origin = 0  # a step begins here, and every step's duration later
         self.begun = 0  # when the first of them really began
-        if self.changes and self.changes[-1].tick == 0:
-            self._apply(self.changes.pop())
-        first = policy.begin(context, frozenset(self.live))
-        self.configuration = first.configuration
-        self._take(first, Happening(0.0, frozenset(self.live)))
+        begin = self.changes.pop() if self.changes and self.changes[-1].tick == 0 else Change(0)
+        self.health.apply(begin)
+        first = policy.begin(context, self.health.counted)
+        self.planned = self.configuration = first.configuration
+        self._take(first, Happening(0.0, self.health.counted))
+        self._degraded(begin)
 
     def play(self) -> None:
         """Until the end."""
@@ -163,6 +181,11 @@ class _Run:
             ticks.append(self.changes[-1].tick)
         if self.alarm is not None:
             ticks.append(self.alarm)
+        if (back := self.health.next_repair) is not None:
+            ticks.append(back)
+        if self.slow_due is not None and self._settled():
+            ticks.append(self.slow_due[0])
+        ticks += (tick for each in self.health.wrong if (tick := self._found_at(each)) is not None)
         return max(self.now, min(ticks))
 
     def _happen(self) -> None:
@@ -183,30 +206,150 @@ class _Run:
             self._switch(reaction)
         elif self.changes and self.changes[-1].tick <= self.now:
             change = self.changes.pop()
-            self._apply(change)
-            self._ask(Happening(self._seconds(), frozenset(self.live), change.down, change.up))
+            down, up = self.health.apply(change)
+            if down or up:
+                self._ask(self._happening(down, up))
+            self._degraded(change)
+        elif (back := self.health.next_repair) is not None and back <= self.now:
+            if up := self.health.repaired(self.now):
+                self._ask(self._happening(up=up))
         elif self.alarm is not None and self.alarm <= self.now:
             self.alarm = None
-            self.events.append(Event(self._seconds(), "alarm"))
-            self._ask(Happening(self._seconds(), frozenset(self.live), woken=True))
+            self.health.events.append(Event(self._seconds(), "alarm"))
+            self._ask(replace(self._happening(), woken=True))
+        elif wrong := next((each for each in self.health.wrong if self._found_at(each) == self.now), None):
+            self._find(wrong)
+        elif self.slow_due is not None and self.slow_due[0] <= self.now and self._settled():
+            self._look_at_slow_nodes(leave=self.slow_due[1])
 
-    def _apply(self, change: Change) -> None:
-        self.live.difference_update(change.down)
-        self.live.update(change.up)
-        time = change.tick / TICKS_PER_SECOND
-        for kind, nodes in (("failure", change.down), ("repair", change.up)):
+    def _happening(self, down: tuple[int, ...] = (), up: tuple[int, ...] = ()) -> Happening:
+        return Happening(self._seconds(), self.health.counted, down, up)
+
+    def _settled(self) -> bool:
+        """Whether training runs and nothing is about to change."""
+        return self.configuration.running and not self.pauses and self.pending is None
+
+    # -- slow and wrong nodes -------------------------------------------------------------------------------------
+
+    def _degraded(self, change: Change) -> None:
+        """Nodes that get slow, fast again or wrong with ``change``."""
+        for name, nodes in (
+            ("slow", tuple(node for node, speed in change.speeds if speed < 1)),
+            ("fast again", tuple(node for node, speed in change.speeds if speed == 1)),
+        ):
             if nodes:
-                self.events.append(Event(time, kind, nodes))
+                self.health.events.append(Event(change.tick / TICKS_PER_SECOND, name, nodes))
+        if change.speeds:
+            self.known -= {node for node, _ in change.speeds}
+            after = self.watch.slow_after
+            unknown = self.health.speeds.keys() - self.known
+            self.slow_due = (self.now + as_ticks(after), False) if unknown and after is not None else None
+            self._set_pace()
+        for each in change.wrong:
+            if each.node in self.health.counted and self._takes_part(each.node):
+                running = self.configuration.running and not self.pauses
+                self.health.begins_wrong(each, self.now, counts=running)
+
+    def _takes_part(self, node: int) -> bool:
+        return self.planned.nodes is None or node in self.planned.nodes
+
+    def _slow_nodes(self) -> dict[int, float]:
+        """Speeds of those that take part."""
+        speeds = self.health.speeds
+        return {node: speeds[node] for node in speeds if node in self.health.counted and self._takes_part(node)}
+
+    def _set_pace(self) -> None:
+        """The step in progress goes on at the pace of the nodes as they are now."""
+        old, self.configuration = self.configuration, self._paced()
+        if old.running and self.configuration.running and not self.pauses and self.now:
+            self._carry_on(old)
+
+    def _paced(self) -> Configuration:
+        """The policy's configuration with what checks and slow nodes cost."""
+        found, slow = self.planned, self._slow_nodes()
+        if found.running and slow:
+            if self.watchful and slow.keys() <= self.known:
+                found = self.watchful.slowed(self.context, found, slow)
+            else:
+                found = waiting(found, slow)
+        return checked(found, self.watch.check_cost) if found.running and self.watch.check_cost else found
+
+    def _look_at_slow_nodes(self, *, leave: bool) -> None:
+        self.slow_due = None
+        self.known = frozenset(self.health.speeds)
+        self._set_pace()
+        slow = frozenset(self._slow_nodes())
+        if not slow:
+            return
+        happening = Happening(self._seconds(), self.health.counted - slow, tuple(sorted(slow)))
+        reaction = self.policy.react(self.context, self.planned, happening)
+        if reaction is None or reaction.configuration.throughput <= self.configuration.throughput:
+            return
+        if leave:
+            self.health.events.append(Event(self._seconds(), "left out", happening.down))
+            self.health.leave_out(slow, self.now)
+            self._take(reaction, happening)
+            return
+        undone = {
+            Loss.NOTHING: self.now,
+            Loss.STEP: self._step_begin(self.configuration),
+            Loss.CHECKPOINT: self._newest_checkpoint(),
+        }
+        costs = self._seconds() - undone[reaction.lost] / TICKS_PER_SECOND
+        costs += sum(pause.seconds for pause in reaction.pauses)
+        gain = 1 - self.configuration.throughput / reaction.configuration.throughput
+        self.slow_due = (self.now + max(1, as_ticks(costs / gain)), True)
+
+    def _found_at(self, wrong: Wrong) -> int | None:
+        """When a wrong node is found as things stand: just before the end of a step that is checked, or noticed."""
+        every, ticks = self.watch.check_every, [] if wrong.noticed is None else [max(self.now, wrong.noticed)]
+        if every is not None and wrong.since is not None and self.configuration.running and not self.pauses:
+            period, step = as_ticks(every), _step(self.configuration)
+            due = max(self.now, wrong.since if not period else (wrong.since // period + 1) * period) + 1
+            ticks.append(self.origin - (self.origin - due) // step * step - 1)
+        return min(ticks, default=None)
+
+    def _find(self, wrong: Wrong) -> None:
+        """A wrong node is taken out, and what rests on its results is undone."""
+        since, begun = wrong.since, self._step_begin(self.configuration)
+        down = self.health.found(wrong, self.now)
+        if since is None or since >= begun:
+            self._ask(self._happening(down), self._without_this_step)
+            return
+        self.saved = [each for each in self.saved if each[0] <= since]
+        good = max(taken for taken, readable in self.saved if readable <= self.now)
+        self.checkpoint = self.taken = good
+        self.readable = self.now
+        self._ask(self._happening(down), self._from_older_checkpoint)
+
+    def _without_this_step(self, reaction: Reaction | None) -> Reaction:
+        found = reaction or Reaction(self.planned)
+        if found.lost is not Loss.NOTHING:
+            return found
+        return replace(found, lost=Loss.STEP, at_boundary=False)
+
+    def _from_older_checkpoint(self, reaction: Reaction | None) -> Reaction:
+        found = reaction or Reaction(self.planned)
+        if self.watchful is None:
+            return replace(found, lost=Loss.CHECKPOINT, at_boundary=False)
+        return self.watchful.reloaded(self.context, found)
+
+    def tainted_samples(self) -> float:
+        """Samples that rest on a wrong result which nobody has found."""
+        first = min((each.since for each in self.health.wrong if each.since is not None), default=None)
+        return 0.0 if first is None else samples_of(self.spans, first)
 
     # -- what a policy decides ------------------------------------------------------------------------------------
 
-    def _ask(self, happening: Happening) -> None:
+    def _ask(self, happening: Happening, revise: Callable[[Reaction | None], Reaction] | None = None) -> None:
         if self.pending is not None:
             # A waiting reaction may rely on a node that has just failed, so the policy answers both at once.
             before, self.pending = self.pending.happening, None
             up = tuple(sorted((*happening.up, *(node for node in before.up if node in happening.live))))
             happening = replace(happening, up=up, woken=happening.woken or before.woken)
-        reaction = self.policy.react(self.context, self.configuration, happening)
+        reaction = self.policy.react(self.context, self.planned, happening)
+        if revise is not None:
+            reaction = revise(reaction)
         if reaction is not None:
             self._take(reaction, happening)
 
@@ -219,10 +362,12 @@ class _Run:
         self._switch(reaction)
 
     def _switch(self, reaction: Reaction) -> None:
-        old, self.configuration = self.configuration, reaction.configuration
+        self.planned = reaction.configuration
+        old, self.configuration = self.configuration, self._paced()
         interrupted = reaction.lost is Loss.STEP or bool(reaction.pauses) or not reaction.configuration.running
         if reaction.lost is Loss.CHECKPOINT:
             self.taken, self.readable = self._newest_checkpoint(), self.now  # one half written is never complete
+            self.saved = [each for each in self.saved if each[0] <= self.taken]
             self._undo(self.taken)
         elif interrupted:
             self._undo(self._step_begin(old))
@@ -252,6 +397,8 @@ class _Run:
     def _start_steps(self) -> None:
         """The first step begins now."""
         self.origin = self.begun = self.now
+        if self.configuration.running:
+            self.health.resumed(self.now)
         if self.checkpointing is not None:
             self._begin_checkpoint(loaded=not self.checkpointing)
             self.checkpointing = None
@@ -261,6 +408,7 @@ class _Run:
         self.checkpoint = self._newest_checkpoint()
         self.taken = self.now
         self.readable = self.now + (0 if loaded else as_ticks(self.configuration.checkpoint_writing))
+        self.saved.append((self.taken, self.readable))
 
     def _newest_checkpoint(self) -> int:
         """The newest state that can be loaded now."""
@@ -274,6 +422,10 @@ class _Run:
         done = (self.now - self.origin) % _step(old)
         self.origin = self.now - done * _step(self.configuration) // _step(old)
         self.begun = begun
+        if self.pending is not None:
+            self.pending.tick = self.origin - (self.origin - self.now) // _step(self.configuration) * _step(
+                self.configuration
+            )
 
     def _step_begin(self, configuration: Configuration) -> int:
         """When the step in progress began; there is none in a pause."""
@@ -298,7 +450,7 @@ class _Run:
         if until <= self.now:
             return
         configuration = self.configuration
-        live = len(self.live) * self.context.cluster.gpus_per_node
+        live = len(self.health.live) * self.context.cluster.gpus_per_node
         if self.pauses:
             state, label = State.PAUSED, self.pauses[-1][0]
         else:
@@ -316,6 +468,7 @@ class _Run:
 
     def _undo(self, since: int) -> None:
         """Training after ``since`` is lost."""
+        self.health.undone(since)
         at = len(self.spans)
         while at and self.spans[at - 1].end > since:
             at -= 1

@@ -1,7 +1,7 @@
 """Turns the timeline into GPU time by cause, in whole GPU-nanoseconds. Internal to ``simulation``.
 
-Contract: each span's GPU time is divided without remainder: useful and repeated time is rounded down, the rest of the
-participants' time is bubble.
+Contract: each span's GPU time is divided without remainder: useful, repeated and slow time is rounded down, the rest
+of the participants' time is bubble.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ def account(spans: Sequence[Span], gpus: int) -> Accounting:
     Raises:
         PlanningError: when a configuration claims more work than its GPUs have time, or more GPUs than are live.
     """
-    useful = bubble = idle = redone = reconfiguring = failed = 0
+    useful = bubble = slow = idle = redone = reconfiguring = failed = 0
     for span in spans:
         ticks, taking_part = span.end - span.begin, span.gpus
         failed += (gpus - span.live_gpus) * ticks
         idle += (span.live_gpus - taking_part) * ticks
         if span.state is State.TRAINING:
-            work, again = _training(span, ticks)
+            work, again, longer = _training(span, ticks)
             useful += work
             redone += again
-            bubble += taking_part * ticks - work - again
+            slow += longer
+            bubble += taking_part * ticks - work - again - longer
         elif span.state is State.LOST:
             redone += taking_part * ticks
         else:  # nothing takes part while training is stopped
             reconfiguring += taking_part * ticks
-    return Accounting(useful, bubble, idle, redone, reconfiguring, failed)
+    return Accounting(useful, bubble, idle, redone, reconfiguring, failed, slow)
 
 
-def _training(span: Span, ticks: int) -> tuple[int, int]:
-    """Useful and repeated GPU time."""
+def _training(span: Span, ticks: int) -> tuple[int, int, int]:
+    """Useful and repeated GPU time, and what slow nodes cost."""
     configuration = span.configuration
     step = max(1, as_ticks(configuration.step_seconds))
     work, again = as_ticks(configuration.useful_gpu_seconds), as_ticks(configuration.repeated_gpu_seconds)
@@ -72,13 +73,17 @@ def _training(span: Span, ticks: int) -> tuple[int, int]:
             f"{span.live_gpus} live ones do {(work + again) / 1e9:g} GPU-seconds of work in {step / 1e9:g} s."
         )
     useful = work * ticks // step
-    return useful, min(again * ticks // step, configuration.gpus * ticks - useful)
+    again = min(again * ticks // step, configuration.gpus * ticks - useful)
+    longer = as_ticks(configuration.slow_gpu_seconds) * ticks // step
+    return useful, again, min(longer, configuration.gpus * ticks - useful - again)
 
 
-def samples_of(spans: Sequence[Span]) -> float:
-    """Samples that were trained and never undone."""
+def samples_of(spans: Sequence[Span], since: int = 0) -> float:
+    """Samples that were trained after ``since`` (ticks) and never undone."""
     return sum(
-        span.configuration.samples * (span.end - span.begin) / max(1, as_ticks(span.configuration.step_seconds))
+        span.configuration.samples
+        * (span.end - max(span.begin, since))
+        / max(1, as_ticks(span.configuration.step_seconds))
         for span in spans
-        if span.state is State.TRAINING
+        if span.state is State.TRAINING and span.end > since
     )

@@ -43,6 +43,10 @@ class PlannedStep(NamedTuple):
     fill: float = 0.0
     lead: float = 0.0
 
+    def longer(self, seconds: float) -> PlannedStep:
+        """The same step, longer by ``seconds``."""
+        return self._replace(seconds=self.seconds + seconds)
+
 
 @lru_cache(maxsize=65536)
 def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> PlannedStep:

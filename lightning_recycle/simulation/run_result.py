@@ -33,6 +33,8 @@ class Cause(str, Enum):
     """Pauses: detection, regrouping, transfer, restart, writing checkpoints."""
     FAILED = "failed"
     """Down."""
+    SLOW = "slow"
+    """Taking part in a step that lasts longer because of slow nodes."""
 
 
 class State(str, Enum):
@@ -63,7 +65,11 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event at ``time`` seconds: "failure", "repair" or "alarm", with the nodes concerned."""
+    """An event at ``time`` seconds with the nodes concerned.
+
+    "failure", "repair"; "slow" and "fast again"; "left out" (slow nodes); "wrong" (the first wrong result) and "found";
+    "alarm" (of the policy).
+    """
 
     time: float
     kind: str
@@ -80,6 +86,7 @@ class Accounting:
     redone: int = 0
     reconfiguring: int = 0
     failed: int = 0
+    slow: int = 0
 
     @property
     def total(self) -> int:
@@ -113,6 +120,7 @@ class SimulationResult:
         bubble_free_throughput: samples/s of one GPU that computes F, B and W all the time.
         flops_per_sample: floating-point operations of a sample, without those that are done again.
         peak_flops: of one GPU, per second.
+        tainted_samples: those of ``samples`` that were trained on a wrong result which nobody has found by the end.
     """
 
     model: str
@@ -128,6 +136,7 @@ class SimulationResult:
     bubble_free_throughput: float = 0.0
     flops_per_sample: float = 0.0
     peak_flops: float = 1.0
+    tainted_samples: float = 0.0
 
     @property
     def throughput(self) -> float:
@@ -179,13 +188,13 @@ class SimulationResult:
     def losses(self) -> Mapping[str, float]:
         """Samples/s lost by cause, against fault-free 1F1B on as many GPUs as the cluster has; they add up.
 
-        A GPU-second that is idle, redone, reconfiguring or failed loses what a GPU achieves in a second without
+        A GPU-second that is idle, redone, reconfiguring, slow or failed loses what a GPU achieves in a second without
         failures; "slower steps" is the rest: the difference in bubbles, negative where a schedule is faster than 1F1B.
         """
         per_gpu_second = self.fault_free_throughput / self.fault_free_gpus
         lost = {
             cause.value: self.accounting.seconds(cause) * per_gpu_second / self.duration
-            for cause in (Cause.FAILED, Cause.RECONFIGURING, Cause.REDONE, Cause.IDLE)
+            for cause in (Cause.FAILED, Cause.RECONFIGURING, Cause.REDONE, Cause.IDLE, Cause.SLOW)
         }
         missing = per_gpu_second * self.gpus - self.throughput
         return {**lost, "slower steps": missing - sum(lost.values())}

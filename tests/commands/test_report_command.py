@@ -17,7 +17,19 @@ from lightning_recycle.visualize.report.paper import paper_slots, paper_throughp
 from lightning_recycle.visualize.report.scales import linear, logarithmic
 from lightning_recycle.visualize.report.sections.trace_results import averaged
 
-SECTIONS = ["same", "intervals", "causes", "traces", "fractions", "ablation", "planner", "spares", "restart", "layers"]
+SECTIONS = [
+    "same",
+    "intervals",
+    "causes",
+    "traces",
+    "modes",
+    "fractions",
+    "ablation",
+    "planner",
+    "spares",
+    "restart",
+    "layers",
+]
 SECTIONS += ["others", "runs"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -121,8 +133,8 @@ def test_links_lead_to_sections_and_every_section_has_its_charts(page: Page) -> 
     pictures = Counter(section for tag, _, section in page.elements if tag == "figure")
     # Models, or models x failures; traces x models; fractions; grids and runs.
     assert pictures == {
-        "same": 4, "intervals": 2, "causes": 6, "traces": 1, "fractions": 3, "ablation": 2, "planner": 1, "spares": 1,
-        "restart": 1, "layers": 1,
+        "same": 4, "intervals": 2, "causes": 6, "traces": 1, "modes": 3, "fractions": 3, "ablation": 2, "planner": 1,
+        "spares": 1, "restart": 1, "layers": 1,
     }  # fmt: skip
     for tag, attributes, section in page.elements:
         if tag == "svg" and "aria-hidden" not in attributes:

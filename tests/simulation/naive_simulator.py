@@ -1,8 +1,8 @@
 """A second simulator, for the tests: small, naive, one step after the other, in seconds as floats.
 
 Written from docs/simulation.md and the policies' docstrings. It shares with the simulator what is planned elsewhere
-(the duration of a step, where failures are normalized to, Varuna's shapes, Oobleck's cuts) and none of its engine,
-ledger, placements, checkpoints and pauses.
+(the duration of a step, where failures are normalized to, Varuna's shapes, Oobleck's cuts, where layers move) and none
+of its engine, ledger, placements, checkpoints and pauses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lightning_recycle.planning import Problem, moves, normalized_failures, role
 from lightning_recycle.simulation.checkpoint_costs import checkpoint_costs
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.planned_steps import distribution, planned_step
+from lightning_recycle.simulation.policies.elastic_layers import _best_split
 from lightning_recycle.simulation.policies.oobleck_templates import cut, pipelines_step
 from lightning_recycle.simulation.policies.policy import Context
 from lightning_recycle.simulation.policies.varuna import morph
@@ -117,7 +118,7 @@ class Naive:
                 pauses, saving, filling = [], (0.0 if answer.back == "checkpoint" else None), False
             elif answer.pauses and filling:
                 pauses, filling = pauses[:-1], False
-            was_running = way is not None and not pauses
+            was_running, old = way is not None and not pauses, way
             way, self.layout = answer.way, answer.way.layout if answer.way else answer.layout
             end = pauses[-1] if pauses else now
             for seconds in answer.pauses:
@@ -131,6 +132,8 @@ class Naive:
                 filling = True
             if not pauses and (fresh or not was_running):
                 go_on()
+            elif not pauses and way and old:  # the step in progress goes on at another speed
+                begun = now - (now - begun) * way.seconds / old.seconds
 
         def go_on() -> None:
             nonlocal begun, saving, filling
@@ -423,6 +426,90 @@ class NaiveRecycle(Naive):
         return Answer(self.running(held), pauses, "step" if failed else "now")
 
 
+class NaiveElasticLayers(NaiveRecycle):
+    """Re-routing, then moving layers; how they are spread over the stages is the policy's."""
+
+    def start(self):
+        way = self.afresh()
+        return self.balanced(way)[0] or way
+
+    def balanced(self, way):
+        model, policy = self.model, self.policy
+        counts = Counter(place.stage for place in way.layout.values()) if way else {}
+        vacancies = tuple(model.pipelines - counts[stage] for stage in range(model.stages)) if way else ()
+        if not any(vacancies):
+            return None, 0.0
+        units, step = _best_split(model, vacancies, policy.technique, policy.effort, 1.0)
+        if step.seconds >= way.seconds * (1 - policy.gain):
+            return None, 0.0
+        each = model.units // model.stages
+        had = [set(range(stage * each, (stage + 1) * each)) for stage in range(model.stages)]
+        has = [set(range(sum(units[:stage]), sum(units[: stage + 1]))) for stage in range(model.stages)]
+        most = max(len(new - old) for old, new in zip(had, has, strict=True))
+        better = replace(way, seconds=step.seconds, fill=step.fill, lead=step.lead)
+        return better, model.transfer_seconds(most / model.units) / policy.share
+
+    def answer(self, way, woken):
+        found = super().answer(way, woken)
+        if found is None:
+            better = self.balanced(way)[0] if woken else None
+            return better and Answer(better, [self.policy.change], "now")
+        better, copying = self.balanced(found.way)
+        if better:
+            found.alarm = sum(found.pauses) + found.way.fill + copying
+        return found
+
+
+class NaiveBamboo(NaiveMerge):
+    """Bamboo; what fits into memory is the policy's."""
+
+    def start(self):
+        return self.again(())
+
+    def again(self, before):
+        return self.running(self.whole(before)[0], frozenset())
+
+    def running(self, teams, lost):
+        model, policy = self.model, self.policy
+        if not teams:
+            return None
+        costs = model.costs()
+        both = tuple(sum(pair) for pair in zip(costs.forward, (*costs.forward[1:], costs.forward[0]), strict=True))
+        micro = -(-model.global_batch // model.microbatch // len(teams))
+        limit = policy._in_flight_limit(model)
+        step = pipeline_step(policy.schedule, replace(costs, forward=both), micro, limit, policy.effort)
+        work = model.useful_gpu_seconds + model.global_batch * model.sample_seconds[0]
+        seconds = max(step.seconds * (policy.slowdown if lost else 1), work / (len(teams) * model.stages - len(lost)))
+        return Way((teams, lost), seconds, model.global_batch, step.fill, step.lead)
+
+    def answer(self, way, woken):
+        model, policy = self.model, self.policy
+        teams, lost = self.layout or ((), frozenset())
+        fatal = [policy.rendezvous, self.costs[2]]
+        if not teams:
+            found = self.again(())
+            return found and Answer(found, fatal, "now")
+        places = {(p, s): worker for p, team in enumerate(teams) for s, worker in enumerate(team)}
+        dead = {place for place, worker in places.items() if worker not in self.live}
+        if new := dead - lost:
+            dead |= lost
+            around = {(p, (s + by) % model.stages) for p, s in new for by in (1, -1)}
+            if around & dead:
+                found = self.again(teams)
+                return Answer(found, fatal if found else [], "checkpoint", layout=())
+            return Answer(self.running(teams, frozenset(dead)), [], "now", alarm=1e-3)
+        if self.live - self.known:
+            return Answer(way, [], "now", alarm=max(1e-3, policy.node_start), layout=self.layout)
+        working = {worker for place, worker in places.items() if place not in lost}
+        idle = len(self.live - working)
+        short = lost and (idle >= len(lost) or 2 * len(lost) / len(working) > policy.threshold)
+        more = min((len(working) + idle) // model.stages, model.pipelines) > len(teams)
+        if not woken or not (short or more):
+            return None
+        pauses = [AGREEMENT + policy.lookup, policy.reconfigure]
+        return Answer(self.again(teams), pauses, "now")
+
+
 class NaiveVaruna(Naive):
     """Varuna."""
 
@@ -529,6 +616,8 @@ class NaiveOobleck(Naive):
 
 
 NAIVE = {
+    "Bamboo": NaiveBamboo,
+    "ElasticLayers": NaiveElasticLayers,
     "Merge": NaiveMerge,
     "Spares": NaiveMerge,
     "Restart": NaiveRestart,

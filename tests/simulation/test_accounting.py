@@ -1,14 +1,15 @@
 """Every second of every GPU, exactly once, whatever fails under whatever policy."""
 
-from functools import lru_cache
+import dataclasses
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_outages import DURATION, GRIDS, corruptions, outages, slowdowns
+from random_outages import small_model as model
 
 from lightning_recycle import simulation as sim
 
-DURATION = 2000.0
 POLICIES = [
     sim.Recycle(effort=0),
     sim.Recycle(effort=0, schedule="1f1b", checkpoint="memory"),
@@ -37,31 +38,11 @@ POLICIES = [
 ]
 
 
-@lru_cache
-def model(pipelines: int, stages: int) -> sim.TrainingModel:
-    speed = {"global_batch": pipelines * 4, "throughput": pipelines * 1.7}
-    return sim.TrainingModel("small", sim.Transformer(6, 512, 8, 512), pipelines, stages, **speed)
-
-
-@st.composite
-def outages(draw, nodes: int):
-    # Anywhere, or in bursts, so that failures and repairs meet within a step or a pause.
-    bursts = st.builds(sum, st.tuples(st.sampled_from([0.0, 500.0, 530.0, 1500.0]), st.floats(0.0, 9.0)))
-    times = st.floats(0.0, DURATION, allow_nan=False) | bursts
-    found = []
-    for _ in range(draw(st.integers(0, 8))):
-        begin = draw(times)
-        length = draw(st.none() | st.floats(0.5, 800.0) | st.floats(0.5, 9.0))
-        hit = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True))
-        found.append(sim.Outage(begin, tuple(hit), None if length is None else begin + length))
-    return found
-
-
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_the_parts_add_up_and_agree_with_the_failures(data) -> None:
     policy = data.draw(st.sampled_from(POLICIES))
-    pipelines, stages = data.draw(st.sampled_from([(1, 2), (2, 2), (3, 2), (3, 4), (4, 3)]))
+    pipelines, stages = data.draw(st.sampled_from(GRIDS))
     chosen = model(pipelines, stages)
     extra = 2 if isinstance(policy, sim.Spares) else data.draw(st.sampled_from([0, 3]))
     gpus_per_node = data.draw(st.sampled_from([size for size in (1, 2) if chosen.gpus % size == 0]))
@@ -69,14 +50,43 @@ def test_the_parts_add_up_and_agree_with_the_failures(data) -> None:
     broken = data.draw(outages(cluster.nodes))
     result = sim.simulate(chosen, cluster, policy, sim.Scripted(broken), DURATION)
     account = result.accounting
-
-    assert account.total == cluster.gpus * round(DURATION * 1e9)
-    assert all(getattr(account, cause.value) >= 0 for cause in sim.Cause)
-    assert sum(account.fractions().values()) == pytest.approx(1.0)
+    check_the_sums(result, chosen, cluster)
 
     # Failed time is known from the outages alone.
     down = 0 if policy.ignores_failures else sum(failed_ticks(node, broken) for node in range(cluster.nodes))
     assert account.failed == down * gpus_per_node
+    assert account.slow == 0
+    assert result.tainted_samples == 0
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_parts_add_up_when_nodes_are_slow_and_wrong_as_well(data) -> None:
+    policy = data.draw(st.sampled_from([policy for policy in POLICIES if not policy.ignores_failures]))
+    watch = {"slow_after": data.draw(st.sampled_from([None, 0.0, 20.0]))}
+    watch |= data.draw(st.sampled_from([{}, {"check_every": 0.0, "check_cost": 0.05}, {"check_every": 60.0}]))
+    policy = dataclasses.replace(policy, **watch)
+    chosen = model(*data.draw(st.sampled_from(GRIDS)))
+    cluster = sim.Cluster.of(chosen, extra_nodes=2)
+    source = sim.Scripted(*(data.draw(kind(cluster.nodes)) for kind in (outages, slowdowns, corruptions)))
+    result = sim.simulate(chosen, cluster, policy, source, DURATION)
+    check_the_sums(result, chosen, cluster)
+    assert 0 <= result.tainted_samples <= result.samples * (1 + 1e-9)
+    if policy.check_every == 0.0:  # what nobody has found yet is in the step in progress
+        most = max((i.throughput for i in result.intervals), default=0.0)
+        assert result.tainted_samples <= most * 100
+    # Nodes are out when the source says so, or after wrong results.
+    least = sum(failed_ticks(node, source.outages) for node in range(cluster.nodes))
+    assert result.accounting.failed >= least
+    if not source.corruptions:
+        assert result.accounting.failed == least
+
+
+def check_the_sums(result: sim.SimulationResult, chosen: sim.TrainingModel, cluster: sim.Cluster) -> None:
+    account = result.accounting
+    assert account.total == cluster.gpus * round(DURATION * 1e9)
+    assert all(getattr(account, cause.value) >= 0 for cause in sim.Cause)
+    assert sum(account.fractions().values()) == pytest.approx(1.0)
 
     # The timeline has no gap and no overlap.
     ends = [interval.end for interval in result.intervals]

@@ -1,15 +1,13 @@
 """A naive simulator written from the documentation comes to the same results, whatever fails."""
 
-from functools import lru_cache
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_simulator import AGREEMENT, NAIVE
+from random_outages import DURATION, GRIDS, outages, small_model
 
 from lightning_recycle import simulation as sim
 
-DURATION = 2000.0
 COMMON = {"effort": 0, "agreement": AGREEMENT, "restart": 60.0, "detection": 2.0, "regroup": 3.0}
 SLOW = {"storage": 2e6, "checkpoint_every": 100.0}  # writing takes longer than the interval
 SYNC = {"checkpoint": "synchronous", "checkpoint_every": 150.0, "storage": 5e7}
@@ -27,36 +25,24 @@ POLICIES = [
     sim.DropReplica(**COMMON, relaunch=None, schedule="planned", checkpoint="sharded", checkpoint_every=70.0),
     sim.Oobleck(**COMMON),
     sim.Oobleck(**COMMON, **SYNC, schedule="planned", memory_factor=1000.0),  # pipelines of at least 3 workers
+    sim.ElasticLayers(**COMMON),
+    sim.ElasticLayers(**COMMON, **SLOW, schedule="1f1b", share=0.05),  # copying takes a while
+    sim.Bamboo(**COMMON, **SLOW),
+    sim.Bamboo(**COMMON, **SYNC, schedule="planned", threshold=0.5, node_start=20.0),
     sim.Varuna(**COMMON, **SLOW),
     sim.Varuna(**COMMON, **SYNC, schedule="planned"),
 ]
 
 
-@lru_cache
 def model(pipelines: int, stages: int) -> sim.TrainingModel:
-    speed = {"global_batch": pipelines * 4, "throughput": pipelines * 1.7, "network_bandwidth": 1e8}
-    return sim.TrainingModel("small", sim.Transformer(6, 512, 8, 512), pipelines, stages, **speed)
-
-
-@st.composite
-def outages(draw, nodes: int):
-    # Anywhere, or in bursts, so that failures and repairs meet within a step, a pause or a checkpoint.
-    bursts = st.builds(sum, st.tuples(st.sampled_from([0.0, 500.0, 530.0, 1500.0]), st.floats(0.0, 9.0)))
-    times = st.floats(0.0, DURATION, allow_nan=False) | bursts
-    found = []
-    for _ in range(draw(st.integers(0, 8))):
-        begin = round(draw(times), 3)
-        length = draw(st.none() | st.floats(0.5, 800.0) | st.floats(0.5, 9.0))
-        hit = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True))
-        found.append(sim.Outage(begin, tuple(hit), None if length is None else round(begin + length, 3)))
-    return found
+    return small_model(pipelines, stages, network_bandwidth=1e8)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(policy).__name__}-{policy.schedule}")
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_both_simulators_agree(policy, data) -> None:
-    pipelines, stages = data.draw(st.sampled_from([(1, 2), (2, 2), (3, 2), (3, 4), (4, 3)]))
+    pipelines, stages = data.draw(st.sampled_from(GRIDS))
     chosen = model(pipelines, stages)
     extra = getattr(policy, "spares", 0) or data.draw(st.sampled_from([0, 3]))
     cluster = sim.Cluster.of(chosen, extra_nodes=extra)
@@ -74,7 +60,7 @@ def test_both_simulators_agree(policy, data) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES[::2], ids=lambda policy: f"{type(policy).__name__}-{policy.schedule}")
 def test_both_agree_on_a_day_of_the_papers_model(policy) -> None:
-    chosen = sim.get_model("gpt3_3_35b")
+    chosen = sim.get_model("gpt3_medium" if isinstance(policy, sim.Bamboo) else "gpt3_3_35b")
     cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0))
     source = sim.Poisson("40min", repair="3h")
     changes = source.changes(cluster, 86400.0, 5)
@@ -85,5 +71,6 @@ def test_both_agree_on_a_day_of_the_papers_model(policy) -> None:
         broken += [sim.Outage(down.pop(node), (node,), change.tick / 1e9) for node in change.up]
     broken += [sim.Outage(begin, (node,)) for node, begin in down.items()]
     result = sim.simulate(chosen, cluster, policy, source, "1d", 5)
+    assert result.samples > 0
     naive = NAIVE[type(policy).__name__](chosen, policy, broken, 86400.0, cluster.nodes).play()
     assert result.samples == pytest.approx(naive.samples, rel=1e-6)

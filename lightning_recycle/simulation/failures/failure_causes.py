@@ -1,12 +1,14 @@
 """Failures by cause: how often each happens, what it takes with it, and how long its repair takes.
 
 Concept: a cause strikes a node, a rack or a switch (all nodes below it at once), so that failures are correlated as the
-machines are wired. Some nodes may be *lemons*, which fail more often than others although all look alike.
+machines are wired. It takes them out, makes them slow for a while, or makes them compute wrong results. Some nodes may
+be *lemons*, which fail more often than others although all look alike.
 
 Source: the causes and their numbers are those of Llama 3's pre-training (Dubey et al., arXiv 2407.21783, table 5: 419
 unplanned interruptions in 54 days on 16,384 GPUs). That table has neither repair times nor how many nodes each cause
 took: the scopes and repairs of ``LLAMA3_CAUSES`` are assumptions, four hours for what needs hands, an hour for cables
-and switches, ten minutes for what a new process cures.
+and switches, ten minutes for what a new process cures. Silent data corruption goes on for an hour until somebody
+notices, which is an assumption as well; its six interruptions are those that were noticed.
 
 Contract: see :class:`FailureSource`.
 """
@@ -22,7 +24,7 @@ from typing import Any, Literal
 from lightning_recycle.arguments import at_least, fraction, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
+from lightning_recycle.simulation.failures.source import Change, Corruption, Outage, Slowdown, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
 
 __all__ = ["LLAMA3_CAUSES", "FailureCause", "FailureCauses"]
@@ -38,13 +40,19 @@ class FailureCause:
         name: in a few words.
         count: how often it struck in 54 days on 16,384 GPUs.
         scope: what it takes: "node", "rack" or "switch".
-        repair: time until that is back; None for never.
+        repair: time until that is back, or as fast as before; None for never.
+        effect: "down"; "slow": computes at ``speed``; "wrong": computes wrong results until that is found.
+        speed: part of the usual speed, where the effect is "slow".
+        noticed: time until wrong results are found where nothing checks them; None for never.
     """
 
     name: str
     count: float
     scope: Literal["node", "rack", "switch"] = "node"
     repair: Duration | None = "4h"
+    effect: Literal["down", "slow", "wrong"] = "down"
+    speed: float = 0.5
+    noticed: Duration | None = "1h"
 
     def __post_init__(self) -> None:
         at_least("FailureCause", "count", self.count)
@@ -52,6 +60,11 @@ class FailureCause:
             raise ConfigurationError(f"FailureCause(scope={self.scope!r}): give 'node', 'rack' or 'switch'.")
         if self.repair is not None:
             object.__setattr__(self, "repair", as_seconds("FailureCause(repair)", self.repair, positive=True))
+        if self.noticed is not None:
+            object.__setattr__(self, "noticed", as_seconds("FailureCause(noticed)", self.noticed, positive=True))
+        if self.effect not in ("down", "slow", "wrong"):
+            raise ConfigurationError(f"FailureCause(effect={self.effect!r}): give 'down', 'slow' or 'wrong'.")
+        Slowdown(0.0, (), self.speed)  # refuses impossible speeds here, not later
 
 
 LLAMA3_CAUSES = (
@@ -64,7 +77,7 @@ LLAMA3_CAUSES = (
     FailureCause("GPU system processor", 17),
     FailureCause("network interface", 7),
     FailureCause("NCCL watchdog timeout", 7, repair="10min"),
-    FailureCause("silent data corruption", 6),
+    FailureCause("silent data corruption", 6, effect="wrong"),
     FailureCause("GPU thermal interface or sensor", 6),
     FailureCause("SSD", 3),
     FailureCause("power supply", 3),
@@ -123,12 +136,22 @@ class FailureCauses:
                 time += random.expovariate(per_second)
         back: dict[int, float] = {}
         outages: list[Outage] = []
+        slowdowns: list[Slowdown] = []
+        corruptions: list[Corruption] = []
         for time, first, cause in sorted(strikes, key=lambda strike: strike[:2]):
             if back.get(first, 0.0) > time:
                 continue  # what is down does not fail again
             size = {"node": 1, "rack": self.rack, "switch": self.rack * self.switch}[cause.scope]
             hit = tuple(n for n in nodes if n // size == first // size and back.get(n, 0.0) <= time)
-            end = None if cause.repair is None else time + float(cause.repair)
+            repair = None if cause.repair is None else float(cause.repair)
+            end = None if repair is None else time + repair
+            if cause.effect == "slow":
+                slowdowns.append(Slowdown(time, hit, cause.speed, end))
+                continue
+            if cause.effect == "wrong":
+                noticed = None if cause.noticed is None else float(cause.noticed)
+                corruptions += [Corruption(time, node, noticed, repair) for node in hit]
+                continue
             back |= dict.fromkeys(hit, float("inf") if end is None else end)
             outages.append(Outage(time, hit, end))
-        return changes_of(outages, duration)
+        return changes_of(outages, duration, slowdowns, corruptions)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.failures.source import Change, Outage, changes_of
+from lightning_recycle.simulation.failures.source import Change, Corruption, Outage, Slowdown, changes_of
 from lightning_recycle.simulation.units import Duration, as_seconds
 from lightning_recycle.traces import load_trace
 
@@ -66,21 +66,32 @@ class Scripted:
 
     Args:
         outages: Outage objects, or (begin, nodes, end) with times in seconds and None for an outage without end.
+        slowdowns: Slowdown objects, or (begin, nodes, speed, end).
+        corruptions: Corruption objects, or (begin, node, noticed, repair).
     """
 
     outages: Sequence[Outage] = field(default=())
+    slowdowns: Sequence[Slowdown] = field(default=())
+    corruptions: Sequence[Corruption] = field(default=())
 
     def __post_init__(self) -> None:
         given = tuple(
             outage if isinstance(outage, Outage) else Outage(outage[0], tuple(outage[1]), outage[2])
             for outage in self.outages
         )
-        object.__setattr__(self, "outages", given)
+        slow = tuple(
+            each if isinstance(each, Slowdown) else Slowdown(each[0], tuple(each[1]), each[2], each[3])
+            for each in self.slowdowns
+        )
+        wrong = tuple(each if isinstance(each, Corruption) else Corruption(*each) for each in self.corruptions)
+        for name, value in (("outages", given), ("slowdowns", slow), ("corruptions", wrong)):
+            object.__setattr__(self, name, value)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`."""
-        for outage in self.outages:
-            for node in outage.nodes:
-                if whole("Scripted", "node", node) >= cluster.nodes:
-                    raise ConfigurationError(f"Scripted: there is no node {node} in a cluster of {cluster.nodes}.")
-        return changes_of(list(self.outages), duration)
+        named = [node for outage in self.outages for node in outage.nodes]
+        named += [node for slowdown in self.slowdowns for node in slowdown.nodes]
+        for node in (*named, *(corruption.node for corruption in self.corruptions)):
+            if whole("Scripted", "node", node) >= cluster.nodes:
+                raise ConfigurationError(f"Scripted: there is no node {node} in a cluster of {cluster.nodes}.")
+        return changes_of(self.outages, duration, self.slowdowns, self.corruptions)

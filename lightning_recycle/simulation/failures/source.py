@@ -1,8 +1,8 @@
-"""The interface of failure sources: a seeded stream of node failures and repairs.
+"""The interface of failure sources: a seeded stream of node failures and repairs, and of nodes that get slow or wrong.
 
 Contract: :meth:`FailureSource.changes` returns all changes up to the end of the simulation in time order; the
-same seed gives the same stream. A node that is down does not fail again. All nodes are up at time 0 unless a change
-at time 0 says otherwise.
+same seed gives the same stream. A node that is down does not fail again. All nodes are up, as fast as usual and right
+at time 0 unless a change at time 0 says otherwise.
 
 Must not know: what the nodes do.
 """
@@ -10,24 +10,17 @@ Must not know: what the nodes do.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol, runtime_checkable
 
+from lightning_recycle.arguments import fraction
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.units import as_ticks
 
-__all__ = ["Change", "FailureSource", "Outage", "changes_of", "lifetimes"]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """At ``tick`` (nanoseconds) the nodes ``down`` go and the nodes ``up`` come back, all at once."""
-
-    tick: int
-    down: tuple[int, ...] = ()
-    up: tuple[int, ...] = ()
+__all__ = ["Change", "Corruption", "FailureSource", "Outage", "Slowdown", "changes_of", "lifetimes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +32,57 @@ class Outage:
     end: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """``nodes`` compute at ``speed`` times their usual speed from ``begin`` to ``end`` (seconds); None: for good."""
+
+    begin: float
+    nodes: tuple[int, ...]
+    speed: float
+    end: float | None = None
+
+    def __post_init__(self) -> None:
+        fraction("Slowdown", "speed", self.speed)
+        if not self.speed:
+            raise ConfigurationError("Slowdown(speed=0): a node that does nothing has failed; give an Outage.")
+
+
+@dataclass(frozen=True, slots=True)
+class Corruption:
+    """``node`` computes wrong results from ``begin`` (seconds) until it is found.
+
+    Args:
+        begin: seconds.
+        node: the node.
+        noticed: seconds until it is found, where nothing is checked; None for never.
+        repair: seconds from then until the node is back; None for never.
+    """
+
+    begin: float
+    node: int
+    noticed: float | None = None
+    repair: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """At ``tick`` (nanoseconds), all at once.
+
+    Args:
+        tick: when.
+        down: nodes that fail.
+        up: nodes that come back.
+        speeds: (node, speed) of nodes that are now that fast; 1 is the usual speed.
+        wrong: nodes that begin to compute wrong results.
+    """
+
+    tick: int
+    down: tuple[int, ...] = ()
+    up: tuple[int, ...] = ()
+    speeds: tuple[tuple[int, float], ...] = ()
+    wrong: tuple[Corruption, ...] = ()
+
+
 @runtime_checkable
 class FailureSource(Protocol):
     """A source of failures."""
@@ -48,8 +92,16 @@ class FailureSource(Protocol):
         ...
 
 
-def changes_of(outages: Iterator[Outage] | list[Outage], duration: float) -> tuple[Change, ...]:
-    """The changes of outages, which may overlap: a node is up again when its last outage has ended."""
+def changes_of(
+    outages: Iterable[Outage],
+    duration: float,
+    slowdowns: Iterable[Slowdown] = (),
+    corruptions: Iterable[Corruption] = (),
+) -> tuple[Change, ...]:
+    """The changes of outages and the rest, which may overlap.
+
+    A node is up again when its last outage has ended, and as slow as the worst of its slowdowns.
+    """
     marks: dict[int, dict[int, int]] = {}
     for outage in outages:
         for when, step in ((outage.begin, 1), (outage.end, -1)):
@@ -57,18 +109,40 @@ def changes_of(outages: Iterator[Outage] | list[Outage], duration: float) -> tup
                 at = marks.setdefault(as_ticks(when), {})
                 for node in outage.nodes:
                     at[node] = at.get(node, 0) + step
+    paces: dict[int, list[tuple[bool, Slowdown]]] = {}
+    for slowdown in slowdowns:
+        for when, begins in ((slowdown.begin, True), (slowdown.end, False)):
+            if when is not None and when < duration:
+                paces.setdefault(as_ticks(when), []).append((begins, slowdown))
+    wrong: dict[int, list[Corruption]] = {}
+    for corruption in corruptions:
+        if corruption.begin < duration:
+            wrong.setdefault(as_ticks(corruption.begin), []).append(corruption)
     broken: dict[int, int] = {}
+    slow: list[Slowdown] = []
+    speeds: dict[int, float] = {}
     found = []
-    for tick in sorted(marks):
+    for tick in sorted({*marks, *paces, *wrong}):
         down: list[int] = []
         up: list[int] = []
-        for node, step in sorted(marks[tick].items()):
+        for node, step in sorted(marks.get(tick, {}).items()):
             before = broken.get(node, 0)
             broken[node] = before + step
             if (before == 0) != (broken[node] == 0):
                 (down if before == 0 else up).append(node)
-        if down or up:
-            found.append(Change(tick, tuple(down), tuple(up)))
+        changed: set[int] = set()
+        for begins, slowdown in sorted(paces.get(tick, ()), key=lambda pace: pace[0]):
+            changed.update(slowdown.nodes)
+            if begins:
+                slow.append(slowdown)
+            else:
+                slow.remove(slowdown)
+        now = {node: min((each.speed for each in slow if node in each.nodes), default=1.0) for node in sorted(changed)}
+        news = tuple((node, speed) for node, speed in now.items() if speed != speeds.get(node, 1.0))
+        speeds |= now
+        change = Change(tick, tuple(down), tuple(up), news, tuple(wrong.get(tick, ())))
+        if change != Change(tick):
+            found.append(change)
     return tuple(found)
 
 

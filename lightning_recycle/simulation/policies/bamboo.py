@@ -35,7 +35,14 @@ from lightning_recycle.simulation.policies.policy import (
     Reaction,
     stopped,
 )
-from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, whole_pipelines
+from lightning_recycle.simulation.policies.workers import (
+    Teams,
+    assemble_teams,
+    crowded,
+    crowding,
+    live_workers,
+    whole_pipelines,
+)
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
 
@@ -139,6 +146,11 @@ class Bamboo(CommonPolicy):
         """The pauses of a restart from a checkpoint, with Bamboo's own time for it."""
         return pauses(rendezvous=float(self.rendezvous), load=self.checkpoint_costs(context).loading)
 
+    def reloaded(self, context: Context, reaction: Reaction) -> Reaction:
+        """See :class:`Policy`."""
+        steps = self._fatal(context) if reaction.configuration.running else ()
+        return replace(super().reloaded(context, reaction), pauses=steps)
+
     def _should_reconfigure(self, context: Context, layout: _Layout, alive: set[int]) -> bool:
         stages = context.model.stages
         overloaded = len(layout.lost)
@@ -160,7 +172,12 @@ class Bamboo(CommonPolicy):
         if not usual.running:
             return replace(usual, layout=_Layout())
         micro = -(-model.grid.global_microbatches // len(layout.teams))
-        step = self.pipeline_step(model, micro, _redundant(model.costs()), self._in_flight_limit(model))
+        step = self.pipeline_step(
+            model,
+            micro,
+            _redundant(crowded(model.costs(), crowding(context, layout.teams))),
+            self._in_flight_limit(model),
+        )
         seconds = step.seconds * (self.slowdown if layout.lost else 1.0)
         redundant = model.global_batch * model.sample_seconds[0] * model.tensor_parallel
         gpus = usual.gpus - len(layout.lost) * model.tensor_parallel

@@ -28,9 +28,10 @@ from lightning_recycle.simulation.checkpoint_costs import (
     checkpoint_costs,
 )
 from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Pause
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Loss, Pause, Reaction, Watch
 from lightning_recycle.simulation.recovery_times import agreement_seconds
 from lightning_recycle.simulation.schedules import SCHEDULES, ScheduleName, pipeline_step
+from lightning_recycle.simulation.slow_steps import waiting
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
 
@@ -64,6 +65,11 @@ class CommonPolicy:
             which gives 107 s for the 6.7B model; Oobleck's public simulator has 120 s.)
         worker_storage: bytes/s at which a worker reads and writes storage that grows with the cluster.
         host: bytes/s from a GPU to its host's memory.
+        slow_after: time until a slow node is known to be slow, so that its work can be dealt out anew or it can be left
+            out; None: all wait for it.
+        check_every: time between two checks of all results, as by peers that compute them again; 0 for every step; None
+            for no checks.
+        check_cost: part of a step's duration that checking adds to each step.
     """
 
     schedule: ScheduleName = "1f1b"
@@ -79,10 +85,14 @@ class CommonPolicy:
     storage: float = 1e9 / 32
     worker_storage: float = 1e9
     host: float = 20e9
+    slow_after: Duration | None = "1min"
+    check_every: Duration | None = None
+    check_cost: float = 0.0
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        for setting in ("detection", "agreement", "lookup", "regroup", "connect", "restart"):
+        times = ("detection", "agreement", "lookup", "regroup", "connect", "restart", "slow_after", "check_every")
+        for setting in times:
             if (value := getattr(self, setting)) is not None:
                 object.__setattr__(self, setting, as_seconds(f"{name}({setting})", value))
         if self.checkpoint_every not in _RULES:
@@ -90,6 +100,7 @@ class CommonPolicy:
             object.__setattr__(self, "checkpoint_every", every)
         for setting in ("storage", "worker_storage", "host"):
             at_least(name, setting, getattr(self, setting), above=True)
+        at_least(name, "check_cost", self.check_cost)
         whole(name, "effort", self.effort)
         for setting, choices in (("schedule", SCHEDULES), ("checkpoint", CHECKPOINTS)):
             if (value := getattr(self, setting)) not in choices:
@@ -99,6 +110,12 @@ class CommonPolicy:
     def ignores_failures(self) -> bool:
         """No."""
         return False
+
+    @property
+    def watch(self) -> Watch:
+        """See :class:`Policy`."""
+        after, every = (None if each is None else float(each) for each in (self.slow_after, self.check_every))
+        return Watch(after, every, self.check_cost if every is not None else 0.0)
 
     # -- the schedule ----------------------------------------------------------------------------------------------
 
@@ -161,6 +178,15 @@ class CommonPolicy:
         detect = float(self.detection) if broken else 0.0
         loading = self.checkpoint_costs(context).loading
         return pauses(detect=detect, **{label: float(self.restart)}, load=loading)
+
+    def reloaded(self, context: Context, reaction: Reaction) -> Reaction:
+        """See :class:`Policy`."""
+        steps = self.restarting(context, broken=False) if reaction.configuration.running else ()
+        return replace(reaction, pauses=steps, lost=Loss.CHECKPOINT, at_boundary=False, saved=False)
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. The work stays as it is, and all wait."""
+        return waiting(current, speeds)
 
     def with_checkpoints(self, context: Context, found: Configuration) -> Configuration:
         """The same configuration, with this policy's checkpoints if anything runs."""

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
-from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, whole_pipelines
+from lightning_recycle.simulation.policies.workers import (
+    Teams,
+    assemble_teams,
+    live_workers,
+    received,
+    shared_transfer,
+    whole_pipelines,
+)
 from lightning_recycle.simulation.units import Duration, as_seconds
 
 __all__ = ["DropReplica"]
@@ -70,7 +77,8 @@ class DropReplica(CommonPolicy):
             found = self._configuration(context, more)
             if not whole:
                 return Reaction(found, self.restarting(context, broken=False))
-            transfer = context.model.transfer_seconds(1 / context.model.stages)
+            usual = context.model.transfer_seconds(1 / context.model.stages)
+            transfer = shared_transfer(context, received(whole, more), usual)
             steps = self.regrouping(len(more) * context.model.stages, broken=False, transfer=transfer)
             return Reaction(found, steps, at_boundary=True)
         return Reaction(current, wake=wait)

@@ -26,7 +26,7 @@ from lightning_recycle.simulation.planned_steps import PlannedStep, planned_step
 from lightning_recycle.simulation.policies.common import pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Reaction
 from lightning_recycle.simulation.policies.recycle import Recycle
-from lightning_recycle.simulation.policies.workers import Placement
+from lightning_recycle.simulation.policies.workers import Placement, crowded, shared_transfer
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
 
@@ -80,11 +80,13 @@ class ElasticLayers(Recycle):
         failures = layout.failures(context.model.grid)
         if not found.running or not self.adaptive or not any(failures):
             return None, 0.0
-        units, step = _best_split(context.model, failures, self.technique, self.effort)
+        factor = self._crowding(context, layout)
+        units, step = _best_split(context.model, failures, self.technique, self.effort, factor)
         if not step.seconds < found.step_seconds * (1 - self.gain):
             return None, 0.0
         moved = _moved(context.model, units) / context.model.units
-        copying = context.model.transfer_seconds(moved) / self.share
+        everyone = dict.fromkeys((worker for worker, _ in layout.positions), moved)
+        copying = shared_transfer(context, everyone, context.model.transfer_seconds(moved)) / self.share
         label = f"{found.label}, layers moved"
         better = replace(found, label=label, step_seconds=step.seconds, fill_seconds=step.fill, lead_seconds=step.lead)
         return better, copying
@@ -92,7 +94,7 @@ class ElasticLayers(Recycle):
 
 @lru_cache(maxsize=4096)
 def _best_split(
-    model: TrainingModel, failures: tuple[int, ...], technique: Technique, effort: int
+    model: TrainingModel, failures: tuple[int, ...], technique: Technique, effort: int, factor: float
 ) -> tuple[tuple[int, ...], PlannedStep]:
     """Units of each stage in proportion to its live workers, and the planned step."""
     live = [model.pipelines - count for count in failures]
@@ -108,7 +110,7 @@ def _best_split(
     if min(parts) == 0 or min(model.in_flight_limit(parts)) < 1:
         return model.even(), PlannedStep(float("inf"))
     gone = normalized_failures(model.grid, failures)
-    problem = Problem(model.grid, model.costs(parts), gone, technique, model.in_flight_limit(parts))
+    problem = Problem(model.grid, crowded(model.costs(parts), factor), gone, technique, model.in_flight_limit(parts))
     return parts, planned_step(problem, effort)
 
 

@@ -17,11 +17,19 @@ Assumptions:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
-from lightning_recycle.simulation.policies.workers import assemble_teams, live_workers, whole_pipelines
+from lightning_recycle.simulation.policies.workers import (
+    assemble_teams,
+    dealt_by_speed,
+    live_workers,
+    received,
+    shared_transfer,
+    whole_pipelines,
+)
 
 __all__ = ["Merge"]
 
@@ -47,10 +55,16 @@ class Merge(CommonPolicy):
             broken = not all(alive.issuperset(team) for team in before)
             steps = self.restarting(context, broken=broken) if found.running else ()
             return Reaction(found, steps, Loss.CHECKPOINT if before else Loss.NOTHING)
-        transfer = context.model.transfer_seconds(1 / stages) if copied else 0.0
+        assert isinstance(found.layout, tuple)
+        usual = context.model.transfer_seconds(1 / stages) if copied else 0.0
+        transfer = shared_transfer(context, received(before, found.layout), usual)
         if all(alive.issuperset(team) for team in before):
             return Reaction(found, self.regrouping(len(alive), broken=False, transfer=transfer), at_boundary=True)
         return Reaction(found, self.regrouping(len(alive), broken=True, transfer=transfer), Loss.STEP)
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. The pipelines share the batch by their speeds."""
+        return dealt_by_speed(context, self, current, speeds)
 
     def _configuration(self, context: Context, before: tuple, live: frozenset[int]) -> tuple[Configuration, int]:
         workers = live_workers(context, live)

@@ -18,15 +18,23 @@ Assumptions:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.oobleck_templates import cut, least_nodes, pipelines_step, stage_ranges
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers
+from lightning_recycle.simulation.policies.workers import (
+    Teams,
+    assemble_teams,
+    crowding,
+    live_workers,
+    nodes_of,
+    shared_transfer,
+)
+from lightning_recycle.simulation.slow_steps import prolonged
 
 __all__ = ["Oobleck"]
 
@@ -78,9 +86,22 @@ class Oobleck(CommonPolicy):
         if after == before:
             return None
         found = self._configuration(context, after)
-        transfer = model.transfer_seconds(_missing(model.units, before, after))
+        missing = _missing(model.units, before, after)
+        usual = model.transfer_seconds(max(missing.values(), default=0.0))
+        transfer = shared_transfer(context, missing, usual)
         steps = self.regrouping(len(workers), broken=broken, transfer=transfer)
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. The batch is shared by the pipelines' speeds, as it is by their sizes."""
+        teams = current.layout
+        assert isinstance(teams, tuple)
+        each = context.cluster.workers_per_node(context.model)
+        order = sorted(teams, key=len, reverse=True)
+        paces = tuple(min(speeds.get(worker // each, 1.0) for worker in team) for team in order)
+        sizes = tuple(map(len, order))
+        step = pipelines_step(context.model, sizes, self.schedule, self.effort, paces, crowding(context, order))
+        return prolonged(replace(current, fill_seconds=step.fill, lead_seconds=step.lead), step.seconds)
 
     def _anew(self, context: Context, workers: tuple[int, ...]) -> Teams:
         """The fastest of a few instantiations: even pipelines near the fault-free depth, or that depth and a rest."""
@@ -139,7 +160,7 @@ class Oobleck(CommonPolicy):
             return stopped("too few workers", ())
         sizes = tuple(sorted(map(len, teams), reverse=True))
         shape = ", ".join(f"{sizes.count(size)} x {size}" for size in sorted(set(sizes), reverse=True))
-        step = pipelines_step(model, sizes, self.schedule, self.effort)
+        step = pipelines_step(model, sizes, self.schedule, self.effort, crowding=crowding(context, teams))
         found = Configuration(
             f"oobleck, {shape}",
             step.seconds,
@@ -150,6 +171,7 @@ class Oobleck(CommonPolicy):
             layout=teams,
             fill_seconds=step.fill,
             lead_seconds=step.lead,
+            nodes=nodes_of(context, (worker for team in teams for worker in team)),
         )
         return self.with_checkpoints(context, found)
 
@@ -173,11 +195,11 @@ def _layer_lost(units: int, teams: Teams, alive: Iterable[int]) -> bool:
     return reached < units
 
 
-def _missing(units: int, before: Teams, after: Teams) -> float:
-    """The largest part of the model that a worker has to copy."""
+def _missing(units: int, before: Teams, after: Teams) -> dict[int, float]:
+    """The part of the model that each worker has to copy."""
     had, has = _held(units, before), _held(units, after)
-    missing = [
-        end - begin - max(0, min(end, had[worker][1]) - max(begin, had[worker][0])) if worker in had else end - begin
-        for worker, (begin, end) in has.items()
-    ]
-    return max(missing, default=0) / units
+    found = {}
+    for worker, (begin, end) in has.items():
+        first, last = had.get(worker, (0, 0))
+        found[worker] = (end - begin - max(0, min(end, last) - max(begin, first))) / units
+    return found

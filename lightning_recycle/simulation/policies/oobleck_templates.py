@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -101,20 +102,35 @@ def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16384)
 def pipelines_step(
-    model: TrainingModel, sizes: tuple[int, ...], schedule: str = "1f1b", effort: int = DEFAULT_EFFORT
+    model: TrainingModel,
+    sizes: tuple[int, ...],
+    schedule: str = "1f1b",
+    effort: int = DEFAULT_EFFORT,
+    paces: tuple[float, ...] = (),
+    crowding: float = 1.0,
 ) -> PlannedStep:
     """One step on pipelines of these sizes: that of the slowest with its share of the batch.
 
     Pipelines are filled again together, and all have finished a step before the slowest begins the next but one.
+
+    Args:
+        model: the model.
+        sizes: workers of each pipeline.
+        schedule: schedule of the pipelines.
+        effort: effort of the planner.
+        paces: speed of the slowest worker of each pipeline, as a part of the usual one; () where none is slow.
+        crowding: factor by which messages take longer.
     """
+    paces = paces or (1.0,) * len(sizes)
     units = [cut(model.units, size) for size in sizes]
     costs = [model.costs(parts, pipelines=len(sizes)) for parts in units]
+    costs = [replace(each, communication=each.communication * crowding) for each in costs]
     slowest = [max(map(sum, zip(c.forward, c.backward_input, c.backward_weight, strict=True))) for c in costs]
-    speeds = [1 / seconds for seconds in slowest]
+    speeds = [pace / seconds for pace, seconds in zip(paces, slowest, strict=True)]
     shares = share_batch(model.grid.global_microbatches, speeds)
     steps = [
-        pipeline_step(schedule, cost, share, model.in_flight_limit(parts), effort)
-        for cost, share, parts in set(zip(costs, shares, units, strict=True))
+        pipeline_step(schedule, cost, share, model.in_flight_limit(parts), effort).longer(share * each * (1 / pace - 1))
+        for cost, share, parts, pace, each in set(zip(costs, shares, units, paces, slowest, strict=True))
     ]
     seconds = max(step.seconds for step in steps)
     fill = max(step.seconds + step.fill for step in steps) - seconds

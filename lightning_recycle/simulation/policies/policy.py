@@ -12,6 +12,7 @@ Must not know: how time advances, how GPU-seconds are counted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable
@@ -19,7 +20,18 @@ from typing import Protocol, runtime_checkable
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.training_model import TrainingModel
 
-__all__ = ["Configuration", "Context", "Happening", "Loss", "Pause", "Policy", "Reaction", "stopped"]
+__all__ = [
+    "Configuration",
+    "Context",
+    "Happening",
+    "Loss",
+    "Pause",
+    "Policy",
+    "Reaction",
+    "Watch",
+    "WatchfulPolicy",
+    "stopped",
+]
 
 
 class Loss(Enum):
@@ -58,6 +70,7 @@ class Configuration:
         gpus: GPUs that take part; other live ones are idle. 0 if training stands still.
         useful_gpu_seconds: F, B and W of the samples of one step, each counted once.
         repeated_gpu_seconds: computation of one step done twice: redundant or recomputed.
+        slow_gpu_seconds: GPU time by which slow nodes prolong one step; the engine's.
         checkpoint_every: seconds between checkpoints, taken at the next end of a step; None for none.
         checkpoint_seconds: how long training stands still for a checkpoint.
         checkpoint_writing: how long it then takes, while training goes on, until the checkpoint can be loaded.
@@ -67,6 +80,7 @@ class Configuration:
         lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
             only be stopped at the end of the next step.
         choice: what a policy that chooses among several ways has chosen, e.g. "layers"; empty for other policies.
+        nodes: those that take part, so that a slow or wrong one matters; None for all.
     """
 
     label: str
@@ -82,6 +96,8 @@ class Configuration:
     fill_seconds: float = 0.0
     lead_seconds: float = 0.0
     choice: str = ""
+    slow_gpu_seconds: float = 0.0
+    nodes: frozenset[int] | None = None
 
     @property
     def running(self) -> bool:
@@ -147,6 +163,22 @@ class Reaction:
     wake: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How closely a policy looks at nodes that do not fail.
+
+    Args:
+        slow_after: seconds until a slow node is known to be slow; None: nothing is done about slow nodes.
+        check_every: seconds between two checks of all results, which find wrong ones before the step counts; 0: every
+            step is checked; None: no checks.
+        check_cost: part of a step's duration that checking adds to each step.
+    """
+
+    slow_after: float | None = None
+    check_every: float | None = None
+    check_cost: float = 0.0
+
+
 @runtime_checkable
 class Policy(Protocol):
     """A way to handle failures."""
@@ -162,4 +194,22 @@ class Policy(Protocol):
 
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
         """What to do; None: nothing changes."""
+        ...
+
+
+@runtime_checkable
+class WatchfulPolicy(Policy, Protocol):
+    """A policy that has answers to slow and wrong nodes; under any other, all wait for slow ones forever."""
+
+    @property
+    def watch(self) -> Watch:
+        """How slow and wrong nodes are found."""
+        ...
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """``current`` when all know that these nodes are slow, with the work dealt out for that if the policy can."""
+        ...
+
+    def reloaded(self, context: Context, reaction: Reaction) -> Reaction:
+        """``reaction``, except that all load an older checkpoint, because newer ones are wrong."""
         ...

@@ -19,7 +19,8 @@ Assumptions:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_recycle.errors import ConfigurationError
@@ -27,8 +28,19 @@ from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.planned_steps import PlannedStep, distribution, planned_step
 from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import Placement, fresh, keep, live_workers, place
+from lightning_recycle.simulation.policies.workers import (
+    Placement,
+    crowded,
+    crowding,
+    fresh,
+    keep,
+    live_workers,
+    nodes_of,
+    place,
+    shared_transfer,
+)
 from lightning_recycle.simulation.schedules import ScheduleName
+from lightning_recycle.simulation.slow_steps import prolonged
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
 
@@ -100,7 +112,8 @@ class Recycle(CommonPolicy):
         after = place(grid, before, workers, goal)
         assert after is not None  # no stage is lost
         found = self.configuration(context, after)
-        transfer = after.copies * context.model.transfer_seconds(1 / grid.stages)
+        usual = after.copies * context.model.transfer_seconds(1 / grid.stages)
+        transfer = shared_transfer(context, after.received(grid, before), usual)
         if broken:
             return Reaction(found, self.regrouping(len(workers), broken=True, transfer=transfer), Loss.STEP)
         if self.rejoin is None:
@@ -123,23 +136,53 @@ class Recycle(CommonPolicy):
             micro = -(-model.grid.global_microbatches // (model.pipelines - count))
             step = PlannedStep(one_f_one_b_seconds(model.costs(), micro))
         else:
-            step = self.step(context, failures)
+            step = self.step(context, failures, self._crowding(context, placement))
         return self._configuration(context, f"{count} failed" if count else "all work", step, used, placement)
 
-    def step(self, context: Context, failures: tuple[int, ...]) -> PlannedStep:
-        """One step with that many failures in each stage."""
+    def step(self, context: Context, failures: tuple[int, ...], factor: float = 1.0) -> PlannedStep:
+        """One step with that many failures in each stage, where messages take ``factor`` times as long."""
         model = context.model
         if not any(failures):
-            usual = PlannedStep(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
+            usual = PlannedStep(one_f_one_b_seconds(crowded(model.costs(), factor), model.grid.microbatches))
             if self.fault_free == "1f1b" or not (self.technique.decoupled or self.technique.staggered):
                 return usual
-            return min(usual, planned_step(self._problem(context, failures), self.effort))
-        return planned_step(self._problem(context, failures), self.effort)
+            return min(usual, planned_step(self._problem(context, failures, factor), self.effort))
+        return planned_step(self._problem(context, failures, factor), self.effort)
 
-    def _problem(self, context: Context, failures: tuple[int, ...]) -> Problem:
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. Peers take over as many of a slow worker's micro-batches as pays (docs/drift.md).
+
+        Not for layers that have been moved: then all wait.
+        """
+        usual = super().slowed(context, current, speeds)
+        layout = current.layout
+        assert isinstance(layout, Placement)
+        grid, each = context.model.grid, context.cluster.workers_per_node(context.model)
+        failures = layout.failures(grid)
+        factor = self._crowding(context, layout)
+        if not self.adaptive or current.step_seconds != self.step(context, failures, factor).seconds:
+            return usual
+        problem = self._problem(context, failures, factor)
+        working = [position for position in grid.workers() if position not in problem.failed]
+        factors = {}
+        for worker, position in layout.positions:
+            if (speed := speeds.get(worker // each)) is not None:
+                # The plan is made for normalized failures; one worker of a stage is as good as another.
+                at = next(p for p in working if p.stage == position.stage and p not in factors)
+                factors[at] = 1 / speed
+        step = planned_step(replace(problem, worker_factors=tuple(sorted(factors.items()))), self.effort)
+        if step.seconds >= usual.step_seconds:
+            return usual
+        return prolonged(replace(current, fill_seconds=step.fill, lead_seconds=step.lead), step.seconds)
+
+    def _crowding(self, context: Context, placement: Placement) -> float:
+        return crowding(context, placement.pipelines(context.model.grid))
+
+    def _problem(self, context: Context, failures: tuple[int, ...], factor: float = 1.0) -> Problem:
         model = context.model
         gone = normalized_failures(model.grid, failures)
-        return Problem(model.grid, model.costs(), gone, self.technique, _limit(model.in_flight_limit()))
+        costs = crowded(model.costs(), factor)
+        return Problem(model.grid, costs, gone, self.technique, _limit(model.in_flight_limit()))
 
     def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
         return distribution(self._problem(context, (0,) * context.model.stages), failures, self.effort)
@@ -169,6 +212,7 @@ class Recycle(CommonPolicy):
             layout=layout,
             fill_seconds=step.fill,
             lead_seconds=step.lead,
+            nodes=nodes_of(context, (worker for worker, _ in layout.positions)),
         )
         return self.with_checkpoints(context, found)
 

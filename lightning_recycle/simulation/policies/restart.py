@@ -11,11 +11,18 @@ Assumptions:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
-from lightning_recycle.simulation.policies.workers import Teams, assemble_teams, live_workers, whole_pipelines
+from lightning_recycle.simulation.policies.workers import (
+    Teams,
+    assemble_teams,
+    dealt_by_speed,
+    live_workers,
+    whole_pipelines,
+)
 
 __all__ = ["Restart"]
 
@@ -51,6 +58,10 @@ class Restart(CommonPolicy):
         costs = self.checkpoint_costs(context)
         steps = (*pauses(checkpoint=costs.stall + costs.writing), *again)
         return Reaction(found, steps, at_boundary=True, saved=True)
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. The pipelines share the batch by their speeds."""
+        return dealt_by_speed(context, self, current, speeds)
 
     def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
         model = context.model

@@ -23,7 +23,7 @@ from lightning_recycle.arguments import whole
 from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep
 from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
-from lightning_recycle.simulation.policies.workers import live_workers
+from lightning_recycle.simulation.policies.workers import crowded, crowding, live_workers, nodes_of
 from lightning_recycle.simulation.schedules import pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration
@@ -79,6 +79,10 @@ class Varuna(CommonPolicy):
         if layout is None:
             return stopped("does not fit", frozenset())
         pipelines, stages, microbatch, step = layout
+        used = workers[: pipelines * stages]
+        factor = crowding(context, (used[begin : begin + stages] for begin in range(0, len(used), stages)))
+        if factor != 1.0:
+            *_, step = morph(again, len(workers), limit, self.schedule, self.effort, factor) or layout
         found = Configuration(
             f"varuna, {pipelines} x {stages}, micro-batch {microbatch}",
             step.seconds,
@@ -86,16 +90,22 @@ class Varuna(CommonPolicy):
             pipelines * stages * model.tensor_parallel,
             model.useful_gpu_seconds,
             model.global_batch * model.sample_seconds[0] * model.tensor_parallel,
-            layout=frozenset(workers[: pipelines * stages]),
+            layout=frozenset(used),
             fill_seconds=step.fill,
             lead_seconds=step.lead,
+            nodes=nodes_of(context, used),
         )
         return self.with_checkpoints(context, found)
 
 
 @lru_cache(maxsize=4096)
 def morph(
-    model: TrainingModel, workers: int, largest: int, schedule: str = "1f1b", effort: int = DEFAULT_EFFORT
+    model: TrainingModel,
+    workers: int,
+    largest: int,
+    schedule: str = "1f1b",
+    effort: int = DEFAULT_EFFORT,
+    factor: float = 1.0,
 ) -> tuple[int, int, int, PlannedStep] | None:
     """(D, P, micro-batch, step) of the fastest depth on that many workers; None when none fits.
 
@@ -105,6 +115,7 @@ def morph(
         largest: most samples in a micro-batch.
         schedule: schedule of the pipelines; the depth is chosen by 1F1B, as Varuna's own simulator does.
         effort: effort of the planner.
+        factor: by which messages take longer in the end; the depth is chosen as if they did not.
     """
     best: tuple[int, int, int, PlannedStep] | None = None
     chosen: tuple[TrainingModel, int] | None = None
@@ -122,7 +133,7 @@ def morph(
     if best is None or chosen is None:
         return None
     shape, micro = chosen
-    costs = shape.costs(pipelines=best[0])
+    costs = crowded(shape.costs(pipelines=best[0]), factor)
     # Its own micro-batches at most S deep, as many as 1F1B holds, which is what _largest_fitting has checked.
     limit = (shape.stages,) * shape.stages
     return (*best[:3], pipeline_step(schedule, costs, micro, limit, effort))

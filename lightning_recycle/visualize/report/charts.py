@@ -16,7 +16,7 @@ from itertools import pairwise
 from lightning_recycle.visualize.report.markup import Markup, element, join
 from lightning_recycle.visualize.report.scales import Axis, Frame, categories
 
-__all__ = ["Bar", "Point", "Series", "bar_chart", "legend", "line_chart", "replay_chart", "row_chart"]
+__all__ = ["Bar", "Point", "Series", "bar_chart", "legend", "line_chart", "picture", "replay_chart", "row_chart"]
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 420.0, 46.0, 12.0, 50.0, 42.0
 _PLOT = 190.0
@@ -96,7 +96,7 @@ def legend(series: Sequence[Series], *, bars: bool = False) -> Markup:
 def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Markup:
     """Lines with markers; series with a ``level`` are horizontal lines."""
     frame = Frame(_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _PLOT, x, y)
-    return _picture(title, _TOP + _PLOT + _BOTTOM, [*frame.axes(), *(_series(frame, each) for each in series)])
+    return picture(title, _TOP + _PLOT + _BOTTOM, [*frame.axes(), *(_series(frame, each) for each in series)])
 
 
 def _series(frame: Frame, series: Series) -> Markup:
@@ -163,7 +163,7 @@ def bar_chart(
             middle = round(left + width / 2, 1)
             parts.append(element("text", bar.text, x=middle, y=top - 4, class_="value", text_anchor="middle"))
         shapes.append(element("g", *parts, class_=f"series s-{bar.series.key}"))
-    return _picture(title, _TOP + _PLOT + _BOTTOM, [*frame.axes(), *shapes])
+    return picture(title, _TOP + _PLOT + _BOTTOM, [*frame.axes(), *shapes])
 
 
 def row_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[Series, float, str]]]], label: str) -> Markup:
@@ -182,7 +182,7 @@ def row_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[Series, float
                 box = {"x": round(x, 1), "y": top + 3, "width": round(width, 1), "height": row - 6}
                 shapes.append(element("rect", **box, class_=f"fill {series.color} series s-{series.key}", data_tip=tip))
             begin += part
-    return _picture(title, frame.top + height + _BOTTOM, shapes)
+    return picture(title, frame.top + height + _BOTTOM, shapes)
 
 
 def replay_chart(title: str, available: Series, series: Sequence[Series], x: Axis, upper: Axis, lower: Axis) -> Markup:
@@ -192,7 +192,7 @@ def replay_chart(title: str, available: Series, series: Sequence[Series], x: Axi
     below = Frame(_LEFT, _TOP + above.height + gap, width, 170.0, x, lower)
     shapes = [*above.axes(x_labels=False), _steps(above, available, area=True), *below.axes()]
     shapes += [_steps(below, each) for each in series]
-    return _picture(title, below.top + below.height + _BOTTOM, shapes)
+    return picture(title, below.top + below.height + _BOTTOM, shapes)
 
 
 def _steps(frame: Frame, series: Series, *, area: bool = False) -> Markup:
@@ -211,7 +211,8 @@ def _steps(frame: Frame, series: Series, *, area: bool = False) -> Markup:
     return element("g", *shapes, class_=f"series {series.color} s-{series.key}")
 
 
-def _picture(title: str, height: float, shapes: Sequence[Markup]) -> Markup:
+def picture(title: str, height: float, shapes: Sequence[Markup]) -> Markup:
+    """A chart of these shapes below its title."""
     heading = element("text", title, x=4.0, y=16.0, class_="title")
     box = f"0 0 {_WIDTH:g} {height:g}"
     return element("figure", element("svg", heading, *shapes, viewBox=box, role="img", aria_label=title))

@@ -51,14 +51,17 @@ _DURATIONS = frozenset(
     [
         "agreement",
         "change",
+        "check_every",
         "checkpoint_every",
         "connect",
         "detection",
         "interval",
+        "length",
         "lookup",
         "mean",
         "mtbf",
         "node_start",
+        "noticed",
         "reconfigure",
         "regroup",
         "rejoin",
@@ -66,6 +69,7 @@ _DURATIONS = frozenset(
         "rendezvous",
         "repair",
         "restart",
+        "slow_after",
         "start",
         "within",
     ]
@@ -154,12 +158,22 @@ def failures_text(result: Mapping[str, Any]) -> str:
         lemons = f", {100 * settings['lemons']:g} % lemons" if settings["lemons"] else ""
         scale = "" if settings["scale"] == 1 else f"{settings['scale']:g} x "
         return f"{scale}{len(settings['causes'])} causes{lemons}"
+    if source == "SlowNodes":
+        many = f"a node at {100 * settings['speed']:g} % of its speed every {duration_text(settings['mtbf'])}"
+        return f"{many}, for {duration_text(settings['length'])}"
+    if source == "CorruptNodes":
+        noticed = "never noticed"
+        if settings["noticed"] is not None:
+            noticed = f"noticed after {duration_text(settings['noticed'])}"
+        return f"a node computes wrong results every {duration_text(settings['mtbf'])}, {noticed}{back}"
     if source == "TraceReplay":
         return f"trace {settings['trace']}"
     if source == "FailedFraction":
         return f"{100 * settings['part']:.5g} % failed{_taken(result)}"
     if source == "Scripted":
-        return f"{len(settings['outages'])} outages"
+        slow, wrong = len(settings.get("slowdowns", ())), len(settings.get("corruptions", ()))
+        others = [f"{count} {name}" for count, name in ((slow, "slow nodes"), (wrong, "wrong nodes")) if count]
+        return ", ".join([f"{len(settings['outages'])} outages", *others])
     return str(source)
 
 
@@ -177,6 +191,10 @@ def assumptions_text(result: Mapping[str, Any]) -> str:
     model = result["model"]
     mfu = f"{100 * model['efficiency']:.1f} % of the peak of an {model['gpu']} while computing"
     network = f"{model['network_bandwidth'] * 8e-9:.3g} Gb/s between workers"
+    if shared := result["cluster"].get("topology"):
+        network += f", racks of {shared['rack']} nodes with {shared['oversubscription']:g}:1 uplinks"
+        if shared["switch_oversubscription"] > 1:
+            network += f", {shared['switch']} of them with {shared['switch_oversubscription']:g}:1"
     again = ", activations recomputed" if model["recompute"] else ""
     return f"global batch {model['global_batch']:,}, micro-batch {model['microbatch']}; {mfu}; {network}{again}"
 

@@ -5,6 +5,7 @@ from lightning_recycle.visualize.report.sections.crossovers import layers_sectio
 from lightning_recycle.visualize.report.sections.equal_schedules import same_section
 from lightning_recycle.visualize.report.sections.failed_fractions import fractions_section
 from lightning_recycle.visualize.report.sections.intervals import intervals_section
+from lightning_recycle.visualize.report.sections.modes import modes_section
 from lightning_recycle.visualize.report.sections.others import others_section, runs_section
 from lightning_recycle.visualize.report.sections.planning_times import planner_section
 from lightning_recycle.visualize.report.sections.section import Section
@@ -18,6 +19,7 @@ SECTIONS = (
     intervals_section,
     causes_section,
     traces_section,
+    modes_section,
     fractions_section,
     ablation_section,
     planner_section,

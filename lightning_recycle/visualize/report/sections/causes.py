@@ -14,6 +14,7 @@ __all__ = ["causes_section"]
 _CAUSES = {
     "useful": Series("useful", "useful", "u-useful"),
     "bubble": Series("bubble", "bubble", "u-bubble"),
+    "slow": Series("slow", "slow", "u-slow"),
     "idle": Series("idle", "idle", "u-idle"),
     "redone": Series("redone", "redone", "u-redone"),
     "reconfiguring": Series("reconfiguring", "reconfiguring", "u-reconfiguring"),
@@ -27,7 +28,7 @@ def causes_section(results: Results) -> Section:
     return Section(
         "causes",
         "GPU time by cause",
-        "At any moment every GPU is in exactly one of six states; the parts add up to the whole time.",
+        "At any moment every GPU is in exactly one state; the parts add up to the whole time.",
         _body(found) if found else None,
         "recycle-simulate experiment=intervals",
     )
@@ -36,6 +37,7 @@ def causes_section(results: Results) -> Section:
 def _body(records: list[Record]) -> Markup:
     variants = Variants(records)
     models = models_of(records)
+    causes = [cause for cause in _CAUSES if cause != "slow" or any(record["fractions"]["slow"] for record in records)]
     groups = by(records, lambda record: (record["model"]["name"], failures_text(record), record["duration"]))
     pictures, rows = [], []
     for (model, failures, _), runs in sorted(groups.items(), key=lambda group: models.index(group[0][0])):
@@ -45,21 +47,22 @@ def _body(records: list[Record]) -> Markup:
             if series.key not in latest or not latest[series.key]["throughput"]:
                 continue
             run = latest[series.key]
-            shown.append((_short(series.name), [_part(run, cause) for cause in _CAUSES]))
+            shown.append((_short(series.name), [_part(run, cause) for cause in causes]))
             row: list[Cell | str] = [model_text(model), failures, series.name]
-            row += [num(run["gpu_seconds"][cause], 0, key=cause) for cause in _CAUSES]
+            row += [num(run["gpu_seconds"][cause], 0, key=cause) for cause in causes]
             rows.append([*row, num(sum(run["gpu_seconds"].values()), 0)])
         if shown:
             pictures.append(row_chart(f"{model_text(model)}, {failures}", shown, "of all GPU time"))
-    columns = ["model", "failures", "policy", *(series.name for series in _CAUSES.values()), "all"]
+    columns = ["model", "failures", "policy", *(_CAUSES[cause].name for cause in causes), "all"]
     return join(
         (
-            legend(list(_CAUSES.values()), bars=True),
+            legend([_CAUSES[cause] for cause in causes], bars=True),
             charts(*pictures),
             table(columns, rows, left=3, caption="GPU-seconds of a run, by cause"),
             note(
-                "Useful: computing samples that count, once. Bubble: waiting within a step. Idle: alive, not part of "
-                "training. Redone: lost steps, and what is computed twice. Reconfiguring: pauses. Failed: down."
+                "Useful: computing samples that count, once. Bubble: waiting within a step. Slow: steps that last "
+                "longer because of slow nodes. Idle: alive, not part of training. Redone: lost steps, and what is "
+                "computed twice. Reconfiguring: pauses. Failed: down."
             ),
         )
     )
