@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from lightning_recycle.simulation import (
+    Auto,
     Bamboo,
     Cluster,
     CommonPolicy,
@@ -34,11 +35,12 @@ from lightning_recycle.simulation import (
 )
 from lightning_recycle.traces import load_trace
 
-__all__ = ["Scene", "assumptions", "batch_table", "checkpoint_table", "ideal_table", "same_table"]
+__all__ = ["Scene", "assumptions", "auto_table", "batch_table", "checkpoint_table", "ideal_table", "same_table"]
 
 MODELS = ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b")
 SCHEDULES = ("1f1b", "planned")
 POLICIES: dict[str, type[CommonPolicy]] = {
+    "auto": Auto,
     "re-routing (ReCycle)": Recycle,
     "... and moving layers": ElasticLayers,
     "merge": Merge,
@@ -50,6 +52,8 @@ POLICIES: dict[str, type[CommonPolicy]] = {
     "Bamboo": Bamboo,
 }
 SEEDS = range(20)
+RIVALS = ("re-routing (ReCycle)", "... and moving layers", "merge", "drop the replica", "Oobleck")
+"""Policies that come near ``Auto`` anywhere."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,30 @@ def same_table() -> Iterable[Table]:
                 yield table
 
 
+def auto_table(schedules: Iterable[str] = ("planned",), names: Iterable[str] = MODELS) -> Iterable[Table]:
+    """The policy that chooses, against the best single policy in every cell: 1 means as fast."""
+    chosen = scenes()
+    for batch in (128, 1024):
+        for name in names:
+            model = get_model(name, throughput=None, efficiency=get_model(name).efficiency, global_batch=batch)
+            for schedule in schedules:
+                table = new_table(
+                    f"Auto and the best single policy, schedule {schedule}. {assumptions(model)}",
+                    "", *(scene.name for scene in chosen),
+                )  # fmt: skip
+                found = {
+                    label: [ratio(model, policy_of(POLICIES[label], schedule), scene) for scene in chosen]
+                    for label in RIVALS
+                }
+                auto = [ratio(model, policy_of(Auto, schedule), scene) for scene in chosen]
+                best = [max(RIVALS, key=lambda label, n=n: found[label][n]) for n in range(len(chosen))]
+                table.add_row("auto", *(f"{value:.3f}" for value in auto))
+                table.add_row("best", *(f"{found[label][n]:.3f}" for n, label in enumerate(best)))
+                table.add_row("which", *best)
+                table.add_row("auto / best", *(f"{auto[n] / found[label][n]:.3f}" for n, label in enumerate(best)))
+                yield table
+
+
 def ideal(model: TrainingModel, policy: CommonPolicy) -> list[float]:
     """Throughput relative to live GPUs times the bubble-free rate, with 1 to 12 of 32 nodes gone for good."""
     cluster = Cluster.of(model)
@@ -167,6 +195,8 @@ def batch_table() -> Iterable[Table]:
                 "policy", *map(str, batches),
             )  # fmt: skip
             for label, kind in POLICIES.items():
+                if kind is Auto:
+                    continue  # minutes for a cell, and both batches that matter are in its own table
                 cells = []
                 for batch in batches:
                     model = get_model(name, throughput=None, efficiency=usual.efficiency, global_batch=batch)

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/simulation.py                # everything, some minutes on one core
     .venv/bin/python benchmarks/simulation.py table day      # some of: table pauses ablation day fractions
                                                              #          spares layers sensitivity
-                                                             #          ideal same batch checkpoints calibration
+                                                             #          ideal auto same batch checkpoints calibration
                                                              #          slow wrong links
 
 ``ideal``, ``same``, ``batch`` and ``checkpoints`` compare policies with the same schedule, checkpoints and recovery
@@ -26,7 +26,7 @@ from functools import partial
 from calibration import calibration_tables
 from rich.console import Console
 from rich.table import Table
-from same_schedule import assumptions, batch_table, checkpoint_table, ideal_table, same_table
+from same_schedule import assumptions, auto_table, batch_table, checkpoint_table, ideal_table, same_table
 from slow_and_wrong import links_table, slow_table, wrong_table
 
 from lightning_recycle.planning import Grid, Worker
@@ -338,6 +338,7 @@ SECTIONS: dict[str, Callable[[], Iterable[Table]]] = {
     "layers": layers_table,
     "sensitivity": sensitivity_table,
     "ideal": ideal_table,
+    "auto": auto_table,
     "same": same_table,
     "batch": batch_table,
     "slow": slow_table,
