@@ -372,6 +372,7 @@ class Session:
                 self._has_other_layers,
                 self.place.rank,
                 self.client.send,
+                measures=not self.client.joining,
             )
         return Executor(
             *common,

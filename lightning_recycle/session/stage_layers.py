@@ -163,6 +163,7 @@ class StageLayers:
         changed: called when this worker has other layers.
         rank: of this worker.
         tell: called with what was measured of the layers.
+        measures: whether they are measured; a worker that joins need not do what its peers have done.
     """
 
     def __init__(
@@ -177,9 +178,11 @@ class StageLayers:
         changed: Callable[[Holding], None],
         rank: int,
         tell: Callable[[LayerFacts], None],
+        measures: bool = True,
     ) -> None:
         self._trainer, self._parts, self._stage, self._device = trainer, parts, stage, device
         self._rank, self._tell = rank, tell
+        self._measures = measures
         self._steps = 0
         self._meters: dict[int, _LayerMeter] = {}
         self._hold, self._sums, self._changed = hold, sums, changed
@@ -219,6 +222,8 @@ class StageLayers:
 
     def applied(self) -> None:
         """A step was applied: the layers are measured in some of the first."""
+        if not self._measures:
+            return
         self._steps += 1
         if self._steps == _FIRST_MEASURED:
             self._meters = {index: _LayerMeter() for index in self.owned}

@@ -129,7 +129,7 @@ def test_a_worker_that_joins_gets_the_layers_of_its_stage() -> None:
         dataset(24 * 60),
         max_steps=60,
         callbacks=[Move({2: (1, 5), 30: (4, 2)})],
-        strategy={"restart_workers": True},
+        strategy={"restart_workers": True, "adapt": "reroute"},
     )
     assert moves(run) == [(0, 1, 6), (0, 4, 6)]
     kinds = [event.kind for event in run.strategy.history]
@@ -166,6 +166,7 @@ def test_a_worker_may_be_killed_at_any_moment_of_a_move(rank: int, moment: int) 
         3,
         data=dataset(24 * 12),
         max_steps=12,
+        strategy={"adapt": "reroute"},
         callbacks=[Move({2: (1, 1, 4), 6: (3, 2, 1)}), KilledWhileLayersMove(rank, moment)],
     )
     assert moves(run) == [(0, 1, 2, 6), (0, 3, 5, 6)]
