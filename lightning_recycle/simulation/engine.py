@@ -304,9 +304,9 @@ class _Run:
         """When a wrong node is found as things stand: just before the end of a step that is checked, or noticed."""
         every, ticks = self.watch.check_every, [] if wrong.noticed is None else [max(self.now, wrong.noticed)]
         if every is not None and wrong.since is not None and self.configuration.running and not self.pauses:
-            period, step = as_ticks(every), _step(self.configuration)
+            period = as_ticks(every)
             due = max(self.now, wrong.since if not period else (wrong.since // period + 1) * period) + 1
-            ticks.append(self.origin - (self.origin - due) // step * step - 1)
+            ticks.append(self._boundary(due) - 1)
         return min(ticks, default=None)
 
     def _find(self, wrong: Wrong) -> None:
@@ -356,8 +356,8 @@ class _Run:
     def _take(self, reaction: Reaction, happening: Happening) -> None:
         self.alarm = None if reaction.wake is None else self.now + max(1, as_ticks(reaction.wake))
         if reaction.at_boundary and self.configuration.running and not self.pauses:
-            step, begun = _step(self.configuration), self.now + as_ticks(self.configuration.lead_seconds)
-            self.pending = _Pending(reaction, happening, self.origin - (self.origin - begun) // step * step)
+            begun = self.now + as_ticks(self.configuration.lead_seconds)
+            self.pending = _Pending(reaction, happening, self._boundary(begun))
             return
         self._switch(reaction)
 
@@ -397,6 +397,8 @@ class _Run:
     def _start_steps(self) -> None:
         """The first step begins now."""
         self.origin = self.begun = self.now
+        if self.pending is not None:  # it waits for a step that begins only now, after a checkpoint
+            self.pending.tick = self._boundary(self.pending.tick)
         if self.configuration.running:
             self.health.resumed(self.now)
         if self.checkpointing is not None:
@@ -423,9 +425,12 @@ class _Run:
         self.origin = self.now - done * _step(self.configuration) // _step(old)
         self.begun = begun
         if self.pending is not None:
-            self.pending.tick = self.origin - (self.origin - self.now) // _step(self.configuration) * _step(
-                self.configuration
-            )
+            self.pending.tick = self._boundary(self.now)
+
+    def _boundary(self, tick: int) -> int:
+        """The first end of a step at ``tick`` or after it."""
+        step = _step(self.configuration)
+        return self.origin - (self.origin - tick) // step * step
 
     def _step_begin(self, configuration: Configuration) -> int:
         """When the step in progress began; there is none in a pause."""
@@ -439,10 +444,8 @@ class _Run:
         every = self.configuration.checkpoint_every
         if every is None:
             return None
-        step = _step(self.configuration)
-        due = max(self.taken + as_ticks(every), self.readable, self.now)
-        found = self.origin - (self.origin - due) // step * step
-        return found if found > self.begun else found + step
+        found = self._boundary(max(self.taken + as_ticks(every), self.readable, self.now))
+        return found if found > self.begun else found + _step(self.configuration)
 
     # -- the timeline ---------------------------------------------------------------------------------------------
 

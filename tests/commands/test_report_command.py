@@ -133,7 +133,7 @@ def test_links_lead_to_sections_and_every_section_has_its_charts(page: Page) -> 
     pictures = Counter(section for tag, _, section in page.elements if tag == "figure")
     # Models, or models x failures; traces x models; fractions; grids and runs.
     assert pictures == {
-        "same": 4, "intervals": 2, "causes": 6, "traces": 1, "modes": 3, "fractions": 3, "ablation": 2, "planner": 1,
+        "same": 4, "intervals": 2, "causes": 6, "traces": 1, "modes": 2, "fractions": 3, "ablation": 2, "planner": 1,
         "spares": 1, "restart": 1, "layers": 1,
     }  # fmt: skip
     for tag, attributes, section in page.elements:

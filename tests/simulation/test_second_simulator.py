@@ -1,10 +1,12 @@
 """A naive simulator written from the documentation comes to the same results, whatever fails."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_simulator import AGREEMENT, NAIVE
-from random_outages import DURATION, GRIDS, outages, small_model
+from random_outages import DURATION, GRIDS, corruptions, outages, slowdowns, small_model
 
 from lightning_recycle import simulation as sim
 
@@ -38,7 +40,10 @@ def model(pipelines: int, stages: int) -> sim.TrainingModel:
     return small_model(pipelines, stages, network_bandwidth=1e8)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(policy).__name__}-{policy.schedule}")
+NAMED = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(policy).__name__}-{policy.schedule}")
+
+
+@NAMED
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_both_simulators_agree(policy, data) -> None:
@@ -46,9 +51,25 @@ def test_both_simulators_agree(policy, data) -> None:
     chosen = model(pipelines, stages)
     extra = getattr(policy, "spares", 0) or data.draw(st.sampled_from([0, 3]))
     cluster = sim.Cluster.of(chosen, extra_nodes=extra)
-    broken = data.draw(outages(cluster.nodes))
-    result = sim.simulate(chosen, cluster, policy, sim.Scripted(broken), DURATION)
-    naive = NAIVE[type(policy).__name__](chosen, policy, broken, DURATION, cluster.nodes).play()
+    compare(policy, chosen, cluster, sim.Scripted(data.draw(outages(cluster.nodes))))
+
+
+@NAMED
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_both_agree_on_slow_and_wrong_nodes(policy, data) -> None:
+    policy = dataclasses.replace(policy, slow_after=None, check_every=data.draw(st.sampled_from([None, 0.0])))
+    chosen = model(*data.draw(st.sampled_from(GRIDS)))
+    cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0) or data.draw(st.sampled_from([0, 3])))
+    source = sim.Scripted(*(data.draw(kind(cluster.nodes)) for kind in (outages, slowdowns, corruptions)))
+    compare(policy, chosen, cluster, source)
+
+
+def compare(policy, chosen: sim.TrainingModel, cluster: sim.Cluster, source: sim.Scripted) -> None:
+    result = sim.simulate(chosen, cluster, policy, source, DURATION)
+    play = NAIVE[type(policy).__name__]
+    broken = list(source.outages)
+    naive = play(chosen, policy, broken, DURATION, cluster.nodes, source.slowdowns, source.corruptions).play()
 
     def seconds(state):
         return sum(i.end - i.begin for i in result.intervals if i.state is state)

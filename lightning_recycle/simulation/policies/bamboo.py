@@ -41,6 +41,7 @@ from lightning_recycle.simulation.policies.workers import (
     crowded,
     crowding,
     live_workers,
+    nodes_of,
     whole_pipelines,
 )
 from lightning_recycle.simulation.training_model import TrainingModel
@@ -191,6 +192,15 @@ class Bamboo(CommonPolicy):
             gpus=gpus,
             repeated_gpu_seconds=usual.repeated_gpu_seconds + redundant,
             layout=layout,
+            nodes=nodes_of(
+                context,
+                (
+                    worker
+                    for p, team in enumerate(layout.teams)
+                    for s, worker in enumerate(team)
+                    if (p, s) not in layout.lost
+                ),
+            ),
             fill_seconds=step.fill,
             lead_seconds=step.lead,
         )
