@@ -653,7 +653,7 @@ class Executor:
         rank = self._client.rank
         exchanges: list[tuple[int, ...]] = [*resume.donors.items(), *resume.heals.items()]
         if resume.vote is not None:
-            exchanges.append(resume.vote.voters)
+            exchanges += [(resume.vote.recorder, voter) for voter in resume.vote.voters]
         transfers = {other for pair in exchanges if rank in pair for other in pair}
         with self._client.waiting("connections"):
             self._communicator.configure(
