@@ -1,9 +1,9 @@
 """Where workers check each other's computations: a pass over a finished schedule. Pure data.
 
 Concept: the workers of a stage hold the same parameters, so each can compute a micro-batch of another once more, and
-must get the same bits. A worker is *checked* on the first micro-batch whose weight gradient it computes: then nothing
-else is in its gradients yet. Its peer does so in a CHECK of its own before REDUCE, so that nothing is committed that
-was found wrong. Peers take turns (:func:`partners`).
+must get the same bits. A worker is *checked* on the first micro-batch whose weight gradient it computes: then usually
+nothing else is in its gradients yet. Its peer does so in a CHECK of its own before REDUCE, so that nothing is committed
+that was found wrong. Peers take turns (:func:`partners`).
 
 Contract: no planner, validator or plan file knows of checks; the schedule stays as it is, and a CHECK is put between
 its operations. It is *free* if it fits into an idle time: between two operations, or before REDUCE if the worker idles
@@ -26,11 +26,12 @@ from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.ops import OpKind, ScheduledOp
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["StageChecks", "partners", "plan_checks"]
+__all__ = ["StageChecks", "partners", "peers_to_connect", "plan_checks"]
 
 _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 _COMPUTING = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, *_COMPLETING)
 _TOLERANCE = 1e-9  # of a time
+_FARTHEST = 8  # places between two workers that check each other: what a worker connects with does not grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,23 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
 
 def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
     """Whom ``rank`` checks, and who checks it, in check number ``turn``: after ``len(ranks) - 1`` checks every worker
-    has been checked by every other one.
+    has been checked by every other one, or with many after 8 by the 8 before it.
     """
     place, count = ranks.index(rank), len(ranks)
-    distance = 1 + turn % (count - 1)
+    distance = 1 + turn % min(count - 1, _FARTHEST)
     return ranks[(place + distance) % count], ranks[(place - distance) % count]
+
+
+def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
+    """The workers of its stage that ``worker`` exchanges records with, in this plan or another one for the same workers
+    that begins in passing.
+    """
+    if isinstance(schedule, CodedSchedule):
+        return frozenset()
+    peers = [other for other in schedule.live_workers if other.stage == worker.stage]
+    place, most = peers.index(worker), min(len(peers) - 1, _FARTHEST)
+    near = (peers[(place + sign * distance) % len(peers)] for distance in range(1, most + 1) for sign in (1, -1))
+    return frozenset(near) - {worker}
 
 
 def _ready(operations: Sequence[ScheduledOp]) -> float | None:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_recycle.planning.check_places import plan_checks
+from lightning_recycle.planning.check_places import peers_to_connect, plan_checks
 from lightning_recycle.planning.grid import Worker, global_index
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
@@ -84,7 +84,7 @@ class Programs:
 
     def __init__(self, schedule: Schedule, verify: float = 0.0) -> None:
         self._schedule = schedule
-        self._checks = plan_checks(schedule, verify)
+        self._verifies, self._checks = verify > 0, plan_checks(schedule, verify)
         self._links = links(schedule)
         self._idle_stages = {worker.stage for worker in schedule.idle_workers()}
 
@@ -101,7 +101,8 @@ class Programs:
             op = Op(OpKind.CHECK, worker.stage)
             place = checks.places[worker]
             tasks = (*tasks[:place], Task(op, str(op)), *tasks[place:])
-            neighbours.update(rank for rank in checks.ranks if rank != grid.rank(worker))
+        if self._verifies:
+            neighbours.update(map(grid.rank, peers_to_connect(self._schedule, worker)))
         return Program(
             tasks,
             tuple(sorted(neighbours)),

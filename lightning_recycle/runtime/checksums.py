@@ -27,7 +27,7 @@ __all__ = ["checksum"]
 
 _ROW = 4096  # integers; the weights of a row stay in the cache
 _BLOCK_ROWS = {"cpu": 16}  # rows that are multiplied at once: what stays in the cache
-_MOST_ROWS = 4096  # where there is none to speak of
+_MOST_ROWS = 1024  # elsewhere: 32 MiB of products
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _COLUMN_SEEDS, _ROW_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344), (0xA4093822299F31D0, 0x082EFA98EC4E6C89)
 

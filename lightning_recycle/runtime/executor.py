@@ -700,7 +700,7 @@ class Executor:
         rank = self._client.rank
         exchanges: list[tuple[int, ...]] = [*resume.donors.items(), *resume.heals.items()]
         if resume.vote is not None:
-            exchanges.append(resume.vote.voters)
+            exchanges += [(resume.vote.recorder, voter) for voter in resume.vote.voters]
         transfers = {other for pair in exchanges if rank in pair for other in pair}
         if self._moving is not None:
             transfers |= self._moving.partners(resume)

@@ -1,7 +1,7 @@
 """Workers of a stage check each other's computations.
 
 Concept: in a step with checks each worker records its first micro-batch: what its stage was given, and checksums of the
-output, of the gradient of the input, and of the weight gradients, when nothing else is in them yet. It sends the record
+output, of the gradient of the input, and of the weight gradients, if nothing else is in them yet. It sends the record
 to a peer, which computes the same at its CHECK and compares. If it gets other bits, it tells the coordinator and goes
 no further, so nobody can commit the step. Then all workers of the stage compute the record once more, and vote.
 
@@ -44,6 +44,7 @@ __all__ = ["Verifier"]
 log = logging.getLogger(__name__)
 
 _COMPLETING = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
+_BACKWARD = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
 _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted as well
 _OUTPUT, _INPUT_GRADIENT, _WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
 
@@ -85,6 +86,9 @@ class Verifier:
         grid: the grid of the run.
         device: the name of this worker's device, by which its machine knows it.
         possible: whether computations of this stage can be repeated at all.
+
+    Attributes:
+        compares_weights: whether the weight gradients of the micro-batch that it is checked on are alone when complete.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class Verifier:
         self._parameters, self._grid, self._device, self._possible = parameters, grid, device, possible
         self._program = Program()
         self._first: Task | None = None  # completes the micro-batch that this worker is checked on
-        self._has_several = False
+        self.compares_weights = False
         self._checks: int | None = None  # rank whose record comes, while a step with checks runs
         self._checked_by: int | None = None
         self._incoming: Incoming | None = None
@@ -117,13 +121,16 @@ class Verifier:
         self._program = program
         completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
         self._first = completing[0] if completing else None
-        # Of the only one the sum over the stage may have begun before anybody can look at it.
-        self._has_several = len(completing) > 1
+        # Of the only one the sum over the stage may have begun before anybody can look at it. And a B adds the
+        # gradients of parameters that cannot wait for a W, so those of another micro-batch may be there, too.
+        before = program.tasks[: program.tasks.index(completing[0])] if completing else ()
+        others = any(task.op.kind in _BACKWARD and task.index != completing[0].index for task in before)
+        self.compares_weights = len(completing) > 1 and not others
 
     def begin(self, step: int, whole: bool) -> None:
         """An attempt at ``step`` begins; ``whole``: this worker does all of it, and nobody has done so before."""
         ranks, every = self._program.checked, self._program.check_every
-        self._record = self._incoming = self._checks = self._checked_by = None
+        self._record = self._disputed = self._incoming = self._checks = self._checked_by = None
         self._before = []
         if not self._possible or not whole or not ranks or step % every:
             return
@@ -171,7 +178,7 @@ class Verifier:
         if self._record is None or task is not self._first or self._checked_by is None:
             return
         sums = dict(self._record.sums)
-        if self._has_several:
+        if self.compares_weights:
             sums[_WEIGHT_GRADIENT] = checksum(self._gradients())
         record = replace(self._record, sums=sums)
         self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)

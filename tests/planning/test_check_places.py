@@ -67,6 +67,16 @@ def test_nothing_is_checked_without_peers_or_a_share_of_the_time() -> None:
     assert plan_checks(schedule(Grid(2, 2, 4), Worker(0, 1)), 1.0).keys() == {0}
 
 
+def test_with_many_pipelines_a_worker_connects_with_a_few_peers() -> None:
+    whole = schedule(Grid(20, 1, 2))
+    programs = Programs(whole, verify=0.5)
+    for worker in whole.live_workers:
+        program, rank = programs.of(worker), whole.grid.rank(worker)
+        partners_of = {other for turn in range(40) for other in partners(program.checked, rank, turn)}
+        assert partners_of == set(program.neighbours)
+        assert len(partners_of) == 16
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_every_worker_is_checked_by_every_other_in_turn(count: int) -> None:
     ranks = tuple(range(1, 3 * count, 3))
