@@ -390,6 +390,8 @@ class Coordinator:
             self._handle(held)
         for plan in self._plans.better():
             self._handle(plan)
+        for facts in self._plans.take_choices():
+            self._history.add("chosen", self._state, details=facts)
         if self._end_wanted:
             self._handle(protocol.EndWanted())
         self._views.answer()
@@ -637,6 +639,9 @@ class Coordinator:
             case messages.Measured():
                 self._plans.measured(message)
                 return
+            case messages.Tried():
+                self._plans.tried(message)
+                return
             case messages.Publish():
                 if self._rendezvous.published_bytes(rank) > _PUBLISHED_BYTES:
                     raise BadMessageError(f"it has published more than {_PUBLISHED_BYTES} bytes in a generation")
@@ -844,7 +849,7 @@ class Coordinator:
         if record.kind == "resumed" and not self._history.has_steps:
             self._plans.plan_ahead()
         if record.kind == "resumed":
-            record = replace(record, details={**record.details, "plan": self._plans.source})
+            record = replace(record, details={**record.details, "plan": self._plans.source, **self._plans.reasons()})
         self._history.record(record, self._state)
         if record.kind == "step":
             self._plans.stepped(self._history.step_seconds)

@@ -373,6 +373,7 @@ class Session:
             ties=ties,
             held=self._held_besides if held.parameters else None,
             layers=self._layers,
+            tries_splitting=self._fitting and self.options.tries_splitting(self.grid.stages),
             needs_norm=needs.norm,
             needs_overflow=needs.overflow,
             presumes=self._leaves_gradients_alone if needs.afterwards else None,

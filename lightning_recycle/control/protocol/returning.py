@@ -40,6 +40,7 @@ class Memory:
         self._confirm: messages.Confirm | None = None
         self._profiled: messages.Profiled | None = None
         self._measured: messages.Measured | None = None
+        self._tried: messages.Tried | None = None
         self._applied = -1
         self._restored = 0
         self._joins_after = -1  # the step after which it gets its state
@@ -81,6 +82,8 @@ class Memory:
                 self._profiled = message
             case messages.Measured():
                 self._measured = message
+            case messages.Tried():
+                self._tried = message
 
     def heard(self, message: Any, rank: int, begun: int) -> None:
         """The coordinator said ``message`` to worker ``rank``, whose newest step is ``begun``."""
@@ -148,5 +151,6 @@ class Memory:
             ends_run=self._ends_run,
             profiled=self._profiled,
             measured=self._measured,
+            tried=self._tried,
             **who,
         )
