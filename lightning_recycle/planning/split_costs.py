@@ -27,6 +27,8 @@ from lightning_recycle.planning.problem import Problem
 
 __all__ = ["SplitCosts", "SplitTrial"]
 
+_MOST = 1e6  # times BW that B and W take; what is more was not measured
+
 
 @dataclass(frozen=True, slots=True)
 class SplitTrial:
@@ -44,7 +46,7 @@ class SplitTrial:
             and ``split``.
 
     Raises:
-        ConfigurationError: when a value is negative or not finite, or there are no processors.
+        ConfigurationError: when a value cannot have been measured.
     """
 
     fused: tuple[float, float]
@@ -63,6 +65,8 @@ class SplitTrial:
             at_least("SplitTrial", name, getattr(self, name))
         if len(self.fused) != 2 or len(self.split) != 3 or self.processors <= 0 or self.waited > 1:
             raise ConfigurationError(f"{self}: give F and BW, F, B and W, and some processors.")
+        if self.longer > _MOST:
+            raise ConfigurationError(f"{self}: a split backward cannot take {self.longer:g} times as long.")
 
     @property
     def longer(self) -> float:
