@@ -50,6 +50,7 @@ def train(*faults: Fault, dies: int | None = None, clip: float | None = None, **
     slow = Fault("slow", SLOW.pipeline, SLOW.stage, 0, factor=20.0, steps=STEPS)
     callbacks = [PlanMonitor(window=WINDOW), AwaitChange(dies)]
     options: dict[str, Any] = {"max_steps": STEPS, "gradient_clip_val": clip, "callbacks": callbacks}
+    strategy = {"decoupled": True, **strategy}  # or there is another change of plan
     run = exact_fit(Regression().double(), 2, 2, [slow, *faults], DATA, strategy=strategy, **options)
     assert committed_steps(run) == list(range(STEPS))
     return run
