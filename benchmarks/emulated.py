@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy, defer_weight_grad
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, plan, retime
+from lightning_recycle.planning.choosing import Switch
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 
 __all__ = [
@@ -166,17 +167,19 @@ class _SleepRecorder(L.Callback):
 @dataclass(frozen=True)
 class Case:
     """A schedule to measure; ``failed`` is the worker that is killed before. ``costs`` in slots, None: one each.
-    ``clips``: whether gradients are clipped by their norm, which never is so large.
+    ``clips``: whether gradients are clipped by their norm, which never is so large. ``warmup``: steps that do not
+    count, of which "auto" needs some to choose.
     """
 
     name: str
-    decoupled: bool
+    decoupled: Switch
     staggered: bool = False
     failed: Worker | None = None
     has_goal: bool = False
     grid: Grid = GRID
     costs: Costs | None = None
     clips: bool = False
+    warmup: int = 4
 
     @property
     def known_costs(self) -> Costs:
@@ -188,7 +191,7 @@ class Case:
         """
         failed = frozenset({self.failed} if self.failed is not None else ())
         limits = None if failed else (2 * self.grid.stages - 1,) * self.grid.stages
-        technique = Technique(decoupled=self.decoupled, staggered=self.staggered)
+        technique = Technique(decoupled=bool(self.decoupled), staggered=self.staggered)
         return plan(Problem(self.grid, self.known_costs, failed, technique, limits)).period
 
 
@@ -196,6 +199,7 @@ CASES = (
     Case("fault-free, 1F1B", decoupled=False, has_goal=True),
     Case("fault-free, decoupled", decoupled=True),
     Case("fault-free, decoupled, staggered", decoupled=True, staggered=True),
+    Case("fault-free, auto, staggered", decoupled="auto", staggered=True, warmup=14),
     Case("fault-free, decoupled, staggered, clipping", decoupled=True, staggered=True, clips=True),
     Case("(1, 2) dead, adaptive only", decoupled=False, failed=Worker(1, 2)),
     Case("(1, 2) dead, decoupled", decoupled=True, failed=Worker(1, 2), has_goal=True),
@@ -213,11 +217,12 @@ def demo_cases(costs: Costs) -> tuple[Case, ...]:
 PAIRS = (
     ("staggering wins", "(1, 2) dead, decoupled", "(1, 2) dead, decoupled, staggered"),
     ("zero-bubble wins, running example", "fault-free, 1F1B", "fault-free, decoupled, staggered"),
+    ("auto finds it, running example", "fault-free, 1F1B", "fault-free, auto, staggered"),
     ("zero-bubble wins, demo, not staggered", "demo, fault-free, 1F1B", "demo, fault-free, decoupled"),
     ("zero-bubble wins, demo", "demo, fault-free, 1F1B", "demo, fault-free, decoupled, staggered"),
 )
 """(what is compared, slower case, faster case)."""
-QUICK_PAIRS = (PAIRS[0], PAIRS[3])
+QUICK_PAIRS = (PAIRS[0], PAIRS[4])
 
 
 def profile_demo() -> Costs:
@@ -227,7 +232,7 @@ def profile_demo() -> Costs:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "profile.json"
         # Decoupled, so that stages whose B and W are not fused are measured one by one.
-        strategy = ReCycleStrategy(STAGES, MICROBATCHES, profile=path)
+        strategy = ReCycleStrategy(STAGES, MICROBATCHES, profile=path, decoupled=True)
         fit(size.build(), loader, strategy, devices=DEMO_GRID.num_workers, steps=PROFILED_STEPS)
         seconds = load_profile(path).costs()
     parts = (seconds.forward, seconds.backward_input, seconds.backward_weight)
@@ -253,8 +258,9 @@ class Measurement:
     mean_sleep: float
 
 
-def measure(case: Case, steps: int, warmup: int = 4, slot: float = SLOT) -> Measurement:
+def measure(case: Case, steps: int, warmup: int | None = None, slot: float = SLOT) -> Measurement:
     """Trains until ``steps`` steps of ``case`` are measured, after ``warmup`` others in the same generation."""
+    warmup = case.warmup if warmup is None else warmup
     callbacks: list[L.Callback] = []
     first, grid, costs = warmup, case.grid, case.known_costs
     if case.failed is not None:

@@ -16,7 +16,7 @@ speed, and what differs is overhead; it says nothing about machines on which the
 
 The second is of our own features, each switched on against off (``FEATURES``): the staggered optimizer with its shadow,
 kept on the device or on the host, against a commit of all stages together without one (goal: at most 3 % of a step); a
-module that overrides ``on_training_output``; the decoupled backward. ``Shadow.update`` is also timed alone.
+module that overrides ``on_training_output``; the backward, always split. ``Shadow.update`` is also timed alone.
 
 The sides of a comparison take turns of about a second, several per round; each round starts fresh processes, whose
 first steps do not count. A ratio compares two turns of the same cycle. Processor time is also shown: it is the cost of
@@ -401,6 +401,7 @@ _FEATURE_SIDES: dict[str, Side] = {
     "not staggered": Side(lambda plan, gate: run_strategy(plan, gate, staggered=False)),
     "shadow on host": Side(lambda plan, gate: run_strategy(plan, gate, shadow="host")),
     "on_training_output": Side(lambda plan, gate: run_strategy(plan, gate, watched=True)),
+    "split": Side(lambda plan, gate: run_strategy(plan, gate, decoupled=True)),
     "fused": Side(lambda plan, gate: run_strategy(plan, gate, decoupled=False)),
 }
 
@@ -408,7 +409,8 @@ FEATURES: tuple[tuple[str, str, str, float | None], ...] = (
     ("staggered, shadow on the device", "default", "not staggered", GOAL),
     ("staggered, shadow on the host", "shadow on host", "not staggered", GOAL),
     ("on_training_output overridden", "on_training_output", "default", None),
-    ("decoupled backward", "default", "fused", None),
+    ("decoupled backward", "split", "fused", None),
+    ('decoupled="auto"', "default", "fused", None),
 )
 """(feature, side with it, side without it, the most that the ratio of their seconds may be)."""
 

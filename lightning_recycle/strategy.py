@@ -70,11 +70,14 @@ class ReCycleStrategy(ParallelStrategy):
         layer_seconds: the seconds of each layer, see :func:`~lightning_recycle.model.partition.measure_layer_seconds`.
         profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
             ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
-        decoupled: split the backward, so that weight gradients fill idle slots.
+        decoupled: whether backwards are split, so that weight gradients fill idle slots. It takes processor time.
+            "auto" tries in the first steps how much, and splits only where the plan saves more than that; it decides
+            again at every change of the workers. Until then all are fused. With a ``plan_library``, as True.
         staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
             while others finish this one. Costs a copy of the stage's parameters and of its gradients. With
             ``16-mixed``, weights tied across stages, or clipping by norm where hooks look at what a step left, every
-            stage waits for all others all the same, and plans say so.
+            stage waits for all others all the same, and plans say so. "auto": wherever the stages can, as True; it is
+            settled when the run begins.
         shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False``
             none are kept.
         restart_workers: whether a lost worker is replaced by a new process, which gets its state from a peer.
@@ -172,8 +175,8 @@ class ReCycleStrategy(ParallelStrategy):
         partition: Literal["count", "parameters", "profile"] | list[int] = "count",
         layer_seconds: list[float] | None = None,
         profile: str | os.PathLike[str] | None = None,
-        decoupled: bool = True,
-        staggered: bool = True,
+        decoupled: bool | Literal["auto"] = "auto",
+        staggered: bool | Literal["auto"] = "auto",
         shadow: Literal["device", "host"] = "device",
         restart_workers: bool = False,
         max_restarts: int = 10,

@@ -414,6 +414,8 @@ class Coordinator:
             self._history.add("layout", self._state, None, {"why": self._plans.layout_notes.pop(0)})
         for plan in better:
             self._handle(plan)
+        for facts in self._plans.take_choices():
+            self._history.add("chosen", self._state, details=facts)
         if self._end_wanted:
             self._handle(protocol.EndWanted())
         self._views.answer()
@@ -664,6 +666,9 @@ class Coordinator:
             case messages.LayerFacts():
                 self._plans.layers(message)
                 return
+            case messages.Tried():
+                self._plans.tried(message)
+                return
             case messages.Publish():
                 if self._rendezvous.published_bytes(rank) > _PUBLISHED_BYTES:
                     raise BadMessageError(f"it has published more than {_PUBLISHED_BYTES} bytes in a generation")
@@ -878,7 +883,7 @@ class Coordinator:
         if record.kind == "resumed" and not self._history.has_steps:
             self._plans.plan_ahead()
         if record.kind == "resumed":
-            record = replace(record, details={**record.details, "plan": self._plans.source})
+            record = replace(record, details={**record.details, "plan": self._plans.source, **self._plans.reasons()})
         self._history.record(record, self._state)
         if record.kind == "corruption" and record.rank is not None:
             self._isolate(record.rank, record)

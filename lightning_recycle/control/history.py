@@ -51,8 +51,11 @@ class Event:
             "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers
             have returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no
             longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because the planner
-            that the user chose found a better one than the heuristic, or the memory that was measured allows or demands
-            another one (then it is the planner). "saved":
+            that the user chose found a better one than the heuristic, or the memory that was measured, or what it costs
+            to split backwards, allows or demands another one (then it is the planner). "chosen": with
+            ``decoupled="auto"``, whether backwards are split, and why in numbers
+            (:func:`~lightning_recycle.control.plans.splitting.facts_of`); "resumed" and "replanned" have the same as
+            ``details["backward"]`` of their plan. "saved":
             a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
             all stop after one of the next steps. "stage_lost": nobody holds a stage any more. "memory": at the end,
             ``details["peak_bytes"]`` has for each stage the most memory that a worker of it has held, in bytes (of

@@ -97,10 +97,16 @@ class Terms:
     def planner(self) -> RunPlanner:
         """The planner of the run."""
         wants = self.wants
-        technique = Technique(decoupled=wants.decoupled, staggered=wants.staggered)
+        technique = Technique(decoupled=bool(wants.decoupled), staggered=wants.staggered)
         memory = cast(MemoryLimit, wants.memory)
         return RunPlanner(
-            wants.grid, wants.planner, technique, wants.in_flight_limit, memory=memory, recompute=wants.recompute
+            wants.grid,
+            wants.planner,
+            technique,
+            wants.in_flight_limit,
+            memory=memory,
+            recompute=wants.recompute,
+            chooses_split=wants.decoupled == "auto" and wants.entry == "fit",
         )
 
     def options(self) -> CoordinatorOptions:
@@ -200,6 +206,8 @@ def _overruled(given: Given, wants: Wants) -> Wants:
 
 def _check(wants: Wants) -> None:
     """Raises ConfigurationError for what cannot work."""
+    if wants.decoupled not in ("auto", True, False):
+        raise ConfigurationError(f"decoupled={wants.decoupled!r}: a script wants True, False or 'auto'.")
     get_planner(wants.planner)
     check_memory_limit(cast(MemoryLimit, wants.memory))
     if wants.grid.num_workers > _MOST_WORKERS:

@@ -70,7 +70,6 @@ from lightning_recycle.launch.worker_process import Call, WorkerStart, run_outsi
 from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
-from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.checks import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
@@ -286,20 +285,21 @@ class SupervisorLauncher(_Launcher):
     ) -> tuple[Outcome | None, int]:
         """Runs the workers of a grid once; returns how it ended, and how many workers were alive then."""
         options, trainer, grid = self._strategy.options, call[0], setup.grid
+        fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise there are no step boundaries to enter at
         profile_path, profile = self._find_profile(trainer, grid)
         setup = replace(setup, profiles=profile_path is not None and profile is None)
         planner = RunPlanner(
             grid,
             options.planner,
-            Technique(decoupled=options.decoupled, staggered=setup.staggered),
+            replace(options.technique, staggered=setup.staggered),
             options.in_flight_limit,
             costs=None if profile is None else profile.costs(),
             library=_library(options.plan_library, options.planner),
             memory=options.memory,
             recompute=options.activation_checkpointing == "auto",
+            chooses_split=options.decoupled == "auto" and fitting,
         )
         planner.prepare()
-        fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise there are no step boundaries to enter at
         coordinator_options = CoordinatorOptions(
             heartbeat_timeout=heartbeat.timeout,
             last_holder_timeout=heartbeat.last_holder_timeout,
@@ -473,7 +473,7 @@ class SupervisorLauncher(_Launcher):
             weights_only,
             outsiders=listens,
             has_run=self._has_run,
-            staggered=options.staggered and (not fitting or steps_alone(trainer, parts, stages)),
+            staggered=options.technique.staggered and (not fitting or steps_alone(trainer, parts, stages)),
             gathering=Gathering(options.gather_result, LARGE_BYTES, local=not listens and options.engine == "local"),
         )
         return setup, heartbeat

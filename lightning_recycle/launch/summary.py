@@ -36,7 +36,7 @@ def summary(history: Sequence[Event], grid: Grid) -> list[str]:
     lines += [f"  {seconds:.1f} s: {cause}" for cause, seconds in lost[:_CAUSES_SHOWN]]
     if others := lost[_CAUSES_SHOWN:]:
         lines.append(f"  {sum(seconds for _, seconds in others):.1f} s: {_count(len(others), 'other cause')}")
-    return lines
+    return lines + _backwards(history)
 
 
 def _memory(history: Sequence[Event]) -> str:
@@ -62,6 +62,19 @@ def _workers(history: Sequence[Event], grid: Grid) -> str:
     rosters = [event.details["roster"] for event in history if event.kind == "regrouped"]
     alive = len(rosters[-1]) if rosters else grid.num_workers
     return f"{_count(alive, 'worker')}" if alive == grid.num_workers else f"{alive} of {grid.num_workers} workers left"
+
+
+def _backwards(history: Sequence[Event]) -> list[str]:
+    """Whether the newest plan splits backwards, if that was a choice, and why."""
+    chosen = [event.details if event.kind == "chosen" else event.details.get("backward") for event in history]
+    newest = next((facts for facts in reversed(chosen) if facts), None)
+    if newest is None:
+        return []
+    wins = newest["wins"]
+    plan = f"a plan with them saves {100 * wins:.1f} %" if wins > 0 else f"a plan with them loses {-100 * wins:.1f} %"
+    verdict = "split" if newest["split"] else "fused"
+    cost = f"splitting takes {100 * newest['cost']:.1f} % longer than F and BW"
+    return [f"Backwards are {verdict}: {cost}, {plan if wins else 'and saves nothing'}."]
 
 
 def _lost(history: Sequence[Event]) -> dict[str, float]:

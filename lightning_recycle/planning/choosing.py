@@ -16,6 +16,7 @@ Units: seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -54,6 +55,11 @@ class TechniqueChoice:
     def period(self) -> float:
         """Predicted seconds of a step."""
         return dict(self.compared)[self.technique]
+
+    def gain(self, other: Technique) -> float:
+        """The part of a step that is saved compared with ``other``; 0 where that is not known."""
+        period = dict(self.compared).get(other, self.period)
+        return 1.0 - self.period / period if 0.0 < period < math.inf else 0.0
 
     def why(self) -> tuple[str, ...]:
         """The reasons in numbers, a line each."""

@@ -51,6 +51,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.planning.split_costs import SplitTrial
 from lightning_recycle.runtime.accumulation import AccumulatedGradients, Share
 from lightning_recycle.runtime.buckets import BucketedReduction
 from lightning_recycle.runtime.communicator import (
@@ -72,6 +73,7 @@ from lightning_recycle.runtime.memory_meter import MemoryMeter
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
 from lightning_recycle.runtime.shadow import Shadow
+from lightning_recycle.runtime.split_trial import SplitTrials
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.ties import TieExchange
 from lightning_recycle.runtime.timings import Timings
@@ -127,6 +129,7 @@ class Executor:
         layers: changes the layers that this worker has; None if they stay.
         device_name: the name of its device, by which its machine knows it.
         repeatable: whether a peer may compute a micro-batch of this worker once more.
+        tries_splitting: whether it is measured in the first steps what it costs to split backwards.
 
     Attributes:
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
@@ -158,6 +161,7 @@ class Executor:
         layers: LayerKeeper | None = None,
         device_name: str = "",
         repeatable: bool = False,
+        tries_splitting: bool = False,
     ) -> None:
         self.worker = worker
         self.grid = grid
@@ -172,6 +176,8 @@ class Executor:
         self._moving = None if layers is None else LayerMoves(layers, grid, worker, client, communicator)
         self._needs_norm, self._needs_overflow = needs_norm, needs_overflow
         self._profiler = profiler
+        self._trials = SplitTrials(communicator.device) if tries_splitting else None
+        self._tried: SplitTrial | None = None
         self._leads: dict[int, int] = {}
         ties = ties or TieExchange()
         waits = needs_overflow or not staggered or bool(ties.ties)
@@ -261,7 +267,7 @@ class Executor:
         self._program, self._idle_peer = program.tasks, program.idle_peer
         self._verifier.follow(program)
         if self._meter is not None:
-            self._meter.may_split = program.decoupled
+            self._meter.may_split = program.decoupled or self._trials is not None
             self._meter.recomputes = any(task.recomputed for task in self._program)
 
     def _run_program(self, step: int) -> None:
@@ -282,6 +288,8 @@ class Executor:
         self._verifier.begin(step, part.reduces and step == self.version)
         if self._meter is not None:
             self._meter.begin(step if part.reduces else None, self._communicator.buffers())
+        if self._trials is not None:
+            self._trials.begin(step if part.reduces else None, program)
         if part.awaits_peers:
             self._await_peers()
         forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
@@ -338,9 +346,9 @@ class Executor:
             inputs = self._receive(step, task)
         stage, meter = self._stage, self._meter
         self._verifier.takes(task, inputs, target)
-        split = task.decoupled or (meter is not None and meter.splits)
+        split = task.decoupled or self._splits_anyway(task)
         watched = _NOTHING if meter is None else meter.forward(lambda: stage.kept(inputs))
-        with self._profiled(step), self._measured(OpKind.FORWARD), watched:
+        with self._profiled(step), self._measured(OpKind.FORWARD), watched, self._trying(OpKind.FORWARD, task):
             output = stage.forward(step, task.index, inputs, target, decoupled=split, recomputed=task.recomputed)
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
@@ -366,17 +374,27 @@ class Executor:
         grads = None if task.source is None else self._receive(step, task)
         kind, meter = task.op.kind, self._meter
         with self._measured(kind):
-            if kind is OpKind.BACKWARD and (meter is None or not meter.splits):
-                with self._reduction.during_backward(task):
+            if kind is OpKind.BACKWARD and not self._splits_anyway(task):
+                with self._trying(kind, task), self._reduction.during_backward(task):
                     input_grads = self._stage.backward(task.index, grads)
             else:
-                with _NOTHING if meter is None else meter.backward(lambda: self._stage.waiting(task.index)):
+                watched = _NOTHING if meter is None else meter.backward(lambda: self._stage.waiting(task.index))
+                with watched, self._trying(OpKind.BACKWARD_INPUT, task):
                     input_grads = self._stage.backward_input(task.index, grads)
                 if kind is OpKind.BACKWARD:
-                    self._stage.backward_weight(task.index)
+                    with self._trying(OpKind.BACKWARD_WEIGHT, task):
+                        self._stage.backward_weight(task.index)
         self._verifier.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
             self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
+
+    def _splits_anyway(self, task: Task) -> bool:
+        """Whether a backward that the plan fuses is split because that is measured."""
+        meter, trials = self._meter, self._trials
+        return (meter is not None and meter.splits) or (trials is not None and trials.splits(task.index))
+
+    def _trying(self, kind: OpKind, task: Task) -> AbstractContextManager[None]:
+        return _NOTHING if self._trials is None else self._trials.operation(kind, task.index)
 
     def _reduce(self, step: int) -> None:
         self._settle()
@@ -434,6 +452,9 @@ class Executor:
         seconds, peak = dict(self._timings.seconds), peak_bytes(self._communicator.device)
         self._client.send(messages.Applied(self._client.rank, number, seconds, measured, facts, peak))
         self._is_past = False
+        if self._trials is not None and (tried := self._trials.result()) is not None:
+            self._client.send(messages.Tried(self._client.rank, tried))
+            self._trials, self._tried = None, tried
         if self._profiler is not None and number == self._profiler.last_step:
             self._finish_profile(self._profiler)
         if self._meter is not None and (footprint := self._meter.footprint()) is not None:
@@ -816,7 +837,8 @@ class Executor:
         return self._profiler.forward(step) if self._profiler is not None else _NOTHING
 
     def _finish_profile(self, profiler: StageProfiler) -> None:
-        measured = profiler.profile(self._timings.seconds)
+        seconds = self._timings.seconds
+        measured = profiler.profile(seconds if self._tried is None else self._tried.divided(seconds))
         steps = profiler.last_step - profiler.first_step + 1
         self._client.send(messages.Profiled(self._client.rank, measured, profiler.latency, profiler.bandwidth, steps))
         self._profiler = None

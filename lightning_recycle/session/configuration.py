@@ -14,10 +14,12 @@ from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.partition import Partition
+from lightning_recycle.planning.choosing import Switch
 from lightning_recycle.planning.footprint import MemoryLimit, check_memory_limit
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
+from lightning_recycle.planning.problem import Technique
 from lightning_recycle.runtime.machine_errors import MachineErrors, suspicion_of
 from lightning_recycle.session.gathering import Gathering, GatherResult
 
@@ -41,8 +43,8 @@ class Options:
     partition: Partition
     layer_seconds: list[float] | None
     profile: str | os.PathLike[str] | None
-    decoupled: bool
-    staggered: bool
+    decoupled: Switch
+    staggered: Switch
     shadow: str
     restart_workers: bool
     max_restarts: int
@@ -107,8 +109,9 @@ class Options:
                 self._refuse(name, f"use {' or '.join(map(repr, choices))}")
         if not isinstance(self.standby_connections, bool):
             self._refuse("standby_connections", "use True or False")
-        if self.gather_result not in ("auto", True, False):
-            self._refuse("gather_result", "use 'auto', True or False")
+        for name in ("gather_result", "decoupled", "staggered"):
+            if getattr(self, name) not in ("auto", True, False):
+                self._refuse(name, "use 'auto', True or False")
         if not all(is_number(amount, 0.0) for amount in (self.resources_per_worker or {}).values()):
             self._refuse("resources_per_worker", "give a number of at least 0 for each resource")
         check_memory_limit(self.memory)
@@ -122,6 +125,15 @@ class Options:
     def bucket_bytes(self) -> float:
         """The most bytes of a bucket of gradients."""
         return (_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * 2**20
+
+    @property
+    def technique(self) -> Technique:
+        """The techniques that may be used; where ``decoupled`` is "auto", plans choose."""
+        return Technique(decoupled=bool(self.decoupled), staggered=bool(self.staggered))
+
+    def tries_splitting(self, stages: int) -> bool:
+        """Whether workers try what it costs to split the backwards that plans fuse."""
+        return self.decoupled == "auto" and stages > 1  # one stage has no idle slots
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None, can_be_cut: bool = True) -> Grid:
         """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.

@@ -384,6 +384,7 @@ class Session:
             layers=self._layers,
             device_name=self._device_name,
             repeatable=self._is_repeatable(),
+            tries_splitting=self._fitting and self.options.tries_splitting(self.grid.stages),
             needs_norm=needs.norm,
             needs_overflow=needs.overflow,
             presumes=self._leaves_gradients_alone if needs.afterwards else None,

@@ -1,5 +1,9 @@
+from dataclasses import replace
+
 import pytest
 from emulated import CASES, measure
+
+from lightning_recycle.planning import Grid
 
 
 def test_cases_with_a_goal_are_those_of_the_design():
@@ -15,3 +19,10 @@ def test_a_step_of_sleeping_operations_takes_about_as_long_as_planned():
     assert measured.slots == 27
     assert measured.seconds.low > 27 * 0.9 * 0.005  # nothing was skipped; how much longer it takes depends on the load
     assert measured.mean_sleep == pytest.approx(0.005, rel=0.2)
+
+
+def test_a_run_finds_out_that_splitting_wins():
+    """The layers sleep, so that slots are idle although all workers share the cores."""
+    (case,) = (case for case in CASES if case.decoupled == "auto")
+    measured = measure(replace(case, grid=Grid(2, 2, 4)), steps=2, warmup=30, slot=0.01)
+    assert measured.slots < 15, "1F1B takes 15"

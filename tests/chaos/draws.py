@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, LateFault, Recipe, Scenario, Trouble
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.planning.choosing import Switch
 
 __all__ = ["draw"]
 
@@ -41,10 +42,14 @@ def draw(seed: int) -> Scenario:
         stages,
         _recipe(rng),
         staggered=rng.random() < 0.75,
-        decoupled=rng.random() < 0.85,
+        decoupled=_decoupled(rng.random()),
         shadow=rng.choice(("device", "device", "host")),
     )
     return _DRAWS[family](rng, common)
+
+
+def _decoupled(drawn: float) -> Switch:
+    return "auto" if drawn < 0.35 else drawn < 0.85
 
 
 def _recipe(rng: random.Random) -> Recipe:

@@ -8,6 +8,7 @@ in :class:`~lightning_recycle.errors.StageLostError`, or start again from a chec
 from dataclasses import dataclass
 
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.planning.choosing import Switch
 
 __all__ = [
     "EPOCH",
@@ -181,7 +182,7 @@ class Scenario:
     troubles: tuple[Trouble, ...] = ()
     heartbeat_timeout: float = 2.0
     staggered: bool = True
-    decoupled: bool = True
+    decoupled: Switch = True
     shadow: str = "device"
     restart_workers: bool = False
     normalize: bool = False

@@ -100,6 +100,11 @@ class FakePlanner:
     def take_better(self) -> list[PlanResult]:
         return []
 
+    def tried(self, trials: Any) -> None: ...
+
+    def choice(self, problem: Any) -> None:
+        return None
+
     def close(self) -> None: ...
 
 

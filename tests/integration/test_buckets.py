@@ -82,10 +82,10 @@ def early(folder: Path) -> dict[str, set[int]]:
 
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
-    "staggered": {},
-    "together": {"strategy": {"staggered": False}},
+    "staggered": {"strategy": {"decoupled": True}},
+    "together": {"strategy": {"decoupled": True, "staggered": False}},
     "fused": {"strategy": {"decoupled": False}},
-    "clipped": {"gradient_clip_val": 0.5},
+    "clipped": {"gradient_clip_val": 0.5, "strategy": {"decoupled": True}},
 }
 
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+from typing import Any
 
 import pytest
 from support.models import Noisy, Regression, Scheduled, dataset
@@ -19,6 +20,12 @@ ALL_KILLS = [
     for grid in [(2, 2), (3, 2)]
     for pipeline, stage, step, at in itertools.product(range(grid[0]), range(grid[1]), (0, 3, 9), POINTS)
 ]
+TECHNIQUES: list[dict[str, Any]] = [
+    {"decoupled": True},
+    {"decoupled": True, "staggered": False},
+    {"decoupled": False},
+    {},
+]
 SAMPLE = random.Random(20261120).sample(ALL_KILLS, 12)
 
 
@@ -30,26 +37,26 @@ def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -
 @pytest.mark.parametrize(
     ("grid", "worker", "step", "at", "technique"),
     sampled(
-        [(*kill, how) for kill in SAMPLE for how in ({"staggered": True}, {"staggered": False}, {"decoupled": False})],
-        15,
+        [(*kill, how) for kill in SAMPLE for how in TECHNIQUES],
+        20,
     ),
 )
 def test_weights_equal_after_a_kill(
-    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, bool]
+    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, Any]
 ) -> None:
     check_kill(grid, worker, step, at, technique)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("technique", [{"staggered": True}, {"staggered": False}])
+@pytest.mark.parametrize("technique", TECHNIQUES[:2])
 @pytest.mark.parametrize(("grid", "worker", "step", "at"), ALL_KILLS)
 def test_weights_equal_after_every_kill(
-    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, bool]
+    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, Any]
 ) -> None:
     check_kill(grid, worker, step, at, technique)
 
 
-def check_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, bool]) -> None:
+def check_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, Any]) -> None:
     run = exact_fit(Regression().double(), *grid, [Fault("kill", *worker, step=step, at=at)], strategy=dict(technique))
     assert failures(run) == [worker]
     assert committed_steps(run) == list(range(10))

@@ -74,7 +74,8 @@ def expected() -> dict[str, Tensor]:
 
 def check(staggered: bool, fault: Fault) -> None:
     model = Regression().double()
-    strategy = {"staggered": staggered, "num_microbatches": MICROBATCHES, "in_flight_limit": IN_FLIGHT}
+    strategy = {"decoupled": True, "staggered": staggered}
+    strategy |= {"num_microbatches": MICROBATCHES, "in_flight_limit": IN_FLIGHT}
     run = fit(model, 2, 2, [fault], data=DATA, max_steps=STEPS, strategy=strategy)
     assert difference(model.state_dict(), expected()) < TOLERANCE
     assert failures(run) == [(fault.pipeline, fault.stage)]

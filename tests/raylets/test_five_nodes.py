@@ -68,7 +68,7 @@ def check(result: RayResult) -> None:
         [
             (event.kind, event.step, event.worker, event.seconds)
             for event in result.history
-            if event.kind not in ("step", "replanned")
+            if event.kind not in ("step", "chosen", "replanned")
         ]
     )
 

@@ -24,6 +24,7 @@ from lightning_recycle.control.protocol.encoding import HEADER_BYTES, SCHEMA, en
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import StageProfile
+from lightning_recycle.planning.split_costs import SplitTrial
 
 __all__ = [
     "MESSAGES",
@@ -63,6 +64,10 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.builds(StageProfile, **sizes)
     if hint is Footprint:  # likewise
         return st.builds(Footprint, st.text(max_size=20), *[_SIZES[int]] * 7)
+    if hint is SplitTrial:  # likewise
+        seconds = st.floats(1.0, 10.0)
+        pair, three = st.tuples(seconds, seconds), st.tuples(seconds, seconds, seconds)
+        return st.builds(SplitTrial, pair, three, seconds, seconds, st.text(max_size=20), seconds, st.floats(0.0, 1.0))
     if hint is Grid:
         return st.builds(Grid, *[st.integers(1, 3)] * 3)
     if isinstance(hint, type) and issubclass(hint, Enum):

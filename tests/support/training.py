@@ -99,11 +99,13 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
+UNDISTURBED = {"resumed", "regrouped", "step", "saved", "chosen", "replanned", "layout", "memory"}
+
+
 def undisturbed(run: L.Trainer) -> bool:
     """Whether the run's history tells nothing but training: a better plan may come in any run."""
     strategy: Any = run.strategy
-    quiet = {"resumed", "regrouped", "step", "saved", "replanned", "memory"}
-    return {event.kind for event in strategy.history} <= quiet
+    return {event.kind for event in strategy.history} <= UNDISTURBED
 
 
 def failures(run: L.Trainer) -> list[tuple[int, int]]:

@@ -33,6 +33,7 @@ from lightning_recycle.control.plans.needed import PlanInNeed
 from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError
 from lightning_recycle.control.plans.ready import ReadyPlan, ReadyPlans
 from lightning_recycle.control.plans.searching import search
+from lightning_recycle.control.plans.splitting import Splitting
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
     Costs,
@@ -51,6 +52,7 @@ from lightning_recycle.planning import (
     retime,
     solve,
 )
+from lightning_recycle.planning.choosing import TechniqueChoice
 from lightning_recycle.planning.contingencies import most_in_a_stage, next_failures, usual_limit
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.footprint import Footprint, MemoryLimit, memory_of
@@ -58,6 +60,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import distributions
 from lightning_recycle.planning.renaming import alike, representative
+from lightning_recycle.planning.split_costs import SplitTrial
 
 __all__ = ["OperationSeconds", "RunPlanner", "costs_from"]
 
@@ -107,6 +110,8 @@ class RunPlanner:
         memory: what may be used of a worker's device, see :class:`~lightning_recycle.ReCycleStrategy`; with
             ``in_flight_limit`` only that counts.
         recompute: whether forwards may be computed again where memory makes a plan slow.
+        chooses_split: whether plans split backwards only where that is faster by what the workers have tried; else as
+            ``technique`` says, as always with a ``library``, whose plans are of one technique.
         apart_from: number of operations of a schedule from which on the heuristic plans in a process of its own.
 
     Attributes:
@@ -125,6 +130,7 @@ class RunPlanner:
         memory: MemoryLimit = "auto",
         recompute: bool = True,
         apart_from: int = _APART_FROM,
+        chooses_split: bool = False,
     ) -> None:
         self.source = ""
         self.on_better: Callable[[], None] = lambda: None
@@ -133,8 +139,14 @@ class RunPlanner:
         self._chosen = get_planner(planner)
         self._quick = self._chosen if isinstance(self._chosen, HeuristicPlanner) else HeuristicPlanner()
         self._technique = technique
+        self._splitting = None
+        if chooses_split and library is None and grid.stages == 1:
+            self._technique = replace(technique, decoupled=False)  # one stage has no idle slots
+        elif chooses_split and library is None:
+            self._splitting = Splitting(grid)
         self._in_flight_limit = in_flight_limit
         self._costs = Costs.uniform(grid.stages) if costs is None and library is not None else costs
+        self._costs_fused = False  # whether they are of fused backwards
         self._library = library
         self._factors: _Factors = ()
         self._ready = ReadyPlans(grid)
@@ -200,11 +212,18 @@ class RunPlanner:
         """Plans for the times that ``schedule`` assumes from now on, and keeps it as the plan for its workers."""
         problem = schedule.problem
         self._costs, self._factors, self._library = problem.costs, problem.worker_factors, None
+        self._costs_fused = not problem.technique.decoupled
         self._ready.keep(ReadyPlan(schedule, "better", final=True))
 
     def problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
-        """What is planned if ``failed`` have failed, and operations take ``seconds``."""
-        return self._problem(failed, seconds)
+        """What is planned if ``failed`` have failed, and operations take ``seconds``, with the technique of the plan that
+        runs.
+        """
+        problem = self._problem(failed, seconds)
+        choice = self.choice(problem)
+        if self._splitting is not None and choice is not None and not choice.technique.decoupled:
+            return self._splitting.fused(problem)
+        return problem
 
     def relaid(self, seconds: OperationSeconds, schedule: Schedule | None) -> None:
         """The layers lie in another way, so that operations take ``seconds``, and another memory, which has yet to be
@@ -222,6 +241,15 @@ class RunPlanner:
     def measured(self, footprints: Mapping[Worker, Footprint]) -> None:
         """Plans for the memory that these workers have measured, at least one of each stage."""
         self._footprints = dict(footprints)
+
+    def tried(self, trials: Mapping[Worker, SplitTrial]) -> None:
+        """Plans from now on by what splitting costs these workers, at least one of each stage, if that is a choice."""
+        if self._splitting is not None:
+            self._splitting.tried(trials)
+
+    def choice(self, problem: Problem) -> TechniqueChoice | None:
+        """The newest choice between split and fused backwards for the failed and slow workers of ``problem``."""
+        return None if self._splitting is None else self._splitting.choice(problem)
 
     def forget(self, workers: Iterable[Worker]) -> None:
         """New processes hold the positions ``workers``: nothing is known of their speed."""
@@ -255,6 +283,8 @@ class RunPlanner:
             technique=self._technique,
             worker_factors=tuple((worker, factor) for worker, factor in self._factors if worker not in failed),
         )
+        if self._splitting is not None:
+            problem = self._splitting.asked(problem, self._fused_stages(seconds))
         if self._in_flight_limit is not None:
             return replace(problem, in_flight_limit=(self._in_flight_limit,) * stages)
         if not self._footprints and self._assumed is None:
@@ -274,6 +304,12 @@ class RunPlanner:
                     reason,
                 )
             return replace(problem, in_flight_limit=(1,) * stages)
+
+    def _fused_stages(self, seconds: OperationSeconds) -> tuple[bool, ...]:
+        """For each stage, whether what is known of its backwards is what fused ones take."""
+        if self._costs is not None:
+            return (self._costs_fused,) * self._grid.stages
+        return tuple({"B", "W"} > seconds.get(stage, {}).keys() & {"B", "W"} for stage in range(self._grid.stages))
 
     def _stored(self, problem: Problem, needed: bool = False) -> ReadyPlan | None:
         """The plan in the library, which is then ready; ``needed``: workers wait for it."""
@@ -306,12 +342,22 @@ class RunPlanner:
         """The plan that workers wait for."""
         return self._made(problem, self._quick, partial(self._apart, urgent=True))
 
-    def _made(self, problem: Problem, planner: Any, make: Callable[[Problem, Any], PlanResult] = solve) -> PlanResult:
-        """The plan of ``planner``; ``make`` says where it is made.
+    def _made(
+        self,
+        problem: Problem,
+        planner: Any,
+        make: Callable[[Problem, Any], PlanResult] = solve,
+        chooses: bool = True,
+    ) -> PlanResult:
+        """The plan of ``planner``; ``make`` says where it is made, ``chooses``, whether the one with fused backwards if
+        that is better.
 
         Plans of the planner that the user chose are stored in the library.
         """
-        result = make(problem, planner)
+        if self._splitting is not None and chooses:
+            result = self._splitting.make(problem, lambda wanted: make(wanted, planner))
+        else:
+            result = make(problem, planner)
         if result.warning is not None:
             log.warning("%s", result.warning)
         library = self._library
@@ -417,17 +463,20 @@ class RunPlanner:
         """Makes one plan after the other, in the planning thread."""
         present = self._problem(failed, seconds)
         kept = self._ready.capacity - (running is not None)
-        # Another plan for those who train now, at once if theirs does not fit into memory.
+        # Another plan for those who train now: at once if theirs does not fit into memory, or it is known since whether
+        # it should split backwards.
         fits = running is None or _keeps_to(running, present)
-        if not fits:
-            self._make_for_memory(present)
+        is_open = running is not None and self._splitting is not None and self._splitting.is_tried
+        if not fits or (is_open and self.choice(present) is None):
+            fits = False
+            self._make_for_present(present)
             yield
         one_more = [self._problem(more, seconds) for more in next_failures(present)]
         for problem in one_more[:kept]:
             self._get_ready(problem)
             yield
         if running is not None and fits and running.problem.memories != present.memories:
-            self._make_for_memory(present)
+            self._make_for_present(present)
             yield
         two_more: dict[Problem, Problem] = {}
         for problem in one_more:
@@ -452,7 +501,7 @@ class RunPlanner:
     def _get_ready(self, problem: Problem) -> None:
         """Makes a plan, unless the one that is ready will do."""
         ready = self._ready.find(problem)
-        if ready is not None and _will_do(ready.schedule, problem):
+        if ready is not None and self._will_do(ready.schedule, problem):
             return
         try:
             if self._stored(problem) is None:
@@ -461,17 +510,31 @@ class RunPlanner:
         except Exception as error:  # a failure without a plan gets one at once: this thread must go on
             log.warning("No plan could be made ahead for the failure of %s: %s", _names(problem.failed), error)
 
-    def _make_for_memory(self, problem: Problem) -> None:
-        """Makes a plan for those who train now, whose plan is for another memory, and offers it."""
+    def _will_do(self, schedule: Schedule, problem: Problem) -> bool:
+        """Whether ``schedule`` is what planning ``problem`` would lead to, or nearly so."""
+        own = schedule.problem if self._splitting is None else self._splitting.origin(schedule.problem)
+        return cost_difference(own.costs, problem.costs) <= _SAME_COSTS and alike(
+            replace(own, costs=problem.costs), problem
+        )
+
+    def _make_for_present(self, problem: Problem) -> None:
+        """Makes a plan for those who train now, whose plan is for another memory, or was made before it was known what
+        splitting costs, and offers it.
+        """
         try:
             if self._stored(problem) is not None:
                 return  # it is the one that runs, or as good
             found = self._made(problem, self._quick, self._apart)
         except Exception as error:  # the plan that runs goes on
-            log.warning("No plan was found for the memory that was measured: %s", error)
+            log.warning("No plan was found for what was measured: %s", error)
             return
         ready = self._ready.find(problem)
-        if ready is None or not _keeps_to(ready.schedule, problem) or _shorter(found.schedule, ready.schedule):
+        if (
+            ready is None
+            or ready.schedule.problem.technique != found.schedule.problem.technique
+            or not _keeps_to(ready.schedule, problem)
+            or _shorter(found.schedule, ready.schedule)
+        ):
             self._ready.keep(ReadyPlan(found.schedule, "better", final=not self.improves))
         self._better.put(found)
         self.on_better()
@@ -479,10 +542,13 @@ class RunPlanner:
     def _improve(self, problem: Problem, offer: bool) -> None:
         """Asks the planner that the user chose; ``offer``: the plan is for those who train now."""
         ready = self._ready.find(problem)
-        if ready is not None and ready.final and _will_do(ready.schedule, problem):
+        if ready is not None and ready.final and self._will_do(ready.schedule, problem):
             return
+        chosen = self.choice(problem)
+        if chosen is not None and not chosen.technique.decoupled and self._splitting is not None:
+            problem = self._splitting.fused(problem)
         try:
-            found = self._made(problem, self._chosen, search)
+            found = self._made(problem, self._chosen, search, chooses=False)
         except Exception as error:  # as above; the heuristic's plan stays
             log.warning("%r found no plan for the failure of %s: %s", self._chosen, _names(problem.failed), error)
             if ready is not None:
@@ -492,14 +558,6 @@ class RunPlanner:
         if offer:
             self._better.put(found)
             self.on_better()
-
-
-def _will_do(schedule: Schedule, problem: Problem) -> bool:
-    """Whether ``schedule`` is what planning ``problem`` would lead to, or nearly so."""
-    own = schedule.problem
-    return cost_difference(own.costs, problem.costs) <= _SAME_COSTS and alike(
-        replace(own, costs=problem.costs), problem
-    )
 
 
 def _keeps_to(schedule: Schedule, problem: Problem) -> bool:

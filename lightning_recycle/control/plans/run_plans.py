@@ -18,15 +18,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
 from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, LayoutChoice
 from lightning_recycle.control.plans.ready import newest
 from lightning_recycle.control.plans.replanning import RunPlanner
-from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned
+from lightning_recycle.control.plans.splitting import facts_of
+from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.planning.change_rate import FailureRecord
+from lightning_recycle.planning.choosing import TechniqueChoice
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.ops import OpKind
@@ -34,6 +37,7 @@ from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.split_costs import SplitTrial
 from lightning_recycle.planning.timing import retime
 
 __all__ = ["RunPlans"]
@@ -90,6 +94,9 @@ class RunPlans:
         self._on_profile = on_profile
         self._profiled: dict[int, Profiled] = {}
         self._footprints: dict[Worker, Footprint] = {}
+        self._trials: dict[Worker, SplitTrial] = {}
+        self._told: TechniqueChoice | None = None  # the newest choice that the record has
+        self._choices: list[dict[str, Any]] = []  # that nobody has taken
         self._steps = 0  # since the newest schedule began
         self.number = 0
         self._recomputed: tuple[int, Mapping[int, int]] = 0, {}  # R in a step, by stage; of the plan of that number
@@ -178,20 +185,22 @@ class RunPlans:
     def applied(self, worker: Worker, message: Applied, leads: bool) -> None:
         """``worker`` has applied a step; ``leads``: its times are those of its stage."""
         if leads:
-            self.operation_seconds[worker.stage] = dict(message.operation_seconds)
+            self.operation_seconds[worker.stage] = self._as_run(message.operation_seconds)
         if self._drift is not None:
             self._drift.observe(worker, message.step, message.step_seconds)
 
     def returned(self, worker: Worker, message: Returned) -> None:
         """``worker`` says again what it had measured."""
         if message.facts:
-            self.operation_seconds[worker.stage] = dict(message.facts[-1].operation_seconds)
+            self.operation_seconds[worker.stage] = self._as_run(message.facts[-1].operation_seconds)
         if message.profiled is not None:
             self.profiled(message.profiled)
         if message.measured is not None:
             self.measured(message.measured)
         if message.layers is not None:
             self.layers(message.layers)
+        if message.tried is not None:
+            self.tried(message.tried)
 
     def profiled(self, message: Profiled) -> None:
         """A stage was profiled."""
@@ -216,6 +225,23 @@ class RunPlans:
             self._planner.measured(self._footprints)
             if self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
                 self.plan_ahead()
+
+    def tried(self, message: Tried) -> None:
+        """A worker has tried what it costs to split backwards."""
+        self._trials[self._grid.worker(message.rank)] = message.trial
+        if not self.schedules:
+            return
+        newest = self.schedules[-1]
+        if self._trials.keys() >= set(newest.live_workers) - newest.idle_workers():
+            self._planner.tried(self._trials)
+            if self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
+                self.plan_ahead()
+
+    def _as_run(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """``seconds`` without those of B and W that are of an earlier plan: all that run now are fused."""
+        if not self.schedules or self.schedules[-1].problem.technique.decoupled or "BW" not in seconds:
+            return dict(seconds)
+        return {name: value for name, value in seconds.items() if name not in ("B", "W")}
 
     def stepped(self, seconds: float | None) -> None:
         """A step was committed, ``seconds`` after the previous one."""
@@ -304,10 +330,18 @@ class RunPlans:
         """
         schedule, newest = result.schedule, self.schedules[-1]
         problem = schedule.problem
-        if replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None) != replace(
-            problem, in_flight_limit=None, memory=None
-        ):
+        now = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
+        if now != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
             return None  # somebody has failed meanwhile, or others are slow
+        choice = self._planner.choice(problem)
+        if choice is not None and choice is not self._told:
+            self._told = choice
+            self._choices.append(facts_of(choice))
+        if problem.technique != newest.problem.technique:
+            if choice is None or choice.technique != problem.technique:
+                return None  # what runs was chosen since
+            gain = choice.gain(newest.problem.technique)
+            return self._change_to(schedule, gain, schedule.period / (1 - gain), result.seconds, result.backend)
         other_memory = newest.problem.memories != problem.memories
         before = retime(newest, problem.costs).period
         gain = 1.0 - schedule.period / before if before else 0.0
@@ -327,6 +361,26 @@ class RunPlans:
         self._planner.adopt(schedule)
         return self._change_to(schedule, gain, proposal.before, proposal.seconds, "drift")
 
+    def reasons(self) -> dict[str, Any]:
+        """Why the backwards of the newest plan are split or fused, for the record, if that was a choice."""
+        if not self.schedules:
+            return {}
+        facts = self._backward(self.schedules[-1])
+        if facts:
+            self._told = self._planner.choice(self.schedules[-1].problem)
+        return facts
+
+    def take_choices(self) -> list[dict[str, Any]]:
+        """What was chosen since the last call, see :func:`~lightning_recycle.control.plans.splitting.facts_of`."""
+        taken, self._choices = self._choices, []
+        return taken
+
+    def _backward(self, schedule: Schedule) -> dict[str, Any]:
+        choice = self._planner.choice(schedule.problem)
+        if choice is None or choice.technique != schedule.problem.technique:
+            return {}
+        return {"backward": facts_of(choice)}
+
     def _change_to(self, schedule: Schedule, gain: float, before: float, seconds: float, found_by: str) -> PlanReady:
         factors = tuple((w.pipeline, w.stage, factor) for w, factor in schedule.problem.worker_factors)
         details = {
@@ -336,6 +390,7 @@ class RunPlans:
             "worker_factors": factors,
             "planning_seconds": seconds,
             "found_by": found_by,
+            **self._backward(schedule),
         }
         roster = tuple(self._grid.rank(worker) for worker in schedule.live_workers)
         reconnects = any(other not in self._links.get(worker, ()) for worker, other in schedule.exchanges())

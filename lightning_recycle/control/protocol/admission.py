@@ -40,6 +40,7 @@ _OF_MEMBERS = (
     messages.Applied,
     messages.Profiled,
     messages.Measured,
+    messages.Tried,
     messages.Commit,
     messages.Undo,
     messages.Arrive,
@@ -81,11 +82,9 @@ def objection_to_return(grid: Grid, returned: messages.Returned) -> str | None:
     rank = returned.rank
     if not 0 <= rank < grid.num_workers:
         return f"there is no rank {rank}"
-    one = (
-        *(returned.arrival, returned.request, returned.raised, returned.confirm),
-        *(returned.profiled, returned.measured, returned.layers),
-    )
-    said = [*returned.facts, *returned.losses, *(message for message in one if message is not None)]
+    one = (returned.arrival, returned.request, returned.raised, returned.confirm)
+    measured = (returned.profiled, returned.measured, returned.layers, returned.tried)
+    said = [*returned.facts, *returned.losses, *(message for message in (*one, *measured) if message is not None)]
     if any(message.rank != rank for message in said):
         return "it speaks for another rank"
     if (why := next(filter(None, map(_no_amount, said)), None)) is not None:

@@ -19,6 +19,7 @@ from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import StageProfile
 from lightning_recycle.planning.program import Program
+from lightning_recycle.planning.split_costs import SplitTrial
 
 Number: TypeAlias = bool | int | float
 """A number that keeps its type: integers are counters and digests, compared exactly."""
@@ -40,7 +41,8 @@ class Wants:
         entry: the Trainer's entry point: "fit", "validate", ...
         grid: the grid.
         microbatches_given: whether the script itself says how many micro-batches; otherwise it takes another number.
-        decoupled, staggered: the technique.
+        decoupled: whether backwards are split: True, False or "auto".
+        staggered: whether stages step one by one.
         planner: the name of the planner.
         in_flight_limit, memory: as in :class:`~lightning_recycle.ReCycleStrategy`.
         recompute: whether forwards may be computed again.
@@ -56,7 +58,7 @@ class Wants:
     entry: str
     grid: Grid
     microbatches_given: bool
-    decoupled: bool = True
+    decoupled: bool | str = True
     staggered: bool = True
     planner: str = "heuristic"
     in_flight_limit: int | None = None
@@ -332,6 +334,14 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """What it costs a worker to split backwards, which it has tried in its first steps."""
+
+    rank: int
+    trial: SplitTrial
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The worker is REDUCED in ``step``; ``payload`` reaches everybody with the answer, which comes when all are.
 
@@ -594,7 +604,7 @@ class Returned:
         is_ready: whether it has said that it is set up and waits to be let in.
         leave: its wish to leave, if it has said so.
         ends_run: whether it has said that all are to end.
-        profiled, measured, layers: what it measured, if it has said so.
+        profiled, measured, layers, tried: what it measured, if it has said so.
     """
 
     rank: int
@@ -627,6 +637,7 @@ class Returned:
     profiled: Profiled | None = None
     measured: Measured | None = None
     layers: LayerFacts | None = None
+    tried: Tried | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -913,6 +924,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Applied,
     Profiled,
     Measured,
+    Tried,
     Commit,
     Undo,
     Arrive,

@@ -41,6 +41,7 @@ class Memory:
         self._profiled: messages.Profiled | None = None
         self._measured: messages.Measured | None = None
         self._layers: messages.LayerFacts | None = None
+        self._tried: messages.Tried | None = None
         self._applied = -1
         self._restored = 0
         self._joins_after = -1  # the step after which it gets its state
@@ -84,6 +85,8 @@ class Memory:
                 self._measured = message
             case messages.LayerFacts():
                 self._layers = message
+            case messages.Tried():
+                self._tried = message
 
     def heard(self, message: Any, rank: int, begun: int) -> None:
         """The coordinator said ``message`` to worker ``rank``, whose newest step is ``begun``."""
@@ -152,5 +155,6 @@ class Memory:
             profiled=self._profiled,
             measured=self._measured,
             layers=self._layers,
+            tried=self._tried,
             **who,
         )
