@@ -216,8 +216,8 @@ class RunPlanner:
         self._ready.keep(ReadyPlan(schedule, "better", final=True))
 
     def problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
-        """What is planned if ``failed`` have failed, and operations take ``seconds``, with the technique of the plan that
-        runs.
+        """What is planned if ``failed`` have failed, and operations take ``seconds``, with the technique of the plan
+        that runs.
         """
         problem = self._problem(failed, seconds)
         choice = self.choice(problem)
