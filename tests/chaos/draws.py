@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, LateFault, Recipe, Scenario, Trouble
 from lightning_recycle.callbacks import Fault
@@ -101,11 +102,23 @@ def _faults(rng: random.Random, common: Scenario) -> Scenario:
     if loses_stage:
         return _lost_stage(rng, common)
     drawn = replace(common, faults=_survivable(rng, common), loader_processes=int(rng.random() < 0.1))
+    drawn = replace(drawn, moves=_moves(random.Random(f"moves/{common.seed}"), drawn))
     if rng.random() < 0.5:
         return replace(drawn, restart_workers=True, late_faults=_late(rng, drawn.faults))
     # A worker that moves leaves its stage with one worker less, so nothing may fail there.
     one_stage = len({fault.stage for fault in drawn.faults if fault.kind != "slow"}) <= 1
     return replace(drawn, normalize=one_stage and rng.random() < 0.6)
+
+
+def _moves(rng: random.Random, scenario: Scenario) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    if scenario.stages == 1 or rng.random() < 0.5:
+        return ()
+    layers = 8 if scenario.recipe.dropout else 6
+    found = []
+    for step in sorted(rng.sample(range(1, scenario.recipe.steps - 1), rng.choice((1, 2, 4)))):
+        cuts = (0, *sorted(rng.sample(range(1, layers), scenario.stages - 1)), layers)
+        found.append((step, tuple(end - start for start, end in pairwise(cuts))))
+    return tuple(found)
 
 
 def _lost_stage(rng: random.Random, common: Scenario) -> Scenario:

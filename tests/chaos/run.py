@@ -27,7 +27,15 @@ from chaos.disturbance import LateFaults, Pace
 from chaos.reference import reference
 from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Scenario
 from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, rows_of, step_of
-from chaos.training import ChaosModel, grid_trainer, make_model, trainer_options, training_loader, validation_loader
+from chaos.training import (
+    ChaosModel,
+    LayersMove,
+    grid_trainer,
+    make_model,
+    trainer_options,
+    training_loader,
+    validation_loader,
+)
 from chaos.trouble import Troubles, clear
 from chaos.workplace import Workplace
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
@@ -151,6 +159,8 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     ]
     if scenario.restart_workers or scenario.normalize:
         happens.append(Pace(_PACE_SECONDS))
+    if scenario.moves:
+        happens.append(LayersMove(scenario.moves))
     options["callbacks"] = [*happens, *options["callbacks"]]
     names = ("staggered", "decoupled", "shadow", "restart_workers", "normalize", "on_stage_lost")
     strategy = {name: getattr(scenario, name) for name in names}

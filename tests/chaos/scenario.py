@@ -170,6 +170,7 @@ class Scenario:
         loader_processes: the processes of each worker's DataLoader.
         loses_stage: whether all workers of a stage fail.
         strangers: whether a stranger connects to all ports.
+        moves: the layers that each stage is to have, by the step after which that is asked for.
     """
 
     seed: int
@@ -190,6 +191,7 @@ class Scenario:
     loader_processes: int = 0
     loses_stage: bool = False
     strangers: bool = False
+    moves: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def must_end_in_an_error(self) -> bool:
@@ -220,4 +222,5 @@ class Scenario:
         ]
         late = [f"late {f.kind}({f.pipeline},{f.stage})+{f.operations}" for f in self.late_faults]
         happens = [*faults, *late, *map(str, self.troubles)]
+        happens += [f"layers {'/'.join(map(str, sizes))}@{step}" for step, sizes in self.moves]
         return f"{' '.join(name for name, shown in options.items() if shown) or '-'} | {' '.join(happens) or '-'}"

@@ -18,7 +18,17 @@ from chaos.state import CHECKPOINTS, FinalCheckpoint, Tally
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.strategy import ReCycleStrategy
 
-__all__ = ["SEED", "ChaosModel", "grid_trainer", "make_model", "training_data", "training_loader", "validation_loader"]
+__all__ = [
+    "SEED",
+    "ChaosModel",
+    "LayersMove",
+    "grid_trainer",
+    "make_model",
+    "trainer_options",
+    "training_data",
+    "training_loader",
+    "validation_loader",
+]
 
 SEED = 5
 _CLIP_NORM = 0.2
@@ -94,6 +104,18 @@ class MonitoredModel(ChaosModel):
         optimizer = torch.optim.AdamW(self.parameters(), lr=2e-2)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.recipe.monitored}}
+
+
+class LayersMove(L.Callback):
+    """Asks for other layers in each stage, by the step after which it does."""
+
+    def __init__(self, moves: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
+        self.moves = dict(moves)
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step in self.moves:
+            trainer.strategy.move_layers(self.moves[trainer.global_step])  # type: ignore[attr-defined]
 
 
 def make_model(recipe: Recipe) -> ChaosModel:
