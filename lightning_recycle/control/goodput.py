@@ -38,7 +38,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "reconfiguring": ("recovering", "joining"),
     "failed": ("vacant",),
 }
-"""The values of :class:`lightning_recycle.simulation.Cause`, and what they are divided into."""
+"""The values of :class:`lightning_recycle.simulation.Cause`, and what they are divided into. A run does not know what
+it waits for a slow worker: that is in its bubbles.
+"""
 
 
 class Phase(str, Enum):

@@ -350,7 +350,7 @@ STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
      "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
     ("all are told again that they stop", revival, "revived", "agreed=written.stop_agreed", "agreed=True"),
     ("a stop after the next step is forgotten", revival, "revived",
-     "after_step=written.after_step,\n        returned={},", "returned={},"),
+     "after_step=written.after_step,\n        cuts=", "cuts="),
 ]
 """As above, in histories in which workers want to stop early, too."""
 # fmt: on

@@ -155,6 +155,7 @@ def test_every_event_is_one_line_of_json_in_the_log(caplog: pytest.LogCaptureFix
         *("resumed", "regrouped"),
         *("failure", "redone", "resumed", "regrouped", "recovered"),
         *("paused", "left", "resumed", "regrouped"),
+        "memory",
     ]
     times = [line["time"] for line in lines]
     assert times == sorted(times)

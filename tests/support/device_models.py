@@ -34,11 +34,11 @@ def let_devices_be_shared(rank: int) -> None:
         os.environ["NCCL_HOSTID"] = f"worker{rank}"
 
 
-def named(option: str, rank: int, device: torch.device) -> Transport:
+def named(option: str, rank: int, device: torch.device, standby: bool = True) -> Transport:
     """``transport_for``, for workers that share a device."""
     if device.type == "cuda":
         let_devices_be_shared(rank)
-    found = transport_for(option, rank, device)
+    found = transport_for(option, rank, device, standby)
     if isinstance(found, NcclTransport):
         found._name = f"of worker {rank}"
     return found
