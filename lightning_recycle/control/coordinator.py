@@ -409,13 +409,10 @@ class Coordinator:
         held, self._held = self._held, None
         if held is not None:
             self._handle(held)
-        better = self._plans.better()
-        while self._plans.layout_notes:
-            self._history.add("layout", self._state, None, {"why": self._plans.layout_notes.pop(0)})
-        for plan in better:
+        for plan in self._plans.better():
             self._handle(plan)
-        for facts in self._plans.take_choices():
-            self._history.add("chosen", self._state, details=facts)
+        for kind, details in self._plans.take_notes():
+            self._history.add(kind, self._state, details=details)
         if self._end_wanted:
             self._handle(protocol.EndWanted())
         self._views.answer()

@@ -66,7 +66,7 @@ from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.healing import heal
 from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.host import Host, RecordOutput, StepResult
-from lightning_recycle.runtime.layer_exchange import LayerKeeper, LayerMoves
+from lightning_recycle.runtime.layer_exchange import FixedLayers, LayerKeeper, LayerMoves
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.machine_memory import peak_bytes
 from lightning_recycle.runtime.memory_meter import MemoryMeter
@@ -173,13 +173,13 @@ class Executor:
         self._communicator = communicator
         self._held = held
         self._host = host
-        self._moving = None if layers is None else LayerMoves(layers, grid, worker, client, communicator)
         self._needs_norm, self._needs_overflow = needs_norm, needs_overflow
         self._profiler = profiler
         self._trials = SplitTrials(communicator.device) if tries_splitting else None
         self._tried: SplitTrial | None = None
         self._leads: dict[int, int] = {}
         ties = ties or TieExchange()
+        self._moving = LayerMoves(layers or FixedLayers(ties.ties), grid, worker, client, communicator)
         waits = needs_overflow or not staggered or bool(ties.ties)
         self._guesses = None if waits or presumes is None else Guesses(client, worker.stage, grid.stages, presumes)
         self._commits = waits or (needs_norm and presumes is None)
@@ -654,13 +654,11 @@ class Executor:
         status = WorkerStatus(self.worker.stage, version, self._reduced, not self.is_settled)
         self._client.doing(self.version, "recovery", _RECOVER)
         self._place = (self.version, "recovery")
-        resume = self._client.report(status, self._payload, () if self._moving is None else self._moving.cuts)
+        resume = self._client.report(status, self._payload, self._moving.cuts)
         if resume.generation > 0:
             self._host.on_recovery(resume.decision.version)
-        if self._moving is not None and not self._joining:
-            holding = self._moving.decided(resume.cuts)
-            if holding is not None:
-                self._take_up(holding)
+        if not self._joining and (holding := self._moving.decided(resume.cuts)) is not None:
+            self._take_up(holding)
         self._connect(resume, announced.check_links)
         with self._client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
             self._host.on_generation()
@@ -693,7 +691,6 @@ class Executor:
         Raises:
             Interrupted: then.
         """
-        assert self._moving is not None, "who cannot give layers away has said so"
         self._client.doing(self.version, "layers", _RECOVER)
         self._moving.exchange(resume)
         self._client.send(messages.LayersHeld(self._client.rank, resume.generation))
@@ -712,19 +709,16 @@ class Executor:
         stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
         self._leads = stage_leads(self.grid, resume.roster)
-        ties = self._ties.ties if self._moving is None else self._moving.ties(resume.cuts)
         tie_rosters = {
             index: [rank for rank, stage in stages.items() if stage in tie.stages]
-            for index, tie in enumerate(ties)
+            for index, tie in enumerate(self._moving.ties(resume.cuts))
             if self.worker.stage in tie.stages
         }
         rank = self._client.rank
         exchanges: list[tuple[int, ...]] = [*resume.donors.items(), *resume.heals.items()]
         if resume.vote is not None:
             exchanges += [(resume.vote.recorder, voter) for voter in resume.vote.voters]
-        transfers = {other for pair in exchanges if rank in pair for other in pair}
-        if self._moving is not None:
-            transfers |= self._moving.partners(resume)
+        transfers = {other for pair in exchanges if rank in pair for other in pair} | self._moving.partners(resume)
         with self._client.waiting("connections"):
             self._communicator.configure(
                 resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, check_links
@@ -741,11 +735,11 @@ class Executor:
                     snapshot = self._host.take_snapshot()
                 with self._client.waiting("the transfer of state"):
                     for rank in action.ranks:
-                        if self._moving is not None and rank in resume.strangers:
+                        if rank in resume.strangers:
                             self._moving.give_all(rank)
                         send_object(self._communicator, snapshot, rank)
             case Take():
-                if self._moving is not None and self._client.rank in resume.strangers:
+                if self._client.rank in resume.strangers:
                     self._take_up(self._moving.take_all(action.donor, resume.cuts))
                 with self._client.waiting("the transfer of state"):
                     snapshot = receive_object(self._communicator, action.donor)

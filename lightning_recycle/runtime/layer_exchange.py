@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import Cuts, Resume
-from lightning_recycle.control.protocol.relayout import ranges, transfers
+from lightning_recycle.control.protocol.relayout import Transfer, ranges, transfers
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.tying import Tie
 from lightning_recycle.planning.grid import Grid, Worker
@@ -21,7 +21,7 @@ from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.transfer import receive_object, send_object
 
-__all__ = ["LayerKeeper", "LayerMoves"]
+__all__ = ["FixedLayers", "LayerKeeper", "LayerMoves"]
 
 
 class LayerKeeper(Protocol):
@@ -41,6 +41,28 @@ class LayerKeeper(Protocol):
         """From now on this worker has the layers of its stage under ``cuts``: those of them that it has, and those that
         others have ``given``.
         """
+
+
+class FixedLayers:
+    """Keeps the layers that a worker has: a :class:`LayerKeeper` of a run in which none move.
+
+    Args:
+        ties: the weights that several stages hold.
+    """
+
+    cuts: Cuts = ()
+
+    def __init__(self, ties: tuple[Tie, ...]) -> None:
+        self._ties = ties
+
+    def ties(self, cuts: Cuts) -> tuple[Tie, ...]:
+        return self._ties
+
+    def give(self, layers: Iterable[int]) -> Any:
+        raise ReCycleError("This worker cannot give layers away, and was asked to.")
+
+    def take_up(self, cuts: Cuts, given: Sequence[Any]) -> Holding:
+        raise ReCycleError("This worker cannot take layers up, and was asked to.")
 
 
 @dataclass(frozen=True)
@@ -99,7 +121,7 @@ class LayerMoves:
                     given.append(receive_object(self._communicator, one.donor))
         self._held = _Held(resume.becomes, tuple(given))
 
-    def _transfers(self, resume: Resume) -> list[Any]:
+    def _transfers(self, resume: Resume) -> list[Transfer]:
         rank = self._client.rank
         if not resume.becomes:
             return []
@@ -121,7 +143,7 @@ class LayerMoves:
 
     def give_all(self, rank: int) -> None:
         """Gives all layers of this stage to ``rank``, which joins with others."""
-        send_object(self._communicator, self._keeper.give(self._own(self.cuts)), rank)
+        send_object(self._communicator, self._keeper.give(ranges(self.cuts)[self._worker.stage]), rank)
 
     def take_all(self, donor: int, cuts: Cuts) -> Holding:
         """The counterpart of :meth:`give_all`."""
@@ -129,6 +151,3 @@ class LayerMoves:
             given = receive_object(self._communicator, donor)
         with self._client.busy("another layout of the layers"):
             return self._keeper.take_up(cuts or self._start, [given])
-
-    def _own(self, cuts: Cuts) -> range:
-        return ranges(cuts)[self._worker.stage]

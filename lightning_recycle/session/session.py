@@ -372,7 +372,7 @@ class Session:
                 self._has_other_layers,
                 self.place.rank,
                 self.client.send,
-                measures=not self.client.joining,
+                measures=self.options.adapt != "reroute" and not self.client.joining,
             )
         return Executor(
             *common,

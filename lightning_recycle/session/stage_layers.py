@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
-from lightning_recycle.control.protocol.relayout import is_layout, ranges
+from lightning_recycle.control.protocol.relayout import has_ties, is_layout, ranges
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.model.parts import ModelParts
@@ -163,7 +163,7 @@ class StageLayers:
         changed: called when this worker has other layers.
         rank: of this worker.
         tell: called with what was measured of the layers.
-        measures: whether they are measured; a worker that joins need not do what its peers have done.
+        measures: whether they are measured: not if nobody asks, nor by a worker that joins, whose peers have done it.
     """
 
     def __init__(
@@ -208,7 +208,8 @@ class StageLayers:
                 f"{list(sizes)} is no layout of {self.cuts[-1]} layers over {len(self.cuts) - 1} stages: give each"
                 " stage one number of at least 1; together they are all layers."
             )
-        if bool(self.ties(cuts)) != bool(self.ties(self.cuts)):
+        tied = self._parts.shared_layers()
+        if has_ties(tied, cuts) != has_ties(tied, self.cuts):
             raise ConfigurationError(
                 f"With {list(sizes)} layers, layers that share a weight would come to lie on one stage, or on several:"
                 " the way in which stages step would change. Keep them together, or apart."

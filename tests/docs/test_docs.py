@@ -247,7 +247,7 @@ def test_the_faults_of_the_examples_are_those_of_the_configuration() -> None:
 
 def test_the_events_are_those_of_the_code() -> None:
     code = "\n".join(path.read_text() for path in (PACKAGE / "control").rglob("*.py"))
-    recorded = set(re.findall(r"(?:\bRecord|\bself\.add|_history\.add)\(\s*\"(\w+)\"", code))
+    recorded = set(re.findall(r"(?:\bRecord|\bself\.add|_history\.add|_notes\.append)\((?:\()?\s*\"(\w+)\"", code))
     recorded |= {"left", "moved"} & set(re.findall(r"\"(\w+)\"", code))
     assert {name for row in table_under("faults.md", "event") for name in names_in(row[0])} == recorded
 

@@ -285,7 +285,7 @@ print("ANSWERS" + json.dumps(answers))
 """
 
 MISTAKES = [
-    ("train_gpt", ["faults=kil_one"], "unknown faults 'kil_one': choose one of deadlock, hang, kill_leader"),
+    ("train_gpt", ["faults=kil_one"], "unknown faults 'kil_one': choose one of bitflip, broken_device, deadlock, hang"),
     ("train_gpt", ["trainer.max_stepz=3"], "trainer.max_stepz"),
     ("train_gpt", ["strategy.shadow=nowhere"], "shadow='nowhere'"),
     ("train_gpt", ["strategy.pipeline_parallel_size=3"], "4 devices cannot be divided into pipelines"),

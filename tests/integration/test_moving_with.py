@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor,
 from lightning.pytorch.loggers import CSVLogger
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, on_one_device, trainer
-from test_moving_layers import Move, moves
+from test_moving_layers import Lopsided, Move, moves
 from test_ordinary_stages import BATCH, Gpt, Vision, gpt_alone, images, on_grid, text, train, vision_alone
 from test_resume import MODELS, Grouped
 from test_ties import AutoEncoder
@@ -130,6 +130,15 @@ def test_learning_rates_of_groups_and_metrics(tmp_path: Path) -> None:
 def test_what_callbacks_keep_by_layer_is_said_to_hold_them() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot move: EMAWeightAveraging keeps something for each layer"):
         fit(Regression().double(), 2, 2, callbacks=[Move({2: (1, 5)}), EMAWeightAveraging(decay=0.9)])
+
+
+def test_what_holds_layers_is_told_once_it_was_asked_for() -> None:
+    strategy = {"partition": [1, 5]}
+    callbacks = [EMAWeightAveraging(decay=0.9)]
+    run = fit(Lopsided().double(), 2, 2, data=dataset(24 * 24), max_steps=24, strategy=strategy, callbacks=callbacks)
+    (event, *_) = [event for event in run.strategy.history if event.kind == "layout"]
+    assert any("EMAWeightAveraging keeps something for each layer" in line for line in event.details["why"]), event
+    assert moves(run) == []
 
 
 @pytest.mark.parametrize("sizes", [(6, 0), (1, 4), (1, 2, 3)])

@@ -6,15 +6,15 @@ time that nobody else wants (``nice`` 19); it is stopped when the run ends or an
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from lightning_recycle.control.plans.asking import Asking
 from lightning_recycle.control.plans.drift import Proposal, Question, propose
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.child_process import Report, lowest_priority, run_in_child
@@ -22,8 +22,6 @@ from lightning_recycle.planning.child_process import Report, lowest_priority, ru
 __all__ = ["BackgroundPlanning"]
 
 log = logging.getLogger(__name__)
-
-_END_SECONDS = 2.0  # for a process that is no longer wanted to end
 
 
 class BackgroundPlanning:
@@ -36,34 +34,21 @@ class BackgroundPlanning:
 
     def __init__(self, planner: Any, wake: Callable[[], None]) -> None:
         self._planner = planner
-        self._wake = wake
-        self._answers: queue.SimpleQueue[tuple[Question, Proposal | None]] = queue.SimpleQueue()
-        self._cancelled = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._asking: Asking[tuple[Question, Proposal | None]] = Asking("recycle-background", wake)
 
     def ask(self, question: Question) -> None:
         """Begins to look for an answer; gives up on an earlier question."""
-        self._cancelled.set()
-        self._cancelled = threading.Event()
-        arguments = (question, self._cancelled)
-        self._thread = threading.Thread(target=self._answer, args=arguments, name="recycle-background", daemon=True)
-        self._thread.start()
+        self._asking.ask(partial(self._answer, question))
 
     def take_answers(self) -> list[tuple[Question, Proposal | None]]:
         """What has been found since the last call; None where there is no answer."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._answers.get_nowait())
-        return found
+        return self._asking.take_answers()
 
     def close(self) -> None:
         """Gives up and leaves no process behind."""
-        self._cancelled.set()
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+        self._asking.close()
 
-    def _answer(self, question: Question, cancelled: threading.Event) -> None:
+    def _answer(self, question: Question, cancelled: threading.Event) -> tuple[Question, Proposal | None] | None:
         started = time.monotonic()
         received: list[Any] = []
         for planner in (self._planner, "heuristic"):
@@ -73,15 +58,12 @@ class BackgroundPlanning:
                 break
             log.info("The planner %r cannot run in the background (%s); the heuristic does.", planner, end.failure)
         if cancelled.is_set():
-            return
+            return None
         proposal = received[0] if received else None
         if isinstance(proposal, Proposal):
-            proposal = replace(proposal, seconds=time.monotonic() - started)
-        else:
-            log.warning("No plan was found for the times that the operations take now: %s", proposal or end.failure)
-            proposal = None
-        self._answers.put((question, proposal))
-        self._wake()
+            return question, replace(proposal, seconds=time.monotonic() - started)
+        log.warning("No plan was found for the times that the operations take now: %s", proposal or end.failure)
+        return question, None
 
 
 def _child(task: tuple[Question, Any], report: Report) -> None:

@@ -13,17 +13,18 @@ Must not know: connections, generations; how layers move.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from lightning_recycle.control.plans.asking import Asking
+from lightning_recycle.control.plans.replanning import OperationSeconds
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
-from lightning_recycle.control.protocol.relayout import ranges
+from lightning_recycle.control.protocol.relayout import has_ties, ranges
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.child_process import Report, lowest_priority, run_in_child
@@ -42,13 +43,11 @@ log = logging.getLogger(__name__)
 Adapt: TypeAlias = Literal["auto", "reroute", "layers"]
 """Whether layers move: where that pays until the next failure; never; or wherever steps get shorter."""
 
-OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
-"""Mean seconds of each kind of operation, by stage and name."""
-
 _LEAST_GAIN = 0.05  # of a step: measured times are not exact
 _SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
 _BANDWIDTH = 1e9  # bytes/s of a link that nobody has measured
-_END_SECONDS = 2.0  # for a process that is no longer wanted to end
+_NEVER = 1e12  # seconds
+_WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ class LayoutQuestion:
         layers: what the layers cost.
         cuts: the layout of now.
         next_change: seconds until the next failure, as expected.
-        least_gain: the part of a step that another layout must save.
-        switch: seconds for which a change holds everybody up.
         fixed: why layers cannot move; empty if they can.
     """
 
@@ -69,8 +66,6 @@ class LayoutQuestion:
     layers: LayerCosts
     cuts: Cuts
     next_change: float
-    least_gain: float
-    switch: float
     fixed: str = ""
 
 
@@ -108,13 +103,11 @@ class LayoutChoice:
     def __init__(self, adapt: Adapt, wake: Callable[[], None]) -> None:
         self.cuts: Cuts = ()
         self.layers: LayerCosts | None = None
-        self._adapt, self._wake = adapt, wake
+        self._adapt = adapt
         self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: who told of it, and its place there
-        self._fixed = "reroute" if adapt == "reroute" else ""
+        self._fixed = ""  # why layers cannot move
         self._newest: LayoutAnswer | None = None
-        self._answers: queue.SimpleQueue[LayoutAnswer] = queue.SimpleQueue()
-        self._cancelled = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._asking: Asking[LayoutAnswer] = Asking("recycle-layouts", wake)
 
     def told(self, facts: LayerFacts) -> None:
         """A worker has measured its layers."""
@@ -127,13 +120,8 @@ class LayoutChoice:
 
     @property
     def is_informed(self) -> bool:
-        """Whether all layers are known, and may move."""
-        return bool(self.cuts) and len(self._facts) == self.cuts[-1] and not self._fixed
-
-    @property
-    def fixed(self) -> str:
-        """Why layers do not move; empty if they may."""
-        return "" if self._adapt == "reroute" else self._fixed
+        """Whether there is something to ask: layers may move, and all are known."""
+        return self._adapt != "reroute" and bool(self.cuts) and len(self._facts) == self.cuts[-1]
 
     def ask(
         self,
@@ -153,21 +141,8 @@ class LayoutChoice:
             record: the failures so far.
         """
         self.layers = layers = self._costs(problem.costs, backward, memory, link)
-        live = sum(problem.live_counts())
-        pays = self._adapt == "auto"
-        question = LayoutQuestion(
-            problem,
-            layers,
-            self.cuts,
-            record.next_change(live) if pays else 1e12,
-            _LEAST_GAIN,
-            _SWITCH_SECONDS,
-        )
-        self._cancelled.set()
-        self._cancelled = threading.Event()
-        arguments = (question, self._cancelled)
-        self._thread = threading.Thread(target=self._answer, args=arguments, name="recycle-layouts", daemon=True)
-        self._thread.start()
+        next_change = record.next_change(sum(problem.live_counts())) if self._adapt == "auto" else _NEVER
+        self._asking.ask(partial(_answer, LayoutQuestion(problem, layers, self.cuts, next_change, self._fixed)))
 
     def seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """What operations will take under the layout ``cuts``, of which ``seconds`` is known under that of now."""
@@ -190,11 +165,7 @@ class LayoutChoice:
 
     def take_answers(self) -> list[LayoutAnswer]:
         """What has been found since the last call, if it is still of use."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._answers.get_nowait())
-        found = [answer for answer in found if answer.before == self.cuts]
+        found = [answer for answer in self._asking.take_answers() if answer.before == self.cuts]
         if found:
             self._newest = found[-1]
         return found
@@ -206,15 +177,13 @@ class LayoutChoice:
         for stage, part in enumerate(ranges(cuts)):
             if not any(trains[layer] for layer in part):
                 return f"stage {stage} would have nothing to train"
-        if _has_ties(facts[0].tied, cuts) != _has_ties(facts[0].tied, self.cuts):
+        if has_ties(facts[0].tied, cuts) != has_ties(facts[0].tied, self.cuts):
             return "layers that share a weight would come to lie on one stage, or on several"
         return ""
 
     def close(self) -> None:
         """Gives up and leaves no process behind."""
-        self._cancelled.set()
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+        self._asking.close()
 
     def _costs(
         self, costs: Costs, backward: Mapping[int, float], memory: Memory | None, link: tuple[float, float]
@@ -247,25 +216,16 @@ class LayoutChoice:
             **known,
         )
 
-    def _answer(self, question: LayoutQuestion, cancelled: threading.Event) -> None:
-        received: list[Any] = []
-        end = run_in_child(f"{__name__}:_child", question, lambda _, value: received.append(value), cancelled=cancelled)
-        if cancelled.is_set():
-            return
-        found = received[0] if received else None
-        if not isinstance(found, LayoutPlan):
-            log.warning("No layout was looked for: %s", found or end.failure)
-            return
-        self._answers.put(LayoutAnswer(question.problem.failed, question.cuts, found))
-        self._wake()
 
-
-def _has_ties(groups: tuple[tuple[int, ...], ...], cuts: Cuts) -> bool:
-    stages = {layer: stage for stage, part in enumerate(ranges(cuts)) for layer in part}
-    return any(len({stages[layer] for layer in group}) > 1 for group in groups)
-
-
-_WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
+def _answer(question: LayoutQuestion, cancelled: threading.Event) -> LayoutAnswer | None:
+    received: list[Any] = []
+    end = run_in_child(f"{__name__}:_child", question, lambda _, value: received.append(value), cancelled=cancelled)
+    found = received[0] if received else None
+    if isinstance(found, LayoutPlan):
+        return LayoutAnswer(question.problem.failed, question.cuts, found)
+    if not cancelled.is_set():
+        log.warning("No layout was looked for: %s", found or end.failure)
+    return None
 
 
 def _child(question: LayoutQuestion, report: Report) -> None:
@@ -276,7 +236,7 @@ def _child(question: LayoutQuestion, report: Report) -> None:
             question.layers,
             question.cuts,
             next_change=question.next_change,
-            changing=Changing(switch=question.switch, least_gain=question.least_gain),
+            changing=Changing(switch=_SWITCH_SECONDS, least_gain=_LEAST_GAIN),
             fixed=question.fixed,
             ways=_WAYS,
         )

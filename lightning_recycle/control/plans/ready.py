@@ -23,11 +23,11 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.renaming import renamed, representative
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["ReadyPlan", "ReadyPlans", "newest", "schedules_kept"]
+__all__ = ["PlanKey", "ReadyPlan", "ReadyPlans", "key_of", "newest", "schedules_kept"]
 
 _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
 
-_Key: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
+PlanKey: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
 
 
 def schedules_kept(grid: Grid) -> int:
@@ -74,12 +74,12 @@ class ReadyPlans:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._plans: dict[_Key, ReadyPlan] = {}  # the one used last is the last
+        self._plans: dict[PlanKey, ReadyPlan] = {}  # the one used last is the last
         self._lock = threading.Lock()
 
     def find(self, problem: Problem) -> ReadyPlan | None:
         """The plan for the failed and slow workers of ``problem``, whatever its costs and limits are."""
-        key = _key(problem)
+        key = key_of(problem)
         with self._lock:
             found = self._plans.pop(key, None)
             if found is None:
@@ -91,7 +91,7 @@ class ReadyPlans:
 
     def keep(self, plan: ReadyPlan) -> None:
         """Keeps a plan; beyond the limit forgets the least recently used one, but never the fault-free plan."""
-        key = _key(plan.schedule.problem)
+        key = key_of(plan.schedule.problem)
         with self._lock:
             self._plans.pop(key, None)
             self._plans[key] = plan
@@ -108,6 +108,7 @@ class ReadyPlans:
         return max(1, _KEPT_OPERATIONS // largest) if largest else schedules_kept(self._grid)
 
 
-def _key(problem: Problem) -> _Key:
+def key_of(problem: Problem) -> PlanKey:
+    """What all plans have in common that one can be made of another by renaming workers."""
     common = representative(problem)
     return common.failed, common.worker_factors

@@ -66,7 +66,6 @@ class RunPlans:
         operation_seconds: mean seconds of each kind of operation, by stage and name.
         number: how many plans were begun.
         may_change: whether the plan may change within a generation.
-        layout_notes: what was compared when a layout was looked for, in lines, for whoever takes it out.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class RunPlans:
     ) -> None:
         self.schedules: list[Schedule] = []
         self.operation_seconds: dict[int, dict[str, float]] = {}
-        self.layout_notes: list[tuple[str, ...]] = []
         self.may_change = drift is not None or planner.improves
         self._grid = grid
         self._planner = planner
@@ -96,7 +94,7 @@ class RunPlans:
         self._footprints: dict[Worker, Footprint] = {}
         self._trials: dict[Worker, SplitTrial] = {}
         self._told: TechniqueChoice | None = None  # the newest choice that the record has
-        self._choices: list[dict[str, Any]] = []  # that nobody has taken
+        self._notes: list[tuple[str, dict[str, Any]]] = []  # that nobody has taken
         self._steps = 0  # since the newest schedule began
         self.number = 0
         self._recomputed: tuple[int, Mapping[int, int]] = 0, {}  # R in a step, by stage; of the plan of that number
@@ -292,7 +290,7 @@ class RunPlans:
             return None
         plan = answer.plan
         why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts)
-        self.layout_notes.append((*plan.without_schedules().why(), *([f"it stays: {why}"] if why else [])))
+        self._notes.append(("layout", {"why": (*plan.why(), *([f"it stays: {why}"] if why else []))}))
         if answer.cuts == answer.before or why:
             return None
         details = {
@@ -336,7 +334,7 @@ class RunPlans:
         choice = self._planner.choice(problem)
         if choice is not None and choice is not self._told:
             self._told = choice
-            self._choices.append(facts_of(choice))
+            self._notes.append(("chosen", facts_of(choice)))
         if problem.technique != newest.problem.technique:
             if choice is None or choice.technique != problem.technique:
                 return None  # what runs was chosen since
@@ -370,9 +368,11 @@ class RunPlans:
             self._told = self._planner.choice(self.schedules[-1].problem)
         return facts
 
-    def take_choices(self) -> list[dict[str, Any]]:
-        """What was chosen since the last call, see :func:`~lightning_recycle.control.plans.splitting.facts_of`."""
-        taken, self._choices = self._choices, []
+    def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
+        """What was compared since the last call, as kinds and details of events: "chosen"
+        (:func:`~lightning_recycle.control.plans.splitting.facts_of`) and "layout".
+        """
+        taken, self._notes = self._notes, []
         return taken
 
     def _backward(self, schedule: Schedule) -> dict[str, Any]:

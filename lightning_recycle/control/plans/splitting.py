@@ -15,23 +15,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
+from lightning_recycle.control.plans.ready import PlanKey, key_of
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.choosing import TechniqueChoice, choose_technique
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layout_judging import Judgement
 from lightning_recycle.planning.problem import Problem, Technique
-from lightning_recycle.planning.renaming import representative
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.split_costs import SplitCosts, SplitTrial
 
 __all__ = ["Splitting", "facts_of"]
 
 _KEPT = 4_096  # choices; as many plans are never kept
-
-_Key: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Splitting:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._costs: SplitCosts | None = None
-        self._chosen: dict[_Key, _Chosen] = {}
+        self._chosen: dict[PlanKey, _Chosen] = {}
 
     @property
     def is_tried(self) -> bool:
@@ -127,19 +125,19 @@ class Splitting:
         backward = known.of_fused(problem.costs, (False,) * self._grid.stages)
         choice = choose_technique(problem, backward, staggered=problem.technique.staggered, judge=judge)
         kept = made[choice.technique.decoupled]
-        self._chosen[_key(problem)] = _Chosen(problem, choice, kept.schedule.problem)
+        self._chosen[key_of(problem)] = _Chosen(problem, choice, kept.schedule.problem)
         while len(self._chosen) > _KEPT:
             del self._chosen[next(iter(self._chosen))]
         return kept
 
     def choice(self, problem: Problem) -> TechniqueChoice | None:
         """The newest choice for the failed and slow workers of ``problem``."""
-        found = self._chosen.get(_key(problem))
+        found = self._chosen.get(key_of(problem))
         return None if found is None else found.choice
 
     def origin(self, problem: Problem) -> Problem:
         """What was asked when the plan with this problem was chosen; ``problem`` itself where none was."""
-        found = self._chosen.get(_key(problem))
+        found = self._chosen.get(key_of(problem))
         if found is None or (found.planned.technique, found.planned.costs) != (problem.technique, problem.costs):
             return problem
         return found.asked
@@ -156,8 +154,3 @@ def facts_of(choice: TechniqueChoice) -> dict[str, Any]:
     if len(seconds) == 2 and seconds[False]:
         found["wins"] = 1.0 - seconds[True] / seconds[False]
     return found
-
-
-def _key(problem: Problem) -> _Key:
-    common = representative(problem)
-    return common.failed, common.worker_factors

@@ -526,9 +526,9 @@ def _paused(state: MembershipState, event: messages.Paused) -> _Next:
     if pause.begun.keys() != state.live:
         return state, ()
     boundary = max(pause.begun.values()) + 1
-    in_passing = state.plan is not None and not state.plan.reconnects and state.layout is None
-    if state.plan is not None and in_passing and not any(_wanted(state)):
-        return _change_plan(state, state.plan, boundary)
+    plan = state.plan
+    if plan is not None and not plan.reconnects and state.layout is None and not any(_wanted(state)):
+        return _change_plan(state, plan, boundary)
     state = replace(state, pause=replace(pause, boundary=boundary))
     return state, (Send(state.roster, messages.Boundary(state.generation, boundary, None, pause.number)),)
 

@@ -12,15 +12,15 @@ Must not know: what a layer is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_recycle.control.protocol.messages import Cuts
 from lightning_recycle.control.protocol.state import LayoutReady, MembershipState
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Worker
 
-__all__ = ["Transfer", "is_for", "is_layout", "ranges", "transfers", "wanted"]
+__all__ = ["Transfer", "has_ties", "is_for", "is_layout", "ranges", "transfers", "wanted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,12 @@ def is_layout(cuts: Cuts, stages: int) -> bool:
 def ranges(cuts: Cuts) -> tuple[range, ...]:
     """The parts of each stage."""
     return tuple(range(start, end) for start, end in pairwise(cuts))
+
+
+def has_ties(groups: Iterable[Iterable[int]], cuts: Cuts) -> bool:
+    """Whether some of the parts of one of ``groups``, which share a weight, lie on several stages."""
+    stages = {part: stage for stage, parts in enumerate(ranges(cuts)) for part in parts}
+    return any(len({stages[part] for part in group}) > 1 for group in groups)
 
 
 def wanted(state: MembershipState, event: LayoutReady) -> MembershipState:
@@ -72,7 +78,7 @@ def transfers(grid: Grid, roster: Collection[int], before: Cuts, after: Cuts) ->
             if giver == taker or not layers:
                 continue
             for turn, receiver in enumerate(workers[taker]):
-                own = grid.rank(type(grid.worker(receiver))(grid.worker(receiver).pipeline, giver))
+                own = grid.rank(Worker(grid.worker(receiver).pipeline, giver))
                 donor = own if own in workers[giver] else workers[giver][turn % len(workers[giver])]
                 found.append(Transfer(donor, receiver, layers))
     return tuple(found)

@@ -1,0 +1,64 @@
+"""One question at a time, answered in another thread; a new one gives up on the one before.
+
+Contract: used by the coordinator's thread. ``wake`` is called from another one when :meth:`Asking.take_answers` has
+something.
+
+Must not know: what is asked, and how long that takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["Asking"]
+
+_Answer = TypeVar("_Answer")
+
+_END_SECONDS = 2.0  # for what is no longer wanted to end
+
+
+class Asking(Generic[_Answer]):
+    """Asks in a thread called ``name``."""
+
+    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        self._name, self._wake = name, wake
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, find: Callable[[threading.Event], _Answer | None]) -> None:
+        """Begins to look for an answer.
+
+        Args:
+            find: finds it; None if there is none. It ends soon after the event is set, and what it returns then is
+                dropped.
+        """
+        self._cancelled.set()
+        self._cancelled = threading.Event()
+        arguments = (find, self._cancelled)
+        self._thread = threading.Thread(target=self._look, args=arguments, name=self._name, daemon=True)
+        self._thread.start()
+
+    def take_answers(self) -> list[_Answer]:
+        """What has been found since the last call."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._answers.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Gives up, and waits for the thread to leave no process behind."""
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+
+    def _look(self, find: Callable[[threading.Event], _Answer | None], cancelled: threading.Event) -> None:
+        answer = find(cancelled)
+        if answer is not None and not cancelled.is_set():
+            self._answers.put(answer)
+            self._wake()
