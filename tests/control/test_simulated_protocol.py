@@ -323,7 +323,9 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
 
 LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("a layout counts as soon as one worker holds its layers", membership, "_layers_held",
-     "state.held != state.live", "False"),
+     "state.held.keys() != state.live", "False"),
+    ("a move that breaks connections is made again and again", membership, "_grace_elapsed",
+     "replace(state, layout=None)", "state"),
     ("layers of an earlier generation count", membership, "_layers_held",
      "event.generation != state.generation or not state.becomes or state.regrouping", "not state.becomes"),
     ("a loss undoes nothing", membership, "_lose",

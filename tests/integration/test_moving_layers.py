@@ -26,16 +26,16 @@ from lightning_recycle.session import stage_layers
 
 
 class Move(Callback):
-    """Asks for layouts: sizes of the stages, by the step after which it does."""
+    """Asks for layouts: sizes of the stages, by the step after which it does; ``ahead``: see ``move_layers``."""
 
-    def __init__(self, moves: Mapping[int, Sequence[int]]) -> None:
-        self.moves = moves
+    def __init__(self, moves: Mapping[int, Sequence[int]], ahead: bool | None = None) -> None:
+        self.moves, self.ahead = moves, ahead
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         sizes = self.moves.get(trainer.global_step)
         if sizes is not None:
-            trainer.strategy.move_layers(sizes)  # type: ignore[attr-defined]
+            trainer.strategy.move_layers(sizes, self.ahead)  # type: ignore[attr-defined]
 
 
 class MoveByBatch(Move):
