@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
-from lightning_recycle.runtime import layer_exchange
+from lightning_recycle.runtime import layer_exchange, layers_ahead
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session import stage_layers
 
@@ -62,8 +62,8 @@ class KilledWhileLayersMove(Callback):
         if strategy.executor is None or strategy.grid_rank != self.rank:
             return
         for owner, name in [
-            (layer_exchange, "send_object"),
-            (layer_exchange, "receive_object"),
+            (layers_ahead, "send_object"),
+            (layers_ahead, "receive_object"),
             (layer_exchange.LayerMoves, "exchange"),
             (stage_layers.StageLayers, "give"),
             (stage_layers.StageLayers, "take_up"),
@@ -152,7 +152,7 @@ def test_between_the_batches_of_one_step(staggered: bool) -> None:
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-MOMENTS = 38
+MOMENTS = 50
 """As many as each worker has in these moves at least."""
 
 
