@@ -101,7 +101,7 @@ def test_layers_that_draw_among_three_stages() -> None:
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-MOMENTS = 25
+MOMENTS = 20
 """As many as each worker has in this move at least."""
 
 
