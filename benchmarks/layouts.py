@@ -10,8 +10,8 @@ the throughput with one worker dead (whole layers allow 1.23), 1.35 times with h
 were predicted, within 3 %.
 
 A move of some bytes: a model of large layers on 2 x 2 workers, of which one goes to the other stage and back, besides
-the state of AdamW, sent while all wait or copied ahead. The stall is how much longer the step with the move takes than the
-others; beside it is what it takes to copy as many bytes once in memory, which no transfer can beat.
+the state of AdamW, sent while all wait or copied ahead. The stall is how much longer the step with the move takes than
+the others; beside it is what it takes to copy as many bytes once in memory, which no transfer can beat.
 """
 
 from __future__ import annotations
