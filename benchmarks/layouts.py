@@ -1,7 +1,7 @@
 """Layers that move after a loss: steps against re-routing alone, and how long a move holds everybody up.
 
     .venv/bin/python benchmarks/layouts.py              # the two losses, about six minutes
-    .venv/bin/python benchmarks/layouts.py --stalls     # moves of 10 MB, 100 MB and 1 GB, about two minutes
+    .venv/bin/python benchmarks/layouts.py --stalls     # moves of 10 MB, 100 MB and 1 GB, some minutes
 
 Layers whose F, B and W sleep, under the real strategy, 4 pipelines x 4 stages x 16 micro-batches in 16 processes, 16
 layers a stage; a few cores carry all workers. Workers are killed at one step, and steps are timed once nothing changes
@@ -10,8 +10,8 @@ the throughput with one worker dead (whole layers allow 1.23), 1.35 times with h
 were predicted, within 3 %.
 
 A move of some bytes: a model of large layers on 2 x 2 workers, of which one goes to the other stage and back, besides
-the state of AdamW. The stall is how much longer the step with the move takes than the others; beside it is what it
-takes to copy as many bytes once in memory, which no transfer can beat.
+the state of AdamW, sent while all wait or copied ahead. The stall is how much longer the step with the move takes than
+the others; beside it is what it takes to copy as many bytes once in memory, which no transfer can beat.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Grid, Worker
 
-__all__ = ["CASES", "Case", "Measurement", "main", "measure", "measure_stall"]
+__all__ = ["CASES", "Case", "Measurement", "Stall", "main", "measure", "measure_stall"]
 
 GRID = Grid(pipelines=4, stages=4, microbatches=16)
 LAYERS = 16  # of a stage
@@ -145,29 +145,50 @@ class Wide(PipelineModule):
 
 
 class _Moves(Callback):
-    """One layer goes to the other stage at ``step``."""
+    """One layer goes to the other stage after ``step``."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, ahead: bool) -> None:
+        self.step, self.ahead = step, ahead
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
-            trainer.strategy.move_layers([1, 3])
+            trainer.strategy.move_layers([1, 3], self.ahead)
 
 
-def measure_stall(megabytes: float, step: int = 6) -> tuple[float, float, float]:
-    """(seconds of a step, how much longer the one with the move took, bytes that moved to each worker)."""
-    samples = torch.zeros(2 * step * 8, 8)
+@dataclass(frozen=True)
+class Stall:
+    """What a move has cost.
+
+    Args:
+        usual: seconds of a step.
+        longest: how much longer the step with the move took.
+        all_together: how much longer all steps took from the wish to the end of the move.
+        ahead: how many transfers had been copied before, of two.
+    """
+
+    usual: float
+    longest: float
+    all_together: float
+    ahead: int
+
+
+def measure_stall(megabytes: float, ahead: bool, step: int = 6, steps: int = 30) -> Stall:
+    """Moves a layer of so much state."""
+    samples = torch.zeros(steps * 8, 8)
     trainer = fit(
         Wide(megabytes / 3),  # parameters, and two moments
         DataLoader(TensorDataset(samples, samples), batch_size=4),
         ReCycleStrategy(2, 2, adapt="reroute"),
         devices=4,
-        steps=2 * step,
-        callbacks=[_Moves(step)],
+        steps=steps,
+        callbacks=[_Moves(step, ahead)],
     )
-    usual = statistics.median([*step_seconds(trainer, 2, step - 1), *step_seconds(trainer, step + 3)])
-    return usual, max(step_seconds(trainer, step - 1, step + 3)) - usual, megabytes * 1e6
+    (moved,) = (event for event in trainer.strategy.history if event.kind == "layers_moved")
+    end = moved.step + 2
+    usual = statistics.median([*step_seconds(trainer, 2, step - 1), *step_seconds(trainer, end)])
+    meanwhile = step_seconds(trainer, step - 1, end)
+    longest = max(step_seconds(trainer, moved.step - 1, end)) - usual
+    return Stall(usual, longest, sum(meanwhile) - usual * len(meanwhile), moved.details["ahead"])
 
 
 def copy_seconds(size: float) -> float:
@@ -188,11 +209,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console.print(describe_machine())
     if options.stalls:
-        table = Table("moved", "a step", "the step with the move", "the bytes, copied once", title="Stall of a move")
+        columns = "a step", "the step with the move", "all steps meanwhile", "came ahead", "the bytes, copied once"
+        table = Table("moved", "copied", *columns, title="Stall of a move")
         for megabytes in (10, 100, 1000):
-            usual, stall, size = measure_stall(megabytes)
-            copied = copy_seconds(size)
-            table.add_row(f"{megabytes} MB", f"{usual:.3f} s", f"{stall:.3f} s longer", f"{copied:.3f} s")
+            for ahead in (False, True):
+                stall = measure_stall(megabytes, ahead)
+                table.add_row(
+                    f"{megabytes} MB",
+                    "ahead" if ahead else "while all wait",
+                    f"{stall.usual:.3f} s",
+                    f"{stall.longest:.3f} s longer",
+                    f"{stall.all_together:.3f} s longer",
+                    f"{stall.ahead} of 2",
+                    f"{copy_seconds(megabytes * 1e6):.3f} s",
+                )
         console.print(table)
         return
     columns = "re-routed", "layers moved", "times the throughput", "goal", "predicted", "off by", "layout", "the move"

@@ -11,6 +11,7 @@ What callbacks keep by layer does not travel. Where there is any, layers stay (:
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,16 +27,21 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
-from lightning_recycle.control.protocol.relayout import has_ties, is_layout, ranges
+from lightning_recycle.control.protocol.relayout import AHEAD_BYTES, has_ties, is_layout, ranges
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.tying import Tie
 from lightning_recycle.runtime.holding import Holding
+from lightning_recycle.runtime.layer_streams import Parcel
+from lightning_recycle.runtime.machine_memory import free_bytes
 from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.session.layer_copies import FollowedLayers, Rest, follow, travels
 from lightning_recycle.session.optimizer_states import merged_names
 
 __all__ = ["StageLayers", "why_layers_stay"]
+
+log = logging.getLogger(__name__)
 
 _BY_LAYER = (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)
 _FIRST_MEASURED = 2  # steps: the first ones compile and warm up
@@ -56,7 +62,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
     for index in owned:
         try:
             with parts.handed_out(index) as layer:
-                take_apart(layer, _travels)
+                take_apart(layer, travels)
         except Exception as error:  # whatever the user's objects raise
             return f"layer {index} cannot be pickled ({type(error).__name__}: {error})"
     return ""
@@ -219,6 +225,17 @@ class StageLayers:
             raise ConfigurationError(f"The layers cannot move: {why}.")
         return cuts
 
+    @property
+    def are_large(self) -> bool:
+        """Whether one of the layers takes long to send."""
+        return any(self._weight(self._named_of((layer,)).values()) >= AHEAD_BYTES for layer in self.owned)
+
+    def _weight(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Bytes of ``parameters``, and of their optimizers' states."""
+        held = list(parameters)
+        states = [optimizer.state.get(p, {}) for optimizer in self._trainer.optimizers for p in held]
+        return _bytes(held) + sum(_bytes(_flat(state)) for state in states)
+
     # ------------------------------------------------------------------ measuring
 
     def applied(self) -> None:
@@ -272,10 +289,30 @@ class StageLayers:
     # ------------------------------------------------------------------ giving
 
     def give(self, layers: Iterable[int]) -> _Given:
+        skeleton, tensors, facts = self._apart(tuple(layers))
+        return _Given(skeleton=skeleton, tensors=[tensor.detach() for tensor in tensors], **facts)
+
+    def copy(self, layers: Sequence[int], receivers: int, tell: Callable[[Parcel], None]) -> FollowedLayers | None:
+        parameters = list(dict.fromkeys(self._named_of(layers).values()))
+        needed = self._weight(parameters) + _bytes(parameters)  # what has not left before the next step, and gradients
+        if needed > free_bytes(self._device):
+            log.info("Layers are not copied ahead: that may take %d MB, which %s lacks.", needed // 10**6, self._device)
+            return None
         layers = tuple(layers)
-        self._end_measuring()  # what it does to the layers is not the user's to pickle
+        return FollowedLayers(parameters, self._trainer.optimizers, receivers, tell, lambda: self._apart(layers))
+
+    def caught_up(self, parcels: Sequence[Parcel], rest: Rest) -> _Given | None:
+        tensors = follow(parcels, rest, self._trainer.optimizers, self._device)
+        return None if tensors is None else _Given(skeleton=rest.skeleton, tensors=tensors, **rest.facts)
+
+    def _named_of(self, layers: Sequence[int]) -> dict[str, nn.Parameter]:
         prefixes = tuple(f"{self._parts.path(index)}." for index in layers)
-        named = {n: p for n, p in self._named() if n.startswith(prefixes)}
+        return {name: parameter for name, parameter in self._named() if name.startswith(prefixes)}
+
+    def _apart(self, layers: Sequence[int]) -> tuple[bytes, list[Tensor], Mapping[str, Any]]:
+        """``layers`` without their tensors, these, and the other fields of a :class:`_Given`."""
+        self._end_measuring()  # what it does to the layers is not the user's to pickle
+        named = self._named_of(layers)
         states = [
             {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
             for optimizer in self._trainer.optimizers
@@ -284,9 +321,9 @@ class StageLayers:
         accumulated = {name: sums[p] for name, p in named.items() if p in sums}
         with self._parts.handed_out(*layers) as modules:
             # What was said to be picklable at the start still is, unless the user's code has changed it.
-            skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, accumulated), _travels)
+            skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, accumulated), travels)
         kinds = [(isinstance(t, nn.Parameter), t.requires_grad, t.device.type != "cpu") for t in tensors]
-        return _Given(self._stage, skeleton, [t.detach() for t in tensors], kinds, self._names())
+        return skeleton, tensors, {"stage": self._stage, "kinds": kinds, "names": self._names()}
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self._parts.module.named_parameters(remove_duplicate=False))
@@ -354,8 +391,3 @@ def _regroup(
         parameter = by_name[name]
         if parameter in held and parameter not in optimizer.state:
             optimizer.state[parameter] = state
-
-
-def _travels(tensor: Tensor) -> bool:
-    """Whether a tensor goes apart from what is pickled around it."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided

@@ -323,9 +323,9 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
 
 LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("a layout counts as soon as one worker holds its layers", membership, "_layers_held",
-     "state.held != state.live", "False"),
-    ("layers of an earlier generation count", membership, "_layers_held",
-     "event.generation != state.generation or not state.becomes or state.regrouping", "not state.becomes"),
+     "state.held.keys() != state.live", "False"),
+    ("a move that breaks connections is made again and again", membership, "_grace_elapsed",
+     "replace(state, layout=None)", "state"),
     ("a loss undoes nothing", membership, "_lose",
      "_begin_generation(state) if", "_begin_generation(replace(state, cuts=state.becomes or state.cuts)) if"),
     ("steps go on while layers are under way", SimulatedWorker, "recover", "if resume.becomes:", "if False:"),
@@ -334,8 +334,6 @@ LAYOUTS: list[tuple[str, Any, str, str, str]] = [
      "_begin_generation(state, layout.cuts)", "_begin_generation(replace(state, cuts=layout.cuts))"),
     ("a worker drops its layers before all hold theirs", SimulatedWorker, "get_ready",
      "self.beside = (resume.becomes, self.version)", "self.cuts = resume.becomes"),
-    ("a layout that a worker holds is that of the others", SimulatedWorker, "take_up",
-     "self.beside = self.beside, None", "self.beside = self.beside, self.beside"),
 ]
 """As above, in histories in which layers move."""
 

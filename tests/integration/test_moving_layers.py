@@ -20,22 +20,22 @@ from typing_extensions import override
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
-from lightning_recycle.runtime import layer_exchange
+from lightning_recycle.runtime import layer_exchange, layers_ahead
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session import stage_layers
 
 
 class Move(Callback):
-    """Asks for layouts: sizes of the stages, by the step after which it does."""
+    """Asks for layouts: sizes of the stages, by the step after which it does; ``ahead``: see ``move_layers``."""
 
-    def __init__(self, moves: Mapping[int, Sequence[int]]) -> None:
-        self.moves = moves
+    def __init__(self, moves: Mapping[int, Sequence[int]], ahead: bool | None = None) -> None:
+        self.moves, self.ahead = moves, ahead
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         sizes = self.moves.get(trainer.global_step)
         if sizes is not None:
-            trainer.strategy.move_layers(sizes)  # type: ignore[attr-defined]
+            trainer.strategy.move_layers(sizes, self.ahead)  # type: ignore[attr-defined]
 
 
 class MoveByBatch(Move):
@@ -62,8 +62,8 @@ class KilledWhileLayersMove(Callback):
         if strategy.executor is None or strategy.grid_rank != self.rank:
             return
         for owner, name in [
-            (layer_exchange, "send_object"),
-            (layer_exchange, "receive_object"),
+            (layers_ahead, "send_object"),
+            (layers_ahead, "receive_object"),
             (layer_exchange.LayerMoves, "exchange"),
             (stage_layers.StageLayers, "give"),
             (stage_layers.StageLayers, "take_up"),
@@ -152,7 +152,7 @@ def test_between_the_batches_of_one_step(staggered: bool) -> None:
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-MOMENTS = 38
+MOMENTS = 50
 """As many as each worker has in these moves at least."""
 
 

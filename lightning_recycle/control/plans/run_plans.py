@@ -27,6 +27,7 @@ from lightning_recycle.control.plans.ready import newest
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.plans.splitting import facts_of
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
+from lightning_recycle.control.protocol.relayout import AHEAD_BYTES
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.choosing import TechniqueChoice
@@ -302,7 +303,7 @@ class RunPlans:
             "next_change": plan.next_change,
         }
         roster = tuple(self._grid.rank(worker) for worker in self.schedules[-1].live_workers)
-        return LayoutReady(roster, answer.cuts, details)
+        return LayoutReady(roster, answer.cuts, details, ahead=plan.chosen.bytes >= AHEAD_BYTES)
 
     # ------------------------------------------------------------------ what may come
 

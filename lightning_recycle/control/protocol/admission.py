@@ -49,6 +49,7 @@ _OF_MEMBERS = (
     messages.Raised,
     messages.LayoutWanted,
     messages.LayerFacts,
+    messages.LayersCopied,
     messages.LayersHeld,
     messages.Disputed,
     messages.Voted,

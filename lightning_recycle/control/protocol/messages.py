@@ -493,10 +493,14 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class LayoutWanted:
-    """Somebody who uses this worker wants the layers to lie as ``cuts`` says."""
+    """Somebody who uses this worker wants the layers to lie as ``cuts`` says.
+
+    ``ahead``: whether they are copied while the training goes on, before all wait for the rest.
+    """
 
     rank: int
     cuts: Cuts
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,11 +533,26 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class LayersHeld:
-    """The worker holds all layers that it is to have in the layout for which ``generation`` began, besides its own."""
+class LayersCopied:
+    """The worker has copies of the layers that it lacks of the layout ``cuts``, or does without. It still needs what
+    has changed since.
+    """
 
     rank: int
     generation: int
+    cuts: Cuts
+
+
+@dataclass(frozen=True, slots=True)
+class LayersHeld:
+    """The worker holds all layers that it is to have in the layout for which ``generation`` began, besides its own.
+
+    ``ahead``: from how many workers it has those that were copied before.
+    """
+
+    rank: int
+    generation: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -710,6 +729,16 @@ class Pause:
 
     generation: int
     number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLayers:
+    """The layout ``cuts`` is to come in ``generation``: layers are copied to the workers that lack them while the
+    training goes on.
+    """
+
+    generation: int
+    cuts: Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -937,6 +966,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Crash,
     LayoutWanted,
     LayerFacts,
+    LayersCopied,
     LayersHeld,
     Connected,
     Publish,
@@ -957,6 +987,7 @@ TO_WORKERS: tuple[type[Any], ...] = (
     Unfit,
     Pause,
     Boundary,
+    CopyLayers,
     Confirmed,
     Regroup,
     Resume,
