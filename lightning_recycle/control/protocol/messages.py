@@ -468,6 +468,21 @@ class Voted:
 
 
 @dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A loss, or the gradient of a stage, is not finite. The worker goes on in a newer generation only, as nobody may
+    commit the step before it is known whose that is.
+
+    ``what``: "loss" or "gradient"; ``microbatch``: whose loss it is, the index in the global batch; -1 for a gradient.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    what: str
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Incomparable:
     """The worker gets other bits when it computes the same micro-batch twice, from ``layer`` on: computations cannot be
     compared in this run.
@@ -807,6 +822,10 @@ class Resume:
     """For each rank whose state is wrong, the peer whose parameters and optimizer state it takes over."""
     vote: Vote | None = None
     """What some compute before anything else, while the others wait for the next generation."""
+    inspects: int = -1
+    """The step in which all look where values begin that are not finite; -1 for none."""
+    excused: int = -1
+    """Values of steps up to this one that are not finite are the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -933,6 +952,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Raised,
     Disputed,
     Voted,
+    NotFinite,
     Incomparable,
     Crash,
     LayoutWanted,

@@ -126,6 +126,7 @@ MembershipEvent: TypeAlias = (
     | messages.Raised
     | messages.Disputed
     | messages.Voted
+    | messages.NotFinite
     | messages.Incomparable
     | messages.Crash
     | messages.LayoutWanted
