@@ -52,6 +52,7 @@ class Wants:
         machine_error_retries: likewise.
         monitor: threshold, window and horizon of a monitored plan, as in
             :class:`~lightning_recycle.control.plans.drift.DriftOptions`; None for none.
+        on_corruption, check_every, verify: as in :class:`~lightning_recycle.ReCycleStrategy`.
         needs_launcher: options that only a launching process can carry out, as the user wrote them.
     """
 
@@ -70,6 +71,9 @@ class Wants:
     start_timeout: float = 300.0
     machine_error_retries: int = 1
     monitor: tuple[float, int, int] | None = None
+    on_corruption: str = "evict"
+    check_every: int | str = "auto"
+    verify: float = 0.0
     needs_launcher: tuple[str, ...] = ()
 
 
