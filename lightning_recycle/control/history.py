@@ -63,8 +63,9 @@ class Event:
             other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is
             wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``. "healed": it has
             taken over a peer's state. "disputed": a worker got other bits than the peer that it checked.
-            "incomparable": computations cannot be compared in this run. Where a failure is being recovered, ``seconds``
-            of "resumed", "regrouped" and "recovered" count from it.
+            "incomparable": computations cannot be compared in this run. "not_finite": a loss or a gradient is not
+            finite; ``details`` have the ``cause``, and what ``then`` becomes of the step. Where a failure is being
+            recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
         step: the optimizer step concerned.
@@ -234,6 +235,9 @@ class History:
                     record.step,
                     details["of"],
                 )
+            case "not_finite":
+                who = "" if record.rank is None else f"Worker {self._grid.worker(record.rank)}: "
+                log.warning("Step %d: %s%s. It is %s.", record.step, who, details["cause"], details["then"])
             case "incomparable":
                 log.warning("Workers do not check each other's computations any more: %s.", details["cause"])
             case "disturbance":

@@ -34,6 +34,7 @@ from lightning_recycle.control.keys import key_from_environment
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
 from lightning_recycle.control.reception import Reception
 from lightning_recycle.control.serving import Serving
@@ -210,6 +211,8 @@ def _given(options: argparse.Namespace) -> Given:
         last_holder_timeout=options.last_holder_timeout,
         start_timeout=options.start_timeout,
         machine_error_retries=options.machine_error_retries,
+        on_corruption=options.on_corruption,
+        verify=options.verify,
         monitor=(monitor.threshold, monitor.window, monitor.horizon_steps) if options.monitor_plan else None,
     )
 
@@ -246,6 +249,10 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="how often work that raised an exception of a machine is run again",
+    )
+    parser.add_argument("--on-corruption", choices=POLICIES, help="what follows for a worker with wrong bits")
+    parser.add_argument(
+        "--verify", type=float, metavar="SHARE", help="of the time, in which workers compute each other's micro-batches"
     )
     parser.add_argument("--runs", type=int, default=None, help="end after this many runs; by default never")
     parser.add_argument(

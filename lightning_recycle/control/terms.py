@@ -17,6 +17,7 @@ from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.layout_choice import Adapt
 from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.control.protocol.messages import Unfit, Wants
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.footprint import MemoryLimit, check_memory_limit
@@ -41,6 +42,9 @@ _WORDS = {
     "start_timeout": "ReCycleStrategy(start_timeout=...)",
     "machine_error_retries": "ReCycleStrategy(machine_error_retries=...)",
     "monitor": "PlanMonitor(threshold, window, horizon_steps)",
+    "on_corruption": "ReCycleStrategy(on_corruption=...)",
+    "check_every": "ReCycleStrategy(check_every=...)",
+    "verify": "ReCycleStrategy(verify=...)",
 }
 """Where a script says each of the wants."""
 
@@ -64,6 +68,8 @@ class Given:
     start_timeout: float | None = None
     machine_error_retries: int | None = None
     monitor: tuple[float, int, int] | None = None
+    on_corruption: str | None = None
+    verify: float | None = None
 
     @property
     def grid(self) -> Grid | None:
@@ -119,6 +125,9 @@ class Terms:
             adapt=cast(Adapt, wants.adapt) if wants.entry == "fit" else "reroute",
             machine_error_retries=wants.machine_error_retries,
             drift=None if wants.monitor is None else DriftOptions(*wants.monitor),
+            on_corruption=wants.on_corruption,
+            check_every=wants.check_every if isinstance(wants.check_every, int) else 0,
+            verify=wants.verify,
         )
 
 
@@ -208,6 +217,10 @@ def _check(wants: Wants) -> None:
     """Raises ConfigurationError for what cannot work."""
     if wants.decoupled not in ("auto", True, False):
         raise ConfigurationError(f"decoupled={wants.decoupled!r}: a script wants True, False or 'auto'.")
+    if wants.on_corruption not in POLICIES:
+        raise ConfigurationError(f"--on-corruption {wants.on_corruption}: give one of {', '.join(POLICIES)}.")
+    if wants.check_every != "auto" and not (isinstance(wants.check_every, int) and wants.check_every >= 0):
+        raise ConfigurationError(f"check_every={wants.check_every!r}: give 'auto', a number of steps, or 0 for never.")
     get_planner(wants.planner)
     check_memory_limit(cast(MemoryLimit, wants.memory))
     if wants.grid.num_workers > _MOST_WORKERS:
@@ -217,9 +230,14 @@ def _check(wants: Wants) -> None:
         "--last-holder-timeout": (wants.last_holder_timeout, 0 < wants.last_holder_timeout < math.inf),
         "--start-timeout": (wants.start_timeout, 0 < wants.start_timeout < math.inf),
         "--machine-error-retries": (wants.machine_error_retries, wants.machine_error_retries >= 0),
+        "--verify": (wants.verify, 0 <= wants.verify <= 1),
         "in_flight_limit": (wants.in_flight_limit, wants.in_flight_limit is None or wants.in_flight_limit >= 1),
     }
     for name, (value, is_right) in amounts.items():
         if not is_right:
-            least = {"--machine-error-retries": "an integer of at least 0", "in_flight_limit": "at least 1"}
+            least = {
+                "--machine-error-retries": "an integer of at least 0",
+                "--verify": "a share of the time, from 0 to 1",
+                "in_flight_limit": "at least 1",
+            }
             raise ConfigurationError(f"{name} {value}: give {least.get(name, 'a number of seconds, more than 0')}.")

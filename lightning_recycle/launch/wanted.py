@@ -32,6 +32,9 @@ def wants_of(trainer: pl.Trainer, options: Options, setup: RunSetup, heartbeat: 
         start_timeout=float(options.start_timeout),
         machine_error_retries=options.machine_error_retries,
         monitor=None if drift is None else (float(drift.threshold), drift.window, drift.horizon_steps),
+        on_corruption=options.on_corruption,
+        check_every=options.check_every,
+        verify=float(options.verify),
         needs_launcher=tuple(_needs_launcher(options)),
     )
 
@@ -41,9 +44,6 @@ def _needs_launcher(options: Options) -> list[str]:
     wanted = {
         "normalize=True": options.normalize,
         "on_stage_lost='restart'": options.on_stage_lost == "restart",
-        "on_corruption='heal' or 'raise'": options.on_corruption != "evict",
-        "check_every=<steps>": options.check_every not in ("auto", 0),
-        "verify=...": options.verify > 0,
         "plan_library=...": options.plan_library is not None,
         "profile=...": options.profile is not None,
         "planner=<an object>": not isinstance(options.planner, str),

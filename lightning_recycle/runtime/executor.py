@@ -61,6 +61,7 @@ from lightning_recycle.runtime.communicator import (
     Incoming,
     UnreachableError,
 )
+from lightning_recycle.runtime.finite_checks import FiniteChecks
 from lightning_recycle.runtime.forwards import Forwards
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.healing import heal
@@ -70,6 +71,7 @@ from lightning_recycle.runtime.layer_exchange import FixedLayers, LayerKeeper, L
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.machine_memory import peak_bytes
 from lightning_recycle.runtime.memory_meter import MemoryMeter
+from lightning_recycle.runtime.microbatch_records import Recomputation
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
 from lightning_recycle.runtime.shadow import Shadow
@@ -218,15 +220,21 @@ class Executor:
         self._meter = None if self._held is None else MemoryMeter(self._communicator.device, self._all_held)
         # A guess, or the user's own backward, may differ.
         comparing = self._repeatable and self._guesses is None and self._stage.differentiates_itself
+        recompute = Recomputation(
+            self._stage, self._parameters, self.grid.global_microbatches, self._host.begin_microbatch
+        )
         self._verifier = Verifier(
             self._client,
             self._communicator,
             self._stage,
-            self._parameters,
+            recompute,
             self.grid,
             self._device_name,
             comparing,
         )
+        # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
+        explains = self.grid.pipelines > 1 and not self._needs_overflow and self._stage.differentiates_itself
+        self._finite = FiniteChecks(self._client, self._stage, recompute, self._verifier, explains)
 
     # ------------------------------------------------------------------ a step
 
@@ -287,6 +295,7 @@ class Executor:
             if task.source is not None
         }
         self._verifier.begin(step, part.reduces and step == self.version)
+        self._finite.begin(step)
         if self._meter is not None:
             self._meter.begin(step if part.reduces else None, self._communicator.buffers())
         if self._trials is not None:
@@ -310,6 +319,8 @@ class Executor:
                     if step == self.version:
                         self._settle()
                     losses = {index: float(loss) for index, loss in self._losses.items()}
+                    if step == self.version:
+                        self._finite.losses(step, losses)
                     self._client.send(messages.Losses(self._client.rank, step, losses, self._outputs))
             elif kind is OpKind.RECOMPUTE:
                 self._recompute(step, task)
@@ -330,6 +341,7 @@ class Executor:
                 after(step, task.op)
             if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
                 self._verifier.completed(task)
+                self._finite.completed(task)
         self._communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
@@ -346,7 +358,8 @@ class Executor:
         if task.source is not None:
             inputs = self._receive(step, task)
         stage, meter = self._stage, self._meter
-        self._verifier.takes(task, inputs, target)
+        self._verifier.takes(step, task, inputs, target)
+        self._finite.takes(step, task, inputs, target)
         split = task.decoupled or self._splits_anyway(task)
         watched = _NOTHING if meter is None else meter.forward(lambda: stage.kept(inputs))
         with self._profiled(step), self._measured(OpKind.FORWARD), watched, self._trying(OpKind.FORWARD, task):
@@ -358,6 +371,7 @@ class Executor:
                     with self._client.busy("a hook that sees outputs"):
                         self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
         self._verifier.computed(task, output, self._losses.get(task.index))
+        self._finite.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
@@ -386,6 +400,7 @@ class Executor:
                     with self._trying(OpKind.BACKWARD_WEIGHT, task):
                         self._stage.backward_weight(task.index)
         self._verifier.differentiated(task, grads, input_grads)
+        self._finite.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
             self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
 
@@ -403,7 +418,9 @@ class Executor:
         with self._client.waiting("peers"), self._measured(OpKind.REDUCE):
             self._reduction.finish()
             self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
-        self._payload, self._reduced = self._told(step), True
+        told = self._told(step)
+        self._finite.gradient(step, told.squared_norm, self._gradients.of_step(step))
+        self._payload, self._reduced = told, True
 
     def _told(self, step: int) -> CommitPayload:
         """What others must know of this stage's reduced gradient of ``step``."""
@@ -430,6 +447,7 @@ class Executor:
         norm = 0.0 if guesses else norm_of(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
         known = self._client.await_loss(number)
+        self._finite.applied(known.loss)
         result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next)
         self.accumulated.add(number, step.share)
         with self._timings.measure(OpKind.STEP, self._communicator.device):
@@ -679,6 +697,7 @@ class Executor:
                 commits = self._client.commit(action.step, self._payload)
             else:
                 self._carry_out(action, resume, commits)
+        self._finite.follow(resume.inspects, resume.excused)
         heal(resume.heals, self._client, self._communicator, self._host)
         if resume.vote is not None:
             self._verifier.vote(resume.vote)

@@ -5,9 +5,10 @@ output, of the gradient of the input, and of the weight gradients, if nothing el
 to a peer, which computes the same at its CHECK and compares. If it gets other bits, it tells the coordinator and goes
 no further, so nobody can commit the step. Then all workers of the stage compute the record once more, and vote.
 
-Contract: a check changes nothing that lasts: gradients are computed into memory of their own, buffers are what the peer
-had, and afterwards what they were. Nothing of the user's runs in it but the layers and the loss. Before its first check
-a worker computes the record twice: if that gives different bits, computations cannot be compared.
+Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.microbatch_records`). Nothing of the
+user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
+Before its first check a worker computes the record twice: if that gives different bits, computations cannot be
+compared.
 
 Knows the stage, but neither schedules nor why a step is run.
 """
@@ -18,10 +19,9 @@ import hashlib
 import logging
 import pickle
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.runtime.communicator import Channel, Communicator, Incoming
+from lightning_recycle.runtime.microbatch_records import MicrobatchRecord, Recomputation, Recorder, mapped, tensors_of
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.transfer import receive_object, send_object
 from lightning_recycle.runtime.wire import MAX_TENSORS
@@ -46,33 +47,6 @@ log = logging.getLogger(__name__)
 _COMPLETING = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
 _BACKWARD = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
 _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted as well
-_OUTPUT, _INPUT_GRADIENT, _WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
-
-
-@dataclass(frozen=True)
-class _Record:
-    """What a stage was given of a micro-batch, and what it made of that.
-
-    Args:
-        step, microbatch: which one; the index in the global batch.
-        machine: what must be equal for the bits to be.
-        inputs, target, grads: as given to the stage.
-        wanted: of each tensor in the inputs, whether its gradient is.
-        buffers: those that its forward changes, as they were before, by number.
-        decoupled: whether its weight gradients were computed apart.
-        sums: the checksums of the results.
-    """
-
-    step: int
-    microbatch: int
-    machine: str
-    inputs: Any
-    target: Any
-    grads: Any
-    wanted: tuple[bool, ...]
-    buffers: Mapping[int, Tensor]
-    decoupled: bool
-    sums: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Verifier:
@@ -82,7 +56,7 @@ class Verifier:
         client: the connection to the coordinator.
         communicator: the connection to the other workers.
         stage: the layers of this stage.
-        parameters: its parameters.
+        recompute: computes micro-batches of this stage once more.
         grid: the grid of the run.
         device: the name of this worker's device, by which its machine knows it.
         possible: whether computations of this stage can be repeated at all.
@@ -96,22 +70,21 @@ class Verifier:
         client: ControlClient,
         communicator: Communicator,
         stage: Stage,
-        parameters: Sequence[nn.Parameter],
+        recompute: Recomputation,
         grid: Grid,
         device: str,
         possible: bool,
     ) -> None:
         self._client, self._communicator, self._stage = client, communicator, stage
-        self._parameters, self._grid, self._device, self._possible = parameters, grid, device, possible
+        self._recompute, self._grid, self._device, self._possible = recompute, grid, device, possible
         self._program = Program()
         self._first: Task | None = None  # completes the micro-batch that this worker is checked on
         self.compares_weights = False
         self._checks: int | None = None  # rank whose record comes, while a step with checks runs
         self._checked_by: int | None = None
         self._incoming: Incoming | None = None
-        self._record: _Record | None = None
-        self._before: list[Tensor] = []  # the buffers, before the forward
-        self._disputed: _Record | None = None
+        self._recorder: Recorder | None = None
+        self._disputed: MicrobatchRecord | None = None
         self._is_tried = False
 
     # ------------------------------------------------------------------ being checked
@@ -130,8 +103,7 @@ class Verifier:
     def begin(self, step: int, whole: bool) -> None:
         """An attempt at ``step`` begins; ``whole``: this worker does all of it, and nobody has done so before."""
         ranks, every = self._program.checked, self._program.check_every
-        self._record = self._disputed = self._incoming = self._checks = self._checked_by = None
-        self._before = []
+        self._recorder = self._disputed = self._incoming = self._checks = self._checked_by = None
         if not self._possible or not whole or not ranks or step % every:
             return
         self._checks, self._checked_by = partners(ranks, self._client.rank, step // every)
@@ -144,43 +116,28 @@ class Verifier:
     def _is_checked_on(self, task: Task) -> bool:
         return self._checked_by is not None and self._first is not None and task.index == self._first.index
 
-    def takes(self, task: Task, inputs: Any, target: Any) -> None:
+    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
         if self._is_checked_on(task):
-            given, told = _mapped((inputs, target), _copy)
-            wanted = tuple(tensor.requires_grad for tensor in _tensors(inputs))
-            self._before = [owner[name].clone() for owner, name in self._buffers()]
-            self._record = _Record(-1, task.index, _machine(), given, told, None, wanted, {}, task.decoupled)
+            self._recorder = Recorder(self._stage, step, task, inputs, target)
 
     def computed(self, task: Task, output: Any, loss: Any) -> None:
         """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
-        if self._record is None or not self._is_checked_on(task):
-            return
-        changed = {
-            number: before
-            for number, ((owner, name), before) in enumerate(zip(self._buffers(), self._before, strict=True))
-            if not torch.equal(owner[name], before)
-        }
-        self._before = []
-        sums = {_OUTPUT: checksum([*_tensors(output), float(loss) if loss is not None else None])}
-        self._record = replace(self._record, buffers=changed, sums=sums)
+        if self._recorder is not None and self._is_checked_on(task):
+            self._recorder.computed(output, loss)
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
         """The backward of ``task``, given ``grads``, gave ``input_grads``."""
-        if self._record is None or not self._is_checked_on(task):
-            return
-        kept = _mapped(grads, _copy)
-        sums = {**self._record.sums, _INPUT_GRADIENT: checksum(_tensors(input_grads))}
-        self._record = replace(self._record, grads=kept, sums=sums)
+        if self._recorder is not None and self._is_checked_on(task):
+            self._recorder.differentiated(grads, input_grads)
 
     def completed(self, task: Task) -> None:
         """The weight gradients of ``task`` are complete: if this worker is checked on it, its peer gets the record."""
-        if self._record is None or task is not self._first or self._checked_by is None:
+        if self._recorder is None or task is not self._first or self._checked_by is None:
             return
-        sums = dict(self._record.sums)
         if self.compares_weights:
-            sums[_WEIGHT_GRADIENT] = checksum(self._gradients())
-        record = replace(self._record, sums=sums)
+            self._recorder.completed(self._recompute.gradients())
+        record = replace(self._recorder.record, machine=_machine())
         self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
 
     # ------------------------------------------------------------------ checking
@@ -196,20 +153,29 @@ class Verifier:
         other, incoming = self._checks, self._incoming
         self._incoming = None
         with self._client.waiting(f"rank {other}"):
-            record = replace(_from_message(self._communicator.receive(incoming)), step=step)
+            record = _from_message(self._communicator.receive(incoming))
         if record.machine != _machine():
             return  # other kernels may round in another way
-        sums = self._compute(record)
+        sums = self._recompute(record)
         if not self._is_tried:
             self._is_tried = True
-            if (again := self._compute(record)) != sums:
+            if (again := self._recompute(record)) != sums:
                 self._give_up(record, sums, again)
                 return
         if sums == record.sums:
             return
+        self.dispute(record, other, sums)
+
+    def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
+        """All workers of the stage are to compute ``record``, of rank ``other``, of which this worker got ``sums``.
+
+        Raises:
+            Interrupted: a new generation begins, and nobody commits the step before.
+        """
         self._disputed = record
         rank, generation = self._client.rank, self._client.generation
-        told = messages.Disputed(rank, generation, step, record.microbatch, other, sums, record.sums, self._device)
+        step, index = record.step, record.microbatch
+        told = messages.Disputed(rank, generation, step, index, other, sums, record.sums, self._device)
         self._client.send(told)
         self._client.await_announcement(_VERDICT_TIMEOUT)
         raise Interrupted
@@ -233,70 +199,13 @@ class Verifier:
             assert record is not None, "who disputed keeps the record"
             with self._stage.as_in_training(), self._client.busy("a disputed micro-batch"):
                 record = _to_device(record, self._communicator.device)
-                sums = self._compute(record)
-                repeats = self._compute(record) == sums
+                sums = self._recompute(record)
+                repeats = self._recompute(record) == sums
             self._client.send(messages.Voted(rank, self._client.generation, sums, repeats, self._device))
         self._client.await_announcement(_VERDICT_TIMEOUT)
         raise Interrupted
 
-    def _compute(self, record: _Record) -> dict[str, bytes]:
-        """The checksums of what this worker makes of ``record``."""
-        stage, index = self._stage, record.microbatch
-        inputs, target, grads = _mapped((record.inputs, record.target, record.grads), _copy)
-        for tensor, wanted in zip(_tensors(inputs), record.wanted, strict=True):
-            tensor.requires_grad_(wanted)
-        with self._gradients_apart(), self._buffers_of(record):
-            output = stage.forward(record.step, index, inputs, target, decoupled=record.decoupled)
-            loss = None
-            if stage.has_loss:
-                loss = float(stage.loss(record.step, index, output, target, self._grid.global_microbatches))
-            sums = {_OUTPUT: checksum([*_tensors(output), loss])}
-            if record.decoupled:
-                input_grads = stage.backward_input(index, grads)
-                stage.backward_weight(index)
-            else:
-                input_grads = stage.backward(index, grads)
-            sums[_INPUT_GRADIENT] = checksum(_tensors(input_grads))
-            if _WEIGHT_GRADIENT in record.sums:
-                sums[_WEIGHT_GRADIENT] = checksum(self._gradients())
-        return sums
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters if p.requires_grad and p.grad is not None]
-
-    @contextmanager
-    def _gradients_apart(self) -> Iterator[None]:
-        """Within the block gradients are added up elsewhere, from negative zeros as in a step."""
-        kept = [parameter.grad for parameter in self._parameters]
-        for parameter, grad in zip(self._parameters, kept, strict=True):
-            parameter.grad = None if grad is None else torch.full_like(grad, -0.0)
-        try:
-            yield
-        finally:
-            for parameter, grad in zip(self._parameters, kept, strict=True):
-                parameter.grad = grad
-
-    @contextmanager
-    def _buffers_of(self, record: _Record) -> Iterator[None]:
-        """Within the block the buffers that a forward changes are those of ``record``."""
-        places = list(self._buffers())
-        kept = [owner[name] for owner, name in places]
-        for number, before in record.buffers.items():
-            owner, name = places[number]
-            owner[name] = before.detach().clone()
-        try:
-            yield
-        finally:
-            for (owner, name), buffer in zip(places, kept, strict=True):
-                owner[name] = buffer
-
-    def _buffers(self) -> Iterator[tuple[dict[str, Any], str]]:
-        for module in self._stage.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield module._buffers, name
-
-    def _give_up(self, record: _Record, sums: Mapping[str, bytes], again: Mapping[str, bytes]) -> None:
+    def _give_up(self, record: MicrobatchRecord, sums: Mapping[str, bytes], again: Mapping[str, bytes]) -> None:
         """Two computations of this worker gave different bits."""
         self._possible = False
         layer = self._first_that_differs(record)
@@ -305,47 +214,33 @@ class Verifier:
         log.warning("Computations cannot be compared: %s gives other bits each time it is computed.", layer)
         self._client.send(messages.Incomparable(self._client.rank, layer))
 
-    def _first_that_differs(self, record: _Record) -> str | None:
+    def _first_that_differs(self, record: MicrobatchRecord) -> str | None:
         """The first layer whose output differs between two forwards."""
         one, other = self._outputs(record), self._outputs(record)
         return next((mine[0] for mine, again in zip(one, other, strict=False) if mine != again), None)
 
-    def _outputs(self, record: _Record) -> list[tuple[str, bytes]]:
+    def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
         """The checksum of what each layer without parts gives in a forward, with its name."""
         seen: list[tuple[str, bytes]] = []
 
         def watch(name: str, module: nn.Module) -> Any:
-            return module.register_forward_hook(lambda _, __, output: seen.append((name, checksum(_tensors(output)))))
+            return module.register_forward_hook(lambda _, __, output: seen.append((name, checksum(tensors_of(output)))))
 
         handles = [watch(name, module) for name, module in self._stage.named_leaves()]
         try:
-            self._compute(record)
+            self._recompute(record)
         finally:
             for handle in handles:
                 handle.remove()
         return seen
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return take_apart(value)[1]
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value``, of whatever objects, with other tensors."""
-    rest, tensors = take_apart(value)
-    return put_together(rest, [function(tensor) for tensor in tensors])
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-def _to_device(record: _Record, device: torch.device) -> _Record:
-    found: _Record = _mapped(record, lambda tensor: tensor.detach().to(device))
+def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchRecord:
+    found: MicrobatchRecord = mapped(record, lambda tensor: tensor.detach().to(device))
     return found
 
 
-def _as_message(record: _Record) -> tuple[Tensor, ...]:
+def _as_message(record: MicrobatchRecord) -> tuple[Tensor, ...]:
     """A value that can be sent: the tensors as they are, the rest as bytes."""
     rest, tensors = take_apart(record)
     if len(tensors) >= MAX_TENSORS:
@@ -353,9 +248,9 @@ def _as_message(record: _Record) -> tuple[Tensor, ...]:
     return torch.frombuffer(bytearray(rest), dtype=torch.uint8), *tensors
 
 
-def _from_message(message: Any) -> _Record:
+def _from_message(message: Any) -> MicrobatchRecord:
     rest, *tensors = message
-    found: _Record = put_together(bytes(rest.cpu().numpy().tobytes()), tensors)
+    found: MicrobatchRecord = put_together(bytes(rest.cpu().numpy().tobytes()), tensors)
     return found
 
 

@@ -37,6 +37,9 @@ OTHERS: dict[str, Any] = {
     "start_timeout": 30.0,
     "machine_error_retries": 0,
     "monitor": (0.1, 10, 100),
+    "on_corruption": "heal",
+    "check_every": 7,
+    "verify": 0.01,
 }
 """Another value of everything that a script may want, besides the grid and the entry point."""
 
@@ -49,6 +52,7 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
     options = terms.options()
     assert (options.heartbeat_timeout, options.last_holder_timeout, options.start_timeout) == (2.0, 60.0, 30.0)
     assert (options.machine_error_retries, options.drift) == (0, DriftOptions(0.1, 10, 100))
+    assert (options.on_corruption, options.check_every, options.verify) == ("heal", 7, 0.01)
 
 
 def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
@@ -70,6 +74,9 @@ def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
         (Given(), replace(WANTS, planner="crystal ball"), "crystal ball"),
         (Given(), replace(WANTS, timeout=float("nan")), "--timeout nan"),
         (Given(), replace(WANTS, in_flight_limit=0), "in_flight_limit 0"),
+        (Given(on_corruption="forgive"), WANTS, "--on-corruption forgive"),
+        (Given(verify=2.0), WANTS, "--verify 2.0"),
+        (Given(), replace(WANTS, check_every=-1), "check_every=-1"),
         (Given(), replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
         (Given(), replace(WANTS, needs_launcher=("normalize=True",)), r"\(normalize=True\) needs a launching process"),
         (Given(2, 2), None, "was not told the grid"),

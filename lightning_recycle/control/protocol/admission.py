@@ -53,6 +53,7 @@ _OF_MEMBERS = (
     messages.LayersHeld,
     messages.Disputed,
     messages.Voted,
+    messages.NotFinite,
     messages.Incomparable,
     messages.Connected,
     messages.Publish,
@@ -139,6 +140,10 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             | messages.Disputed()
         ):
             return _unless(-1 <= message.step <= newest, f"step {message.step} cannot have begun")
+        case messages.NotFinite():
+            if not -1 <= message.microbatch < state.grid.global_microbatches:
+                return f"there is no micro-batch {message.microbatch}"
+            return _unless(0 <= message.step <= newest, f"step {message.step} cannot have begun")
         case messages.Report():
             return _impossible(state, rank, message.status, applied) or _unless(
                 -1 <= message.begun <= newest, f"step {message.begun} cannot have begun"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_recycle.control.protocol import checking, messages, stopping
+from lightning_recycle.control.protocol import checking, messages, not_finite, stopping
 from lightning_recycle.control.protocol.state import (
     ENDED,
     RESULT,
@@ -150,10 +150,11 @@ def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command,
     records = tuple(Record("step", step) for step in range(state.version, version))
     facts = {step: told for step, told in state.facts.items() if step >= version}
     state = state.updated(version=version, passed=0, disturbances=0, facts=facts)
+    state, settled = not_finite.settle(state)
     if not state.checks.due(version):
-        return state, records
+        return state, records + settled
     state, caused = checking.compare(state)
-    return state, records + caused
+    return state, records + settled + caused
 
 
 def add_commit(state: MembershipState, event: messages.Commit) -> tuple[MembershipState, tuple[Command, ...]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol import messages, not_finite
 from lightning_recycle.control.protocol.corruption import Culprit, Dispute, Finding, Undecided, decide, judge
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import (
@@ -148,19 +148,23 @@ def add_dispute(state: MembershipState, event: messages.Disputed) -> _Next | Non
 
 def call_vote(
     state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int
-) -> tuple[MembershipState, messages.Vote | None]:
+) -> tuple[MembershipState, messages.Vote | None, tuple[Command, ...]]:
     """The vote on a dispute, if all workers of the stage hold the parameters of its step; otherwise it is forgotten:
-    the step is computed again, and checked again.
+    the step is computed again, and checked again. A value that is not finite is then kept, or there would be no end.
     """
     dispute = state.checks.dispute
     if dispute is None:
-        return state, None
+        return state, None, ()
     voters = sorted(state.holders(state.stage_of(dispute.recorder)))
     able = all((statuses[rank].version, statuses[rank].tells_of) == (version, None) for rank in voters)
     if dispute.step != version or not able or not {dispute.recorder, dispute.accused} <= set(voters):
-        return replace(state, checks=replace(state.checks, dispute=None)), None
+        state = replace(state, checks=replace(state.checks, dispute=None))
+        if not_finite.is_about_numbers(dispute) and dispute.accused in voters:
+            state, kept = not_finite.excuse(state, dispute.step, "its stage has gone on, and cannot tell")
+            return state, None, kept
+        return state, None, ()
     state = replace(state, checks=replace(state.checks, dispute=replace(dispute, votes={})))
-    return state, messages.Vote(version, dispute.recorder, tuple(voters))
+    return state, messages.Vote(version, dispute.recorder, tuple(voters)), ()
 
 
 def add_vote(state: MembershipState, event: messages.Voted) -> _Next | None:
@@ -175,6 +179,8 @@ def add_vote(state: MembershipState, event: messages.Voted) -> _Next | None:
     if votes.keys() != state.holders(state.stage_of(dispute.recorder)):
         return replace(state, checks=replace(state.checks, dispute=dispute)), ()
     state = replace(state, checks=replace(state.checks, dispute=None))
+    if not_finite.is_about_numbers(dispute):
+        return _settle_numbers(state, dispute)
     finding = decide(dispute)
     if finding is Finding.INCOMPARABLE:
         return give_up_comparing(state, "the workers of a stage do not agree with themselves, or none with another one")
@@ -190,10 +196,21 @@ def add_vote(state: MembershipState, event: messages.Voted) -> _Next | None:
     return state, commands
 
 
-def _convict_of_computing(state: MembershipState, dispute: Dispute, culprit: Culprit) -> _Next:
+def _settle_numbers(state: MembershipState, dispute: Dispute) -> _Next:
+    found = not_finite.who_made_it(dispute)
+    if isinstance(found, str):
+        return not_finite.excuse(state, dispute.step, f"worker {_place(state, dispute.accused)} made it, and {found}")
+    # The step runs again without the culprit, or with none if the run ends.
+    state = replace(state, checks=replace(state.checks, inspects=-1))
+    return _convict_of_computing(state, dispute, found, "made a value that is not finite of finite ones in the")
+
+
+def _convict_of_computing(
+    state: MembershipState, dispute: Dispute, culprit: Culprit, did: str = "computed a wrong"
+) -> _Next:
     rank, what = culprit.rank, " and ".join(culprit.kinds)
     others = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
-    cause = f"in step {dispute.step} it computed a wrong {what} of micro-batch {dispute.microbatch}, says {others}"
+    cause = f"in step {dispute.step} it {did} {what} of micro-batch {dispute.microbatch}, says {others}"
     policy = state.checks.policy
     details = {
         "cause": cause, "kind": what, "proof": "computation", "device": culprit.device, "since": dispute.step - 1,

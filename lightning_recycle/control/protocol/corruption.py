@@ -24,13 +24,40 @@ from typing import TypeAlias
 
 from lightning_recycle.control.protocol.messages import Checked
 
-__all__ = ["MAX_HEALS", "POLICIES", "Checks", "Culprit", "Dispute", "Finding", "Undecided", "decide", "judge"]
+__all__ = [
+    "EXCUSES_ALL",
+    "FINITE",
+    "IS_FINITE",
+    "MAX_EXCUSED",
+    "MAX_HEALS",
+    "NOT_FINITE",
+    "POLICIES",
+    "Checks",
+    "Culprit",
+    "Dispute",
+    "Finding",
+    "Undecided",
+    "decide",
+    "judge",
+]
 
 POLICIES = ("evict", "heal", "raise")
 """What follows for a worker that holds wrong bits."""
 
 MAX_HEALS = 2
 """How often a position takes over a peer's state because its own was wrong; a device that errs again is not well."""
+
+
+FINITE = "finite"
+"""The name under which a worker tells whether what it computed is finite, where that is the question."""
+
+IS_FINITE, NOT_FINITE = b"finite", b"not finite"
+
+MAX_EXCUSED = 3
+"""Steps with such values of the model's, after which no others are inspected."""
+
+EXCUSES_ALL = 1 << 62
+"""A step that does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +197,9 @@ class Checks:
         heals: how often each rank has been found wrong and healed.
         dispute: the computation that two workers got different bits for, until it is decided who was wrong.
         comparable: whether computations can be compared bit by bit in this run.
+        inspects: the step in which workers look where values begin that are not finite; -1 for none.
+        excused: the step up to which such values are the model's.
+        excuses: the number of such steps.
     """
 
     policy: str = "evict"
@@ -181,6 +211,9 @@ class Checks:
     heals: Mapping[int, int] = field(default_factory=dict)
     dispute: Dispute | None = None
     comparable: bool = True
+    inspects: int = -1
+    excused: int = -1
+    excuses: int = 0
 
     def add(self, rank: int, step: int, checked: Checked) -> Checks:
         """With what ``rank`` told of ``step``."""

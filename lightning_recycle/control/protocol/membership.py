@@ -48,7 +48,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.protocol import agreements, blame, checking, links, messages, relayout, revival, stopping
+from lightning_recycle.control.protocol import (
+    agreements,
+    blame,
+    checking,
+    links,
+    messages,
+    not_finite,
+    relayout,
+    revival,
+    stopping,
+)
 from lightning_recycle.control.protocol import state as _state
 from lightning_recycle.control.protocol.agreements import end
 from lightning_recycle.control.protocol.blame import Verdict
@@ -132,6 +142,8 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return _begin_unless_over(state, checking.add_dispute(state, event))
         case messages.Voted():
             return _voted(state, event)
+        case messages.NotFinite():
+            return _begin_unless_over(state, not_finite.add_not_finite(state, event))
         case messages.Incomparable():
             return _give_up_comparing(state, event)
         case messages.Crash(fault=True):
@@ -337,7 +349,7 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         commits.update(state.answered[1])
     answered = (decision.version - 1, commits) if commits else state.answered
     heals = checking.choose_healers(state, statuses, decision.version)
-    state, vote = checking.call_vote(state, statuses, decision.version)
+    state, vote, excused = checking.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
     state = replace(state, regrouping=False, has_resumed=True, answered=answered, checks=state.checks.without(heals))
     details = {
@@ -350,12 +362,22 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     resume = Send(
         state.roster,
         messages.Resume(
-            state.generation, state.roster, decision, None, commits, donors, heals=heals, vote=vote, **layers
+            state.generation,
+            state.roster,
+            decision,
+            None,
+            commits,
+            donors,
+            heals=heals,
+            vote=vote,
+            inspects=state.checks.inspects,
+            excused=state.checks.excused,
+            **layers,
         ),
     )
     healed = tuple(Record("healed", decision.version, rank, {"donor": donor}) for rank, donor in sorted(heals.items()))
     state, known = _tell_what_is_settled(state, statuses, decision.version)
-    return state, (resume, *known, Record("resumed", decision.version, None, details), *healed)
+    return state, (resume, *known, Record("resumed", decision.version, None, details), *healed, *excused)
 
 
 def _tell_what_is_settled(state: MembershipState, statuses: Mapping[int, WorkerStatus], step: int) -> _Next:

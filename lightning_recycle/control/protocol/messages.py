@@ -52,6 +52,7 @@ class Wants:
         machine_error_retries: likewise.
         monitor: threshold, window and horizon of a monitored plan, as in
             :class:`~lightning_recycle.control.plans.drift.DriftOptions`; None for none.
+        on_corruption, check_every, verify: as in :class:`~lightning_recycle.ReCycleStrategy`.
         needs_launcher: options that only a launching process can carry out, as the user wrote them.
     """
 
@@ -70,6 +71,9 @@ class Wants:
     start_timeout: float = 300.0
     machine_error_retries: int = 1
     monitor: tuple[float, int, int] | None = None
+    on_corruption: str = "evict"
+    check_every: int | str = "auto"
+    verify: float = 0.0
     needs_launcher: tuple[str, ...] = ()
 
 
@@ -468,6 +472,21 @@ class Voted:
 
 
 @dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A loss, or the gradient of a stage, is not finite. The worker goes on in a newer generation only, as nobody may
+    commit the step before it is known whose that is.
+
+    ``what``: "loss" or "gradient"; ``microbatch``: whose loss it is, the index in the global batch; -1 for a gradient.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    what: str
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Incomparable:
     """The worker gets other bits when it computes the same micro-batch twice, from ``layer`` on: computations cannot be
     compared in this run.
@@ -836,6 +855,10 @@ class Resume:
     """For each rank whose state is wrong, the peer whose parameters and optimizer state it takes over."""
     vote: Vote | None = None
     """What some compute before anything else, while the others wait for the next generation."""
+    inspects: int = -1
+    """The step in which all look where values begin that are not finite; -1 for none."""
+    excused: int = -1
+    """Values of steps up to this one that are not finite are the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -962,6 +985,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Raised,
     Disputed,
     Voted,
+    NotFinite,
     Incomparable,
     Crash,
     LayoutWanted,

@@ -128,6 +128,7 @@ MembershipEvent: TypeAlias = (
     | messages.Raised
     | messages.Disputed
     | messages.Voted
+    | messages.NotFinite
     | messages.Incomparable
     | messages.Crash
     | messages.LayoutWanted
