@@ -1,6 +1,6 @@
 """Availability traces of public clouds: how many nodes were up, and when.
 
-Concept: a trace is a list of changes of a number of nodes. Two of the files name their nodes, the others only count
+Concept: a trace is a list of changes of a number of nodes. Two of the files name their nodes, three only count
 them; where nodes are only counted, those that left last are the first to return.
 
 Contract: pure Python, needs no other module of the package but ``errors``; times are seconds from the first record.
@@ -28,6 +28,7 @@ __all__ = ["NodeEvent", "Trace", "available_traces", "load_trace"]
 
 _FILES = {
     "aws-g4dn": "aws-g4dn-trace.csv",
+    "aws-p2": "aws-p2-trace.csv",
     "aws-p3": "aws-p3-trace.csv",
     "gcp-a100": "gcp-a100x1-east1b.txt",
     "gcp-v100": "gcp-v100x1-east1c.txt",
@@ -98,7 +99,7 @@ def load_trace(name: str | PathLike[str]) -> Trace:
 
     Args:
         name: one of :func:`available_traces`, or a path. The file's rows are (milliseconds, "add" or "remove", node's
-            name), or (date, time of day, instances up).
+            name), (date, time of day, instances up), or (hours, instances up).
 
     Raises:
         ConfigurationError: when there is no such trace or file, or the file cannot be parsed.
@@ -116,11 +117,13 @@ def load_trace(name: str | PathLike[str]) -> Trace:
         ) from None
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
     try:
-        return _named(name, rows) if rows[0][1] in ("add", "remove") else _counted(name, rows)
+        if rows[0][1] in ("add", "remove"):
+            return _named(name, rows)
+        return _counted(name, _dated(rows) if len(rows[0]) == 3 else _timed(rows))
     except (ValueError, IndexError) as error:
         raise ConfigurationError(
-            f"the trace {name} cannot be parsed ({error}): each row must be 'milliseconds,add or remove,node', or "
-            "'date, time, instances up'."
+            f"the trace {name} cannot be parsed ({error}): each row must be 'milliseconds,add or remove,node', "
+            "'date, time, instances up' or 'hours,instances up'."
         ) from error
 
 
@@ -139,15 +142,25 @@ def _named(name: str, rows: list[list[str]]) -> Trace:
     return Trace(name, tuple(events), records[-1][0])
 
 
-def _counted(name: str, rows: list[list[str]]) -> Trace:
-    """Rows of (date, time of day, instances up), some of them out of order."""
+def _dated(rows: list[list[str]]) -> list[tuple[float, int]]:
+    """(seconds, instances up) of rows of (date, time of day, instances up), some of them out of order."""
     records = sorted((datetime.datetime.fromisoformat(f"{date} {time}"), int(count)) for date, time, count in rows)
-    begin = records[0][0]
+    return [((moment - records[0][0]).total_seconds(), count) for moment, count in records]
+
+
+def _timed(rows: list[list[str]]) -> list[tuple[float, int]]:
+    """(seconds, instances up) of rows of (hours, instances up); of several for one moment the last one holds."""
+    counts = {float(hours): int(count) for hours, count in rows}
+    begin = min(counts)
+    return [(round(3600 * (hours - begin), 3), counts[hours]) for hours in sorted(counts)]
+
+
+def _counted(name: str, records: list[tuple[float, int]]) -> Trace:
+    """Of (seconds, instances up) in the order of time."""
     up = 0
     events = []
-    for moment, count in records:
-        seconds = (moment - begin).total_seconds()
+    for seconds, count in records:
         events += [NodeEvent(seconds, node, True) for node in range(up, count)]
         events += [NodeEvent(seconds, node, False) for node in reversed(range(count, up))]
         up = count
-    return Trace(name, tuple(events), (records[-1][0] - begin).total_seconds())
+    return Trace(name, tuple(events), records[-1][0])

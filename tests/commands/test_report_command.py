@@ -15,6 +15,7 @@ from lightning_recycle.visualize.report import load_results, render_report
 from lightning_recycle.visualize.report.names import duration_text, number
 from lightning_recycle.visualize.report.paper import paper_slots, paper_throughput
 from lightning_recycle.visualize.report.scales import linear, logarithmic
+from lightning_recycle.visualize.report.sections.chosen_ways import choices
 from lightning_recycle.visualize.report.sections.trace_results import averaged
 
 SECTIONS = [
@@ -23,6 +24,7 @@ SECTIONS = [
     "causes",
     "traces",
     "modes",
+    "choices",
     "fractions",
     "ablation",
     "planner",
@@ -92,8 +94,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     answers = run_all("recycle-simulate", directory, *calls)
     assert [(code, err) for code, _, err in answers] == [(0, "")] * 2
-    assert "wrote 78 results" in answers[0][1]
-    assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 80")
+    assert "wrote 83 results" in answers[0][1]
+    assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 85")
     return directory
 
 
@@ -133,8 +135,8 @@ def test_links_lead_to_sections_and_every_section_has_its_charts(page: Page) -> 
     pictures = Counter(section for tag, _, section in page.elements if tag == "figure")
     # Models, or models x failures; traces x models; fractions; grids and runs.
     assert pictures == {
-        "same": 4, "intervals": 2, "causes": 6, "traces": 1, "modes": 2, "fractions": 3, "ablation": 2, "planner": 1,
-        "spares": 1, "restart": 1, "layers": 1,
+        "same": 4, "intervals": 2, "causes": 6, "traces": 1, "modes": 2, "choices": 1, "fractions": 3, "ablation": 2,
+        "planner": 1, "spares": 1, "restart": 1, "layers": 1,
     }  # fmt: skip
     for tag, attributes, section in page.elements:
         if tag == "svg" and "aria-hidden" not in attributes:
@@ -168,13 +170,17 @@ def test_throughput_and_its_difference_from_the_paper(page: Page, records: list[
     assert [cell["text"] for cell in bamboo[2:]] == ["out of memory", "out of memory", "\N{EN DASH}"] * 2
 
 
+def kinds(records: list[dict[str, Any]], failures: str) -> list[dict[str, Any]]:
+    return [each for each in records if each["failures"]["name"] == failures]
+
+
 def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
     page: Page, records: list[dict[str, Any]], text: str
 ) -> None:
     ratios = {
         (each["model"]["name"], each["failures"]["settings"]["mtbf"], each["policy"]["settings"]["schedule"],
          each["policy"]["name"]): each["ratio"]
-        for each in of(records, "same")
+        for each in kinds(of(records, "same"), "Poisson")
     }  # fmt: skip
     scenes = {key[:3] for key in ratios}
     assert len(scenes) == 8
@@ -197,6 +203,12 @@ def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
         if scene[2] == "planned"
         for name in ("Merge", "Oobleck")
     ]
+    replayed = {
+        (each["policy"]["name"], each["policy"]["settings"]["schedule"]): each["ratio"]
+        for each in kinds(of(records, "same"), "TraceReplay")
+    }
+    planned += [100 * (replayed[name, "planned"] - replayed[name, "1f1b"]) for name in ("Merge", "Oobleck")]
+    assert re.search(r"in [0-9]+ of them by less than half a point", shown)
     assert f"is worth +{number(sum(planned) / len(planned), 1)} points" in shown
     assert shown.count(". ") == 2
 
@@ -210,10 +222,29 @@ def test_all_runs_show_what_the_time_was_worth(page: Page, records: list[dict[st
 
 
 def test_rows_of_the_same_schedule_name_it_once(page: Page) -> None:
-    rows = [[cell["text"] for cell in row[:4]] for row in page.rows["same"] if row]
-    assert len(rows) == 12
+    rows = [[cell["text"] for cell in row] for row in page.rows["same"] if row]
+    assert len([row for row in rows if len(row) == 8]) == 12  # two intervals, two numbers each
+    assert len([row for row in rows if len(row) == 5]) == 4  # one trace
     assert {row[2] for row in rows} == {"1F1B", "planned"}
     assert {row[3] for row in rows} == {"ReCycle", "Merge", "Oobleck"}
+
+
+def test_what_was_chosen_is_shown_with_its_time(page: Page, records: list[dict[str, Any]]) -> None:
+    (run,) = of(records, "choices")
+    changes = choices(run)
+    assert (changes[0].text, changes[0].gpus) == ("all workers there", 32)
+    assert {each.text for each in changes} - {"all workers there"}
+    failures = {event["time"] for event in run["timeline"]["events"] if event["kind"] in ("failure", "repair")}
+    assert all(any(0 <= each.begin - time < 60 for time in failures) for each in changes[1:])
+    rows = [[cell["text"] for cell in row] for row in page.rows["choices"] if len(row) == 8]
+    assert [(row[3], row[4], row[6]) for row in rows] == [
+        (number(each.begin / 3600, 2), each.text, str(each.gpus)) for each in changes
+    ]
+    (parts,) = (row for row in page.rows["choices"] if len(row) > 8)
+    assert sum(float(cell["data-value"]) for cell in parts[3:-2]) == pytest.approx(1.0)
+    for each in records:
+        if each["task"] == "training" and each["policy"]["name"] != "Auto":
+            assert choices(each) == []
 
 
 def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:

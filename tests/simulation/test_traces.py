@@ -13,7 +13,11 @@ from lightning_recycle.traces import NodeEvent, available_traces, load_trace
 
 @pytest.mark.parametrize(
     ("name", "hours", "ups", "downs", "peak", "mean"),
-    [("aws-p3", 11.4, 177, 167, 32, 24.0), ("aws-g4dn", 10.8, 79, 74, 24, 12.6)],
+    [
+        ("aws-p3", 11.4, 177, 167, 32, 24.0),
+        ("aws-g4dn", 10.8, 79, 74, 24, 12.6),
+        ("aws-p2", 88.7, 186, 172, 16, 15.5),
+    ],
 )
 def test_aws_traces_are_what_their_readme_says(name, hours, ups, downs, peak, mean) -> None:
     trace = load_trace(name)
@@ -53,14 +57,16 @@ def test_unknown_trace_is_refused_with_the_known_ones() -> None:
 
 
 def test_files_of_the_same_formats_are_read(tmp_path) -> None:
-    named, counted = tmp_path / "named.csv", tmp_path / "counted.txt"
+    named, counted, timed = (tmp_path / name for name in ("named.csv", "counted.txt", "timed.csv"))
     named.write_text("0,add,a\n0,add,b\n5000,remove,a\n7000,add,c\n")
     counted.write_text("2024-01-01, 00:00:07, 2\n2024-01-01, 00:00:00, 2\n2024-01-01, 00:00:05, 1\n")
+    timed.write_text("0.0,2\n0.001,2\n0.001,1\n0.002,1\n0.002,2\n")  # both ends of each change
     for path in (named, str(counted)):
         assert load_trace(path).availability == ((0.0, 2), (5.0, 1), (7.0, 2))
+    assert load_trace(timed).availability == ((0.0, 2), (3.6, 1), (7.2, 2))
 
 
-@pytest.mark.parametrize("text", ["", "one row", "0,add", "2024-01-01, noon, 3"])
+@pytest.mark.parametrize("text", ["", "one row", "0,add", "1.5,many", "2024-01-01, noon, 3"])
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path, text) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text(text)

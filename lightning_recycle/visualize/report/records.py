@@ -38,7 +38,8 @@ _PARTS = {
 _SECTIONS = {"Poisson": "intervals", "TraceReplay": "traces", "FailedFraction": "fractions"}
 
 SECTION_NAMES = (
-    "same", "intervals", "traces", "fractions", "ablation", "planner", "spares", "restart", "layers", "others",
+    "same", "intervals", "traces", "choices", "fractions", "ablation", "planner", "spares", "restart", "layers",
+    "others",
 )  # fmt: skip
 """Possible values of a result's ``section``."""
 

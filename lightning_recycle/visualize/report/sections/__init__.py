@@ -1,6 +1,7 @@
 """The sections of the page, in their order."""
 
 from lightning_recycle.visualize.report.sections.causes import causes_section
+from lightning_recycle.visualize.report.sections.chosen_ways import choices_section
 from lightning_recycle.visualize.report.sections.crossovers import layers_section, restart_section, spares_section
 from lightning_recycle.visualize.report.sections.equal_schedules import same_section
 from lightning_recycle.visualize.report.sections.failed_fractions import fractions_section
@@ -20,6 +21,7 @@ SECTIONS = (
     causes_section,
     traces_section,
     modes_section,
+    choices_section,
     fractions_section,
     ablation_section,
     planner_section,

@@ -14,15 +14,24 @@ from lightning_recycle.visualize.report.sections.section import Section, charts,
 
 __all__ = ["error", "same_section", "schedule_of"]
 
+_QUANTILES = dict(
+    enumerate(
+        (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10,
+         2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05), 2,
+    )
+)  # fmt: skip
+"""By the number of runs: Student's 97.5 % quantile with one degree of freedom less."""
+
 
 def same_section(results: Results) -> Section:
     """Runs of several policies with one schedule after the other."""
-    found = results.section("same", "Poisson")
+    found, traces = (results.section("same", kind) for kind in ("Poisson", "TraceReplay"))
+    parts = [*([_body(found)] if found else ()), *([_traces(traces)] if traces else ())]
     return Section(
         "same",
         "Policies with the same schedule",
         "All policies have the same schedule, checkpoints and recovery: what differs is who does a dead worker's work.",
-        _body(found) if found else None,
+        join(parts) if parts else None,
         "recycle-simulate experiment=same",
     )
 
@@ -34,9 +43,9 @@ def schedule_of(record: Record) -> str | None:
 
 
 def error(record: Record) -> float:
-    """Half of the 95 % interval of the mean ratio."""
+    """Half of the 95 % interval of the mean ratio, by Student's distribution."""
     runs = len(record["runs"])
-    return 1.96 * float(record["deviation"]) / math.sqrt(runs) if runs > 1 else 0.0
+    return _QUANTILES.get(runs, 1.96) * float(record["deviation"]) / math.sqrt(runs) if runs > 1 else 0.0
 
 
 def _mtbf(record: Record) -> float:
@@ -95,4 +104,24 @@ def _body(records: list[Record]) -> Markup:
                 class_="note",
             ),
         )
+    )
+
+
+def _traces(records: list[Record]) -> Markup:
+    """The same policies on traces: one row each, one column for each trace."""
+    variants = Variants(records, ignore=("schedule",))
+    order = models_of(records)
+    names = sorted({record["failures"]["settings"]["trace"] for record in records})
+    groups = by(records, lambda r: (r["model"]["name"], r["model"]["global_batch"], schedule_of(r)))
+    rows = []
+    for (model, batch, schedule), own in sorted(
+        groups.items(), key=lambda group: (order.index(group[0][0]), group[0][1], str(group[0][2]))
+    ):
+        for series in variants.all:
+            found = {r["failures"]["settings"]["trace"]: r["ratio"] for r in own if variants.of(r) is series}
+            row: list[Cell | str] = [model_text(model), f"{batch:,}", setting_text("schedule", schedule), series.name]
+            rows.append([*row, *(num(found.get(name), key="ratio") for name in names)])
+    heads = ["model", "batch", "schedule", "policy", *names]
+    return table(
+        heads, rows, left=4, caption="The same on traces of public clouds: throughput relative to fault-free 1F1B"
     )
