@@ -391,6 +391,10 @@ class _Search:
                 distribution = tuple(self.grid.pipelines - count for count in goal)
                 if cut.cuts != self.cuts or (way == "both" and goal != self.live):
                     rivals[cut.cuts, distribution] = 0.0
+        if not rivals and self.layers.memory_limit is not None:
+            free = fastest(self.stages(way, None))
+            if free is not None and free.cuts != self.cuts:
+                return self.refused(way, "no faster cut leaves room for one micro-batch on a worker of every stage")
         return self.best(way, list(rivals))
 
     def near(self, stages: Stages, best: Cut) -> Iterator[Cut]:
@@ -498,8 +502,10 @@ class _Search:
             return {}
         return roles(self.grid, self.problem.failed, distribution)
 
-    def stages(self, way: Way, spare: float) -> Stages:
-        """What stages may be; each has memory for ``spare`` times the micro-batches that 1F1B holds there."""
+    def stages(self, way: Way, spare: float | None) -> Stages:
+        """What stages may be; each has memory for ``spare`` times the micro-batches that 1F1B holds there, and for
+        one. None: memory does not count.
+        """
         total = self.grid.global_microbatches
         if way == "layers":
             options = []
@@ -512,7 +518,8 @@ class _Search:
         layers = self.layers
         once = tuple(map(sum, zip(layers.reduce, layers.optimizer, strict=True)))
         overhead = layers.overhead * (3 if self.decoupled else 2)
-        return Stages(layers.work(decoupled=self.decoupled), once, options, sum(self.live), self.fits(spare), overhead)
+        fits = None if spare is None else self.fits(spare)
+        return Stages(layers.work(decoupled=self.decoupled), once, options, sum(self.live), fits, overhead)
 
     def fits(self, spare: float) -> Callable[[int, int, int], bool] | None:
         """Whether the layers of a range fit into a worker of a stage, with some micro-batches."""

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from support.waiting import wait_for
@@ -109,7 +110,7 @@ def test_layers_move_at_once_when_a_worker_fails(run: Run, monkeypatch: pytest.M
     run.plans.begin_generation(frozenset({dead}), (), 21)
     ready = run.relaid()
     assert ready is not None, run.plans.take_notes()
-    assert [b - a for a, b in zip(ready.cuts, ready.cuts[1:], strict=False)][dead.stage] < 8
+    assert [end - begin for begin, end in pairwise(ready.cuts)][dead.stage] < 8
     assert GRID.rank(dead) not in ready.roster
     schedule = run.plans._layouts.schedule_of(ready.cuts)
     assert schedule is not None
