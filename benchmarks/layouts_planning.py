@@ -2,7 +2,6 @@
 
     .venv/bin/python benchmarks/layouts_planning.py              # 2,048 workers, a minute or two
     .venv/bin/python benchmarks/layouts_planning.py --small      # the grids of benchmarks/layouts.py
-    .venv/bin/python benchmarks/layouts_planning.py --coarse     # what whole layers allow at most, by load alone
 
 One call of ``plan_layout`` with all ways, nothing planned before; seconds of processor time of one core. The goal for
 2,048 workers is 30 s.
@@ -19,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_recycle.planning import Changing, Grid, LayerCosts, LayoutPlan, Problem, Worker, even_cuts, plan_layout
-from lightning_recycle.planning.cuts import Stages, fastest, shares
 from lightning_recycle.planning.layout_judging import _judged
 
 console = Console(width=150)
@@ -111,33 +109,11 @@ def table(cases: list[Case]) -> Table:
     return found
 
 
-def coarse() -> Table:
-    """Fraction of ideal that the best cut for all pipelines reaches by its load alone, 1 to 12 of 32 workers lost."""
-    found = Table(title="By load alone: mean and least fraction of ideal, 1 to 12 of 32 lost", title_justify="left",
-                  box=None, padding=(0, 2, 0, 0))  # fmt: skip
-    for name in ("grid, micro-batches", "parts per layer", "mean", "least"):
-        found.add_column(name, justify="right", no_wrap=True)
-    for grid, layers in ((Grid(16, 2, 8), 24), (Grid(8, 4, 16), 28), (Grid(4, 8, 32), 32), (Grid(4, 8, 256), 32)):
-        for parts in (1, 2, 4):
-            count = layers * parts
-            table = shares(grid.global_microbatches, (1.0,) * grid.pipelines)
-            options = [[(n, table[n]) for n in range(1, grid.pipelines + 1)]] * grid.stages
-            reached = []
-            for lost in range(1, 13):
-                workers = grid.num_workers - lost
-                best = fastest(Stages((1.0,) * count, (0.0,) * count, options, workers))
-                assert best is not None
-                reached.append(grid.global_microbatches * count / workers / best.bottleneck)
-            found.add_row(str(grid), str(parts), f"{sum(reached) / len(reached):.3f}", f"{min(reached):.3f}")
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="small grids")
-    parser.add_argument("--coarse", action="store_true", help="what whole layers allow")
     arguments = parser.parse_args()
-    console.print(coarse() if arguments.coarse else table(small() if arguments.small else large()))
+    console.print(table(small() if arguments.small else large()))
 
 
 if __name__ == "__main__":

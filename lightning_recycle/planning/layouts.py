@@ -211,6 +211,21 @@ class LayoutPlan:
         chosen = next(each for each, full in zip(bare, self.candidates, strict=True) if full is self.chosen)
         return LayoutPlan(chosen, bare, self.next_change)
 
+    def expecting(self, next_change: float, changing: Changing | None = None) -> LayoutPlan:
+        """The choice among the same candidates if the next change is expected in that many seconds.
+
+        Args:
+            next_change: seconds expected until the next change.
+            changing: as it was planned with.
+        """
+        least = (changing or Changing()).least_gain
+        first = self.reroute
+        found = [
+            _weighed(each, first, next_change, least) if each.problem is not None and each is not first else each
+            for each in self.candidates
+        ]
+        return LayoutPlan(_chosen(found), tuple(found), next_change)
+
     def why(self) -> tuple[str, ...]:
         """The reasons in numbers: the choice first, then a line for each candidate."""
         moved = f" ({100 * self.gain:.1f} % faster steps)" if self.gain else ""
@@ -261,9 +276,30 @@ def plan_layout(
                 found.append(search.weighed(make()))
             except PlanningError as error:
                 found.append(search.refused(way, str(error)))
-    # On a tie the way that needs less is gone: it comes first.
-    chosen = max((each for each in found if not each.refused), key=lambda each: each.saved)
-    return LayoutPlan(chosen if chosen.saved > 0 else first, tuple(found), next_change)
+    return LayoutPlan(_chosen(found), tuple(found), next_change)
+
+
+def _chosen(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate that saves most; of those that save as much the first, which needs least."""
+    best = max((each for each in candidates if not each.refused), key=lambda each: each.saved)
+    return best if best.saved > 0 else candidates[0]
+
+
+def _weighed(candidate: Candidate, first: Candidate, next_change: float, least_gain: float) -> Candidate:
+    """The candidate with what it saves compared with ``first``; refused if that is nothing."""
+    gain = 1.0 - candidate.period / first.period
+    saved = gain * max(0.0, next_change - candidate.delay) - candidate.stall - candidate.risk
+    reason = ""
+    if gain < least_gain:
+        reason = f"its step of {_shown(candidate.period)} is not shorter than {_shown(first.period)}"
+    elif saved <= 0:
+        later = f" after {_shown(candidate.delay)}" if candidate.delay else ""
+        danger = f" and a risk of {_shown(candidate.risk)}" if candidate.risk else ""
+        reason = (
+            f"a step is {100 * gain:.1f} % shorter, which in {_shown(next_change)} does not pay for a stall "
+            f"of {_shown(candidate.stall)}{later}{danger}"
+        )
+    return replace(candidate, saved=saved, refused=reason)
 
 
 class _Search:
@@ -355,6 +391,10 @@ class _Search:
                 distribution = tuple(self.grid.pipelines - count for count in goal)
                 if cut.cuts != self.cuts or (way == "both" and goal != self.live):
                     rivals[cut.cuts, distribution] = 0.0
+        if not rivals and self.layers.memory_limit is not None:
+            free = fastest(self.stages(way, None))
+            if free is not None and free.cuts != self.cuts:
+                return self.refused(way, "no faster cut leaves room for one micro-batch on a worker of every stage")
         return self.best(way, list(rivals))
 
     def near(self, stages: Stages, best: Cut) -> Iterator[Cut]:
@@ -429,22 +469,8 @@ class _Search:
         assert self.first is not None
         if candidate.refused:
             return candidate
-        gain = 1.0 - candidate.period / self.first.period
         risk = self.changing.risk(candidate.layout.workers) - self.changing.risk(self.live)
-        saved = gain * max(0.0, self.next_change - candidate.delay) - candidate.stall - risk
-        candidate = replace(candidate, risk=risk)
-        if gain < self.changing.least_gain:
-            reason = f"its step of {_shown(candidate.period)} is not shorter than {_shown(self.first.period)}"
-            return replace(candidate, saved=saved, refused=reason)
-        if saved <= 0:
-            later = f" after {_shown(candidate.delay)}" if candidate.delay else ""
-            danger = f" and a risk of {_shown(risk)}" if risk else ""
-            reason = (
-                f"a step is {100 * gain:.1f} % shorter, which in {_shown(self.next_change)} does not pay for a stall "
-                f"of {_shown(candidate.stall)}{later}{danger}"
-            )
-            return replace(candidate, saved=saved, refused=reason)
-        return replace(candidate, saved=saved)
+        return _weighed(replace(candidate, risk=risk), self.first, self.next_change, self.changing.least_gain)
 
     # -- what they are made of -------------------------------------------------------------------------------------
 
@@ -476,8 +502,10 @@ class _Search:
             return {}
         return roles(self.grid, self.problem.failed, distribution)
 
-    def stages(self, way: Way, spare: float) -> Stages:
-        """What stages may be; each has memory for ``spare`` times the micro-batches that 1F1B holds there."""
+    def stages(self, way: Way, spare: float | None) -> Stages:
+        """What stages may be; each has memory for ``spare`` times the micro-batches that 1F1B holds there, and for
+        one. None: memory does not count.
+        """
         total = self.grid.global_microbatches
         if way == "layers":
             options = []
@@ -490,7 +518,8 @@ class _Search:
         layers = self.layers
         once = tuple(map(sum, zip(layers.reduce, layers.optimizer, strict=True)))
         overhead = layers.overhead * (3 if self.decoupled else 2)
-        return Stages(layers.work(decoupled=self.decoupled), once, options, sum(self.live), self.fits(spare), overhead)
+        fits = None if spare is None else self.fits(spare)
+        return Stages(layers.work(decoupled=self.decoupled), once, options, sum(self.live), fits, overhead)
 
     def fits(self, spare: float) -> Callable[[int, int, int], bool] | None:
         """Whether the layers of a range fit into a worker of a stage, with some micro-batches."""

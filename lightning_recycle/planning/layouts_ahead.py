@@ -18,7 +18,16 @@ from lightning_recycle.planning.layout_judging import Judge, judged
 from lightning_recycle.planning.layouts import Changing, LayoutPlan, plan_layout
 from lightning_recycle.planning.problem import Problem
 
-__all__ = ["layouts_ahead"]
+__all__ = ["layouts_ahead", "next_losses"]
+
+
+def next_losses(problem: Problem) -> Iterator[Worker]:
+    """For each stage with at least two live workers, one that stands for all that may fail next."""
+    slow = dict(problem.worker_factors)
+    for stage in range(problem.grid.stages):
+        live = problem.live_workers(stage)
+        if len(live) > 1:
+            yield next((worker for worker in live if worker not in slow), live[0])
 
 
 def layouts_ahead(
@@ -43,11 +52,7 @@ def layouts_ahead(
     """
     seen = record or FailureRecord()
     slow = dict(problem.worker_factors)
-    for stage in range(problem.grid.stages):
-        live = problem.live_workers(stage)
-        if len(live) < 2:
-            continue
-        lost = next((worker for worker in live if worker not in slow), live[0])
+    for lost in next_losses(problem):
         after = replace(
             problem,
             failed=problem.failed | {lost},

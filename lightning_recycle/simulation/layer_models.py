@@ -28,7 +28,7 @@ def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCost
     """Costs of each unit of ``model`` with that many replicas, by default those of the fault-free grid."""
     count = model.stages if unmovable(model) else model.units
     costs = model.costs() if unmovable(model) else model.costs((1,) * count, pipelines)
-    part = 1 / count
+    parts = model.parts(model.even() if unmovable(model) else (1,) * count)
     return LayerCosts(
         forward=costs.forward,
         backward_input=costs.backward_input,
@@ -36,8 +36,8 @@ def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCost
         reduce=costs.reduce,
         optimizer=costs.optimizer,
         output_bytes=(model.microbatch * model.transformer.boundary_bytes() / model.tensor_parallel,) * count,
-        held_bytes=(model.activation_bytes(part),) * count,
-        parameter_bytes=(model.state_bytes(part),) * count,
+        held_bytes=tuple(model.activation_bytes(part.activations) for part in parts),
+        parameter_bytes=tuple(model.state_bytes(part.parameters) for part in parts),
         memory_limit=model.memory_bytes,
         bandwidth=model.network_bandwidth,
         latency=model.network_latency,

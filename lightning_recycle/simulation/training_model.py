@@ -5,7 +5,8 @@ The costs come from floating-point operations; the one number these do not give,
 reached, is chosen so that the fault-free 1F1B schedule has the measured throughput.
 
 Contract: frozen; seconds, bytes, samples. Layers can be cut into equal *units* (``lcm(layers, stages)`` of them), so
-that the fault-free split is even whatever the number of stages; the output layer's work is spread over all units.
+that the fault-free split is even whatever the number of stages; the output layer's work is spread over all units. With
+``layers_per_block=2`` attention and MLP are units of their own, which are not equal.
 
 Must not know: failures, policies, the engine.
 """
@@ -16,10 +17,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least, fraction, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
+from lightning_recycle.simulation.block_parts import LayerPart, block_parts
 from lightning_recycle.simulation.transformer import STATE_BYTES_PER_PARAMETER, Gpu, Transformer, get_gpu
 
 __all__ = ["TrainingModel"]
@@ -45,6 +48,8 @@ class TrainingModel:
         network_latency: seconds for an empty message.
         usable_memory: fraction of the GPU's memory not lost to the framework and fragmentation.
         bucket_cap_mb: MiB of gradients that are reduced at once, while others are computed; None for all of a stage.
+        layers_per_block: 1: stages are cut between blocks; 2: between attention and MLP, too. Then the number of stages
+            must divide that of blocks.
 
     Raises:
         ConfigurationError: when a value is impossible, or the throughput is beyond the GPU's peak.
@@ -65,6 +70,7 @@ class TrainingModel:
     network_latency: float = 1e-5
     usable_memory: float = 0.9
     bucket_cap_mb: float | None = None
+    layers_per_block: int = 1
 
     def __post_init__(self) -> None:
         for name in ("pipelines", "stages", "global_batch", "microbatch", "tensor_parallel"):
@@ -75,6 +81,13 @@ class TrainingModel:
         fraction("TrainingModel", "usable_memory", self.usable_memory)
         if self.bucket_cap_mb is not None:
             at_least("TrainingModel", "bucket_cap_mb", self.bucket_cap_mb, above=True)
+        if self.layers_per_block not in (1, 2):
+            raise ConfigurationError(f"TrainingModel(layers_per_block={self.layers_per_block!r}): give 1 or 2.")
+        if self.layers_per_block == 2 and self.transformer.layers % self.stages:
+            raise ConfigurationError(
+                f"TrainingModel(layers_per_block=2): {self.transformer.layers} blocks are not whole on {self.stages} "
+                "stages: give a number of stages that divides them, or layers_per_block=1."
+            )
         if self.global_batch % (self.pipelines * self.microbatch):
             raise ConfigurationError(
                 f"TrainingModel(global_batch={self.global_batch}): {self.pipelines} pipelines with micro-batches of "
@@ -103,8 +116,26 @@ class TrainingModel:
 
     @property
     def units(self) -> int:
-        """Equal parts of the model between which it can be cut: the least common multiple of layers and stages."""
+        """Parts of the model between which it can be cut: the least common multiple of layers and stages, all equal;
+        with ``layers_per_block=2`` attention and MLP of each block.
+        """
+        if self.layers_per_block == 2:
+            return 2 * self.transformer.layers
         return math.lcm(self.transformer.layers, self.stages)
+
+    def parts(self, units: Sequence[int]) -> tuple[LayerPart, ...]:
+        """What part of the model each of some stages is that have that many units, one after the other.
+
+        Raises:
+            ConfigurationError: when these are more or fewer units than the model has, and units are not equal.
+        """
+        if self.layers_per_block == 1:
+            return tuple(LayerPart(*(count / self.units,) * 5) for count in units)
+        if sum(units) != self.units:
+            raise ConfigurationError(f"units={tuple(units)!r}: give stages of {self.units} units in all.")
+        halves = block_parts(self.transformer, recompute=self.recompute)
+        bounds = tuple(accumulate(units, initial=0))
+        return tuple(_range_part(halves, self.transformer.layers, *pair) for pair in pairwise(bounds))
 
     @property
     def sample_seconds(self) -> tuple[float, float, float]:
@@ -154,18 +185,18 @@ class TrainingModel:
         REDUCE is a ring all-reduce of half-precision gradients among ``pipelines`` replicas, STEP reads and writes the
         optimizer's state once.
         """
-        parts = [count / self.units for count in (self.even() if units is None else units)]
+        parts = self.parts(self.even() if units is None else units)
         replicas = self.pipelines if pipelines is None else pipelines
         forward, backward, weight = (seconds * self.microbatch for seconds in self.sample_seconds)
         gradients = 2.0 * self.transformer.parameters / self.tensor_parallel
         ring = 2.0 * (replicas - 1) / replicas / self.network_bandwidth
         message = self.microbatch * self.transformer.boundary_bytes() / self.tensor_parallel
         return Costs(
-            forward=tuple(forward * part for part in parts),
-            backward_input=tuple(backward * part for part in parts),
-            backward_weight=tuple(weight * part for part in parts),
-            reduce=tuple(gradients * part * ring for part in parts),
-            optimizer=tuple(2.0 * self.state_bytes(part) / self.device.memory_bandwidth for part in parts),
+            forward=tuple(forward * part.forward for part in parts),
+            backward_input=tuple(backward * part.backward for part in parts),
+            backward_weight=tuple(weight * part.weight for part in parts),
+            reduce=tuple(gradients * part.parameters * ring for part in parts),
+            optimizer=tuple(2.0 * self.state_bytes(part.parameters) / self.device.memory_bandwidth for part in parts),
             communication=communication_seconds(
                 message,
                 latency_seconds=self.network_latency,
@@ -175,16 +206,16 @@ class TrainingModel:
             else 0.0,
             buckets=()
             if self.bucket_cap_mb is None
-            else tuple(max(1, math.ceil(gradients * part / (self.bucket_cap_mb * 2**20))) for part in parts),
+            else tuple(max(1, math.ceil(gradients * part.parameters / (self.bucket_cap_mb * 2**20))) for part in parts),
         )
 
     def in_flight_limit(self, units: Sequence[int] | None = None) -> tuple[int, ...]:
         """Micro-batches that fit into the memory of a worker of each stage; 0 where not even the state fits."""
         limits = []
-        for count in self.even() if units is None else units:
-            part = count / self.units
-            free = self.memory_bytes - self.state_bytes(part)
-            limits.append(max(0, min(self.grid.global_microbatches, int(free // self.activation_bytes(part)))))
+        for part in self.parts(self.even() if units is None else units):
+            free = self.memory_bytes - self.state_bytes(part.parameters)
+            held = self.activation_bytes(part.activations)
+            limits.append(max(0, min(self.grid.global_microbatches, int(free // held))))
         return tuple(limits)
 
     def fault_free_seconds(self) -> float:
@@ -194,6 +225,15 @@ class TrainingModel:
     def calibrated(self, throughput: float) -> TrainingModel:
         """The same model with another fault-free throughput in samples/s."""
         return replace(self, throughput=throughput)
+
+
+@lru_cache(maxsize=65536)
+def _range_part(halves: tuple[LayerPart, LayerPart], blocks: int, begin: int, end: int) -> LayerPart:
+    """What part of a model of so many blocks the halves ``begin`` to ``end`` - 1 are."""
+    attention, mlp = (end + 1) // 2 - (begin + 1) // 2, end // 2 - begin // 2
+    one, other = halves
+    names = ("forward", "backward", "weight", "parameters", "activations")
+    return LayerPart(*((attention * getattr(one, n) + mlp * getattr(other, n)) / blocks for n in names))
 
 
 @lru_cache(maxsize=4096)

@@ -203,6 +203,8 @@ def test_memory_that_admits_no_other_cut() -> None:
     plan = plan_layout(problem, layers, cuts, next_change=1e6)
     assert {each.way: each.layout.sizes for each in plan.candidates if not each.refused}.get("layers") is None
     assert all(max(each.layout.sizes) <= 4 for each in plan.candidates)
+    refused = {each.way: each.refused for each in plan.candidates}
+    assert refused["layers"] == "no faster cut leaves room for one micro-batch on a worker of every stage"
 
 
 def test_a_worker_moves_only_where_it_helps() -> None:

@@ -43,6 +43,12 @@ class Asking(Generic[_Answer]):
         self._thread = threading.Thread(target=self._look, args=arguments, name=self._name, daemon=True)
         self._thread.start()
 
+    def answer(self, answer: _Answer) -> None:
+        """Answers itself; gives up on what is being looked for."""
+        self._cancelled.set()
+        self._answers.put(answer)
+        self._wake()
+
     def take_answers(self) -> list[_Answer]:
         """What has been found since the last call."""
         found = []

@@ -1,9 +1,10 @@
-"""When the layers of a run should lie in another way: what is known of them, and the question to the planner.
+"""When the layers of a run should lie in another way: what is known of them, and what to ask the planner.
 
 Concept: each worker tells once what its layers take (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`).
 With what the stages take now, and the memory that they have measured, that is what
 :func:`~lightning_recycle.planning.layouts.plan_layout` needs. It is asked when the operations have been measured, and
-whenever workers are lost or return; in a process of the lowest priority, so nobody waits for the answer.
+whenever workers are lost or return; in a process of the lowest priority, so nobody waits for the answer. For the single
+failures that may come next it is asked ahead (:mod:`~lightning_recycle.control.plans.foreseen`).
 
 Contract: called from the coordinator's thread; ``wake`` from another one, when :meth:`LayoutChoice.take_answers` has
 something.
@@ -16,57 +17,50 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.control.plans.asking import Asking
+from lightning_recycle.control.plans.foreseen import ForeseenLayouts
+from lightning_recycle.control.plans.layout_question import LayoutQuestion, find_layouts
 from lightning_recycle.control.plans.replanning import OperationSeconds
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.relayout import has_ties, ranges
-from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.change_rate import FailureRecord
-from lightning_recycle.planning.child_process import Report, lowest_priority, run_in_child
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layouts import Changing, LayoutPlan, Way, plan_layout
+from lightning_recycle.planning.layouts import LayoutPlan
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["Adapt", "LayoutAnswer", "LayoutChoice", "LayoutQuestion"]
+__all__ = ["Adapt", "LayoutAnswer", "LayoutChoice", "Surroundings"]
 
 log = logging.getLogger(__name__)
 
 Adapt: TypeAlias = Literal["auto", "reroute", "layers"]
 """Whether layers move: where that pays until the next failure; never; or wherever steps get shorter."""
 
-_LEAST_GAIN = 0.05  # of a step: measured times are not exact
-_SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
 _BANDWIDTH = 1e9  # bytes/s of a link that nobody has measured
 _NEVER = 1e12  # seconds
-_WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
 
 
 @dataclass(frozen=True)
-class LayoutQuestion:
-    """Which layout is best.
+class Surroundings:
+    """What a run has measured besides what is in a problem.
 
     Args:
-        problem: who has failed, who is slow, and what the runtime can do.
-        layers: what the layers cost.
-        cuts: the layout of now.
-        next_change: seconds until the next failure, as expected.
-        fixed: why layers cannot move; empty if they can.
+        backward: seconds of BW of the stages that have measured it.
+        link: latency in seconds and bandwidth in bytes/s, 0 if nobody has measured it.
+        record: the failures so far.
     """
 
-    problem: Problem
-    layers: LayerCosts
-    cuts: Cuts
-    next_change: float
-    fixed: str = ""
+    backward: Mapping[int, float]
+    link: tuple[float, float]
+    record: FailureRecord
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,9 @@ class LayoutChoice:
         self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: who told of it, and its place there
         self._fixed = ""  # why layers cannot move
         self._newest: LayoutAnswer | None = None
+        self._asked = False  # something that nobody has answered yet
         self._asking: Asking[LayoutAnswer] = Asking("recycle-layouts", wake)
+        self._foreseen = ForeseenLayouts()
 
     def told(self, facts: LayerFacts) -> None:
         """A worker has measured its layers."""
@@ -123,26 +119,38 @@ class LayoutChoice:
         """Whether there is something to ask: layers may move, and all are known."""
         return self._adapt != "reroute" and bool(self.cuts) and len(self._facts) == self.cuts[-1]
 
-    def ask(
-        self,
-        problem: Problem,
-        backward: Mapping[int, float],
-        memory: Memory | None,
-        link: tuple[float, float],
-        record: FailureRecord,
-    ) -> None:
-        """Begins to look for the best layout; gives up on an earlier question.
+    def ask(self, problem: Problem, measured: Surroundings) -> None:
+        """Begins to look for the best layout; gives up on an earlier question. What was found ahead is the answer at
+        once.
 
         Args:
             problem: that of the workers who train, with the costs of their stages.
-            backward: seconds of BW of the stages that have measured it.
-            memory: what the stages have measured.
-            link: latency in seconds and bandwidth in bytes/s, 0 if nobody has measured it.
-            record: the failures so far.
+            measured: what else is known.
         """
-        self.layers = layers = self._costs(problem.costs, backward, memory, link)
-        next_change = record.next_change(sum(problem.live_counts())) if self._adapt == "auto" else _NEVER
-        self._asking.ask(partial(_answer, LayoutQuestion(problem, layers, self.cuts, next_change, self._fixed)))
+        question = self._question(problem, measured)
+        self.layers = question.layers
+        self._asked = True
+        known = self._foreseen.plan(question)
+        if known is None:
+            self._asking.ask(partial(_answer, question))
+        else:
+            self._asking.answer(LayoutAnswer(problem.failed, self.cuts, known))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the layout of now is the best one for those who train, by the newest answer."""
+        return self._newest is not None and not self._asked and self._newest.cuts == self.cuts
+
+    def ask_ahead(self, problems: Iterable[Problem], measured: Surroundings) -> None:
+        """Begins to look for the best layouts for ``problems`` that may come next, and forgets what was found for
+        others.
+        """
+        self._foreseen.ask([self._question(problem, measured) for problem in problems])
+
+    def _question(self, problem: Problem, measured: Surroundings) -> LayoutQuestion:
+        layers = self._costs(problem.costs, measured.backward, problem.memory, measured.link)
+        next_change = measured.record.next_change(sum(problem.live_counts())) if self._adapt == "auto" else _NEVER
+        return LayoutQuestion(problem, layers, self.cuts, next_change, self._fixed)
 
     def seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """What operations will take under the layout ``cuts``, of which ``seconds`` is known under that of now."""
@@ -167,7 +175,7 @@ class LayoutChoice:
         """What has been found since the last call, if it is still of use."""
         found = [answer for answer in self._asking.take_answers() if answer.before == self.cuts]
         if found:
-            self._newest = found[-1]
+            self._newest, self._asked = found[-1], False
         return found
 
     def objection(self, cuts: Cuts) -> str:
@@ -184,6 +192,7 @@ class LayoutChoice:
     def close(self) -> None:
         """Gives up and leaves no process behind."""
         self._asking.close()
+        self._foreseen.close()
 
     def _costs(
         self, costs: Costs, backward: Mapping[int, float], memory: Memory | None, link: tuple[float, float]
@@ -218,28 +227,11 @@ class LayoutChoice:
 
 
 def _answer(question: LayoutQuestion, cancelled: threading.Event) -> LayoutAnswer | None:
-    received: list[Any] = []
-    end = run_in_child(f"{__name__}:_child", question, lambda _, value: received.append(value), cancelled=cancelled)
-    found = received[0] if received else None
+    received: list[LayoutPlan | str] = []
+    failure = find_layouts((question,), lambda _, found: received.append(found), cancelled)
+    found = received[0] if received else failure
     if isinstance(found, LayoutPlan):
         return LayoutAnswer(question.problem.failed, question.cuts, found)
     if not cancelled.is_set():
-        log.warning("No layout was looked for: %s", found or end.failure)
+        log.warning("No layout was looked for: %s", found)
     return None
-
-
-def _child(question: LayoutQuestion, report: Report) -> None:
-    lowest_priority()
-    try:
-        plan = plan_layout(
-            question.problem,
-            question.layers,
-            question.cuts,
-            next_change=question.next_change,
-            changing=Changing(switch=_SWITCH_SECONDS, least_gain=_LEAST_GAIN),
-            fixed=question.fixed,
-            ways=_WAYS,
-        )
-        report("plan", plan)
-    except ReCycleError as error:
-        report("error", str(error))

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
-from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, LayoutChoice
+from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, LayoutChoice, Surroundings
 from lightning_recycle.control.plans.ready import newest
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.plans.splitting import facts_of
@@ -33,6 +33,7 @@ from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.choosing import TechniqueChoice
 from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layouts_ahead import next_losses
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
@@ -45,6 +46,7 @@ __all__ = ["RunPlans"]
 
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
 _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
+_STEPS_BEFORE_FORESEEING = 20  # layouts for failures that may come take processor time: not in short runs
 _LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact
 
@@ -88,6 +90,7 @@ class RunPlans:
         self._background = None if drift is None else BackgroundPlanning(planner.planner, wake)
         self._layouts = LayoutChoice(adapt, wake)
         self._record = FailureRecord()
+        self._foreseen_for: object = None  # those who trained, and how, when layouts were asked for ahead
         self._measured_steps = 0  # of the run, as far as they count
         self._profile: Profile | None = None
         self._on_profile = on_profile
@@ -252,6 +255,8 @@ class RunPlans:
             self._ask_for_layout()
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
+        if self._measured_steps >= _STEPS_BEFORE_FORESEEING and self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
+            self._ask_for_layouts_ahead()
         if self._drift is not None and self._background is not None and self.schedules:
             self._drift.stepped(seconds)
             if (question := self._drift.question()) is not None:
@@ -271,10 +276,26 @@ class RunPlans:
         """Looks for the best layout for those who train."""
         if self._measured_steps < _STEPS_BEFORE_LAYOUTS or not self._layouts.is_informed or not self.schedules:
             return
+        problem = self._planner.problem(self.schedules[-1].failed, self.operation_seconds)
+        self._layouts.ask(problem, self._surroundings())
+
+    def _ask_for_layouts_ahead(self) -> None:
+        """Looks for the best layouts for every failure that may come next, once for those who train."""
+        if not self.schedules or not self._layouts.is_settled:
+            return
+        newest = self.schedules[-1].problem
+        now = newest.failed, newest.worker_factors, newest.technique, self._layouts.cuts
+        if now == self._foreseen_for:
+            return
+        self._foreseen_for = now
+        lost = next_losses(newest)
+        problems = [self._planner.problem(newest.failed | {worker}, self.operation_seconds) for worker in lost]
+        self._layouts.ask_ahead(problems, self._surroundings())
+
+    def _surroundings(self) -> Surroundings:
         fused = {stage: seconds["BW"] for stage, seconds in self.operation_seconds.items() if "BW" in seconds}
         link = (0.0, 0.0) if self._profile is None else (self._profile.latency, self._profile.bandwidth)
-        problem = self._planner.problem(self.schedules[-1].failed, self.operation_seconds)
-        self._layouts.ask(problem, fused, problem.memory, link, self._record)
+        return Surroundings(fused, link, self._record)
 
     def relaid(self, cuts: Cuts) -> None:
         """All have the layout ``cuts`` from the next generation on: operations take other times, and other memory."""

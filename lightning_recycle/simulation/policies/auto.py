@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
@@ -371,10 +371,10 @@ def _assigned(
     free: dict[Range, list[int]] = {}
     for number, layers in enumerate(slots):
         free.setdefault(layers, []).append(number)
+    state = tuple(map(round, layer_costs(model).state_bytes))
+    before = tuple(accumulate(state, initial=0))  # bytes of the layers before each one
     pairs = sorted(
-        (end - begin - _common(held.get(worker), (begin, end)), worker, (begin, end))
-        for worker in workers
-        for begin, end in free
+        (_lacking(before, held.get(worker), layers), worker, layers) for worker in workers for layers in free
     )
     assigned: dict[int, int] = {}
     lacking: Counter[int] = Counter()  # copies of each layer
@@ -391,9 +391,8 @@ def _assigned(
         return assigned, 0.0
     owners = Counter(layer for layers in held.values() for layer in range(*layers))
     sent = {layer: copies / owners[layer] for layer, copies in lacking.items()}
-    sends = max(sum(sent.get(layer, 0.0) for layer in range(*layers)) for layers in set(held.values()))
-    costs = layer_costs(model)
-    return assigned, model.transfer_seconds(max(float(most), sends) / costs.layers)
+    sends = max(sum(state[n] * sent.get(n, 0.0) for n in range(*layers)) for layers in set(held.values()))
+    return assigned, model.transfer_seconds(max(float(most), sends) / before[-1])
 
 
 def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
@@ -405,5 +404,10 @@ def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
     return tuple(sum(counts[layers] for layers in owners) for owners in sets)
 
 
-def _common(one: Range | None, other: Range) -> int:
-    return 0 if one is None else max(0, min(one[1], other[1]) - max(one[0], other[0]))
+def _lacking(before: Sequence[int], held: Range | None, wanted: Range) -> int:
+    """Bytes of the layers ``wanted`` that are not ``held``; ``before``: those of all layers before each one."""
+    lacked = before[wanted[1]] - before[wanted[0]]
+    if held is not None:
+        begin, end = max(wanted[0], held[0]), min(wanted[1], held[1])
+        lacked -= before[end] - before[begin] if begin < end else 0
+    return lacked

@@ -1,0 +1,83 @@
+"""Where layers cannot move, re-routing goes on, and one line of the record says why: with the defaults of a run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+from support.waiting import wait_for
+
+from lightning_recycle.control.plans import layout_choice, layout_question
+from lightning_recycle.control.plans.layout_question import LayoutQuestion
+from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_plans import RunPlans
+from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
+from lightning_recycle.planning import Grid, LayoutPlan, Technique, Worker
+from lightning_recycle.planning.footprint import Footprint
+from lightning_recycle.planning.validation import validate
+
+GRID = Grid(3, 2, 6)
+DEAD = frozenset({Worker(1, 0)})
+
+
+def in_this_process(
+    questions: Sequence[LayoutQuestion], found: Callable[[int, LayoutPlan | str], None], *_: object
+) -> str:
+    def report(_: str, answer: tuple[int, LayoutPlan | str]) -> None:
+        found(*answer)
+
+    layout_question._child(tuple(questions), report)
+    return ""
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPlans]:
+    monkeypatch.setattr(layout_choice, "find_layouts", in_this_process)
+    monkeypatch.setattr(layout_question, "lowest_priority", lambda: None)
+    planner = RunPlanner(GRID, "heuristic", Technique(decoupled=False), memory=5_500)
+    planner.prepare()
+    found = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
+    found.begin_generation(frozenset(), (), 0)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "state", "fixed", "reason"),
+    [
+        ((1.0,) * 2, 0, "", "2 layers on as many stages: there is one cut only"),
+        ((1.0, 1e-4, 1e-4, 1e-4), 0, "", "no cut is faster: at least"),
+        ((1.0,) * 8, 500, "", "no faster cut leaves room for one micro-batch on a worker of every stage"),
+        ((1.0,) * 8, 0, "layer 3 cannot be pickled (TypeError: a lambda)", "layers do not move: layer 3 cannot be"),
+    ],
+    ids=["as many layers as stages", "one huge layer", "memory", "unpicklable"],
+)
+def test_re_routing_goes_on(plans: RunPlans, seconds: tuple[float, ...], state: int, fixed: str, reason: str) -> None:
+    half = len(seconds) // 2
+    cuts = (0, half, len(seconds))
+    for stage, (begin, end) in enumerate(pairwise(cuts)):
+        own = seconds[begin:end]
+        sizes, none = (state,) * half, (0,) * half
+        plans.layers(LayerFacts(stage, cuts, begin, own, none, sizes, sizes, (True,) * half, fixed=fixed))
+    if state:  # 4 layers of 1,000 bytes, and room for 1.5 micro-batches
+        for rank in range(GRID.num_workers):
+            plans.measured(Measured(rank, Footprint("a", 10_000, 0, 2 * state * half, 0, 1_000, 1_000, 1_000)))
+    for _ in range(10):
+        for stage, (begin, end) in enumerate(pairwise(cuts)):
+            took = sum(seconds[begin:end])
+            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": took, "BW": 2 * took}, {}), leads=True)
+        plans.stepped(1.0)
+    schedule = plans.begin_generation(DEAD, (), 10)
+    validate(schedule)
+    lines: list[str] = []
+
+    def told() -> bool:
+        assert plans.better() == []
+        for kind, details in plans.take_notes():
+            if kind == "layout":
+                lines.extend(details["why"])
+        return any(line.startswith("layers: ") for line in lines)
+
+    assert wait_for(told, 60)
+    (line,) = [line for line in lines if line.startswith("layers: ")]
+    assert line.startswith(f"layers: {reason}")
+    assert any(line.startswith("reroute") for line in lines)
