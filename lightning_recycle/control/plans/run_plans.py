@@ -65,7 +65,6 @@ class RunPlans:
         schedules: the newest schedules that were run, with the times measured in them.
         operation_seconds: mean seconds of each kind of operation, by stage and name.
         number: how many plans were begun.
-        may_change: whether the plan may change within a generation.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class RunPlans:
     ) -> None:
         self.schedules: list[Schedule] = []
         self.operation_seconds: dict[int, dict[str, float]] = {}
-        self.may_change = drift is not None or planner.improves
         self._grid = grid
         self._planner = planner
         planner.on_better = wake
