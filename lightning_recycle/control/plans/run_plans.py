@@ -26,6 +26,7 @@ from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, L
 from lightning_recycle.control.plans.ready import newest
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.plans.splitting import facts_of
+from lightning_recycle.control.plans.stage_levels import StageLevels
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.planning.change_rate import FailureRecord
@@ -44,6 +45,7 @@ __all__ = ["RunPlans"]
 
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
 _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
+_WARM_UP_STEPS = 2
 _LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact
 
@@ -84,6 +86,8 @@ class RunPlans:
         self._drift = None if drift is None else DriftMonitor(drift)
         self._background = None if drift is None else BackgroundPlanning(planner.planner, wake)
         self._layouts = LayoutChoice(adapt, wake)
+        self._levels = StageLevels()
+        self._layouts_due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
         self._record = FailureRecord()
         self._measured_steps = 0  # of the run, as far as they count
         self._profile: Profile | None = None
@@ -124,6 +128,7 @@ class RunPlans:
         if failed - before:
             self._record = self._record.after(0, 0.0, lost=len(failed - before))
         if failed != before:
+            self._patience = _STEPS_BEFORE_LAYOUTS
             self._ask_for_layout()
         return schedule
 
@@ -141,6 +146,8 @@ class RunPlans:
 
     def _begin(self, schedule: Schedule, step: int) -> None:
         self.number += 1
+        if self.schedules and self.schedules[-1].problem.technique != schedule.problem.technique:
+            self._levels.forget()
         self.schedules.append(schedule)
         del self.schedules[: -newest(self.schedules)]
         self._steps = 0
@@ -182,6 +189,8 @@ class RunPlans:
         """``worker`` has applied a step; ``leads``: its times are those of its stage."""
         if leads:
             self.operation_seconds[worker.stage] = self._as_run(message.operation_seconds)
+        if self._measured_steps >= _WARM_UP_STEPS:
+            self._levels.observe(worker.stage, self._as_run(message.step_seconds))
         if self._drift is not None:
             self._drift.observe(worker, message.step, message.step_seconds)
 
@@ -245,7 +254,7 @@ class RunPlans:
         self._measured_steps += 1
         if seconds is not None and self.schedules:
             self._record = self._record.after(len(self.schedules[-1].live_workers), seconds)
-        if self._measured_steps == _STEPS_BEFORE_LAYOUTS:
+        if self._measured_steps == self._layouts_due:
             self._ask_for_layout()
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
@@ -268,9 +277,10 @@ class RunPlans:
         """Looks for the best layout for those who train."""
         if self._measured_steps < _STEPS_BEFORE_LAYOUTS or not self._layouts.is_informed or not self.schedules:
             return
-        fused = {stage: seconds["BW"] for stage, seconds in self.operation_seconds.items() if "BW" in seconds}
+        known = {stage: {**seconds, **self._levels.of(stage)} for stage, seconds in self.operation_seconds.items()}
+        fused = {stage: seconds["BW"] for stage, seconds in known.items() if "BW" in seconds}
         link = (0.0, 0.0) if self._profile is None else (self._profile.latency, self._profile.bandwidth)
-        problem = self._planner.problem(self.schedules[-1].failed, self.operation_seconds)
+        problem = self._planner.problem(self.schedules[-1].failed, known)
         self._layouts.ask(problem, fused, problem.memory, link, self._record)
 
     def relaid(self, cuts: Cuts) -> None:
@@ -279,6 +289,7 @@ class RunPlans:
         if layouts.layers is not None and len(self.operation_seconds) == self._grid.stages:
             self.operation_seconds = layouts.seconds_under(cuts, self.operation_seconds)
         layouts.cuts = cuts
+        self._levels.forget()
         self._footprints = {}
         self._planner.relaid(self.operation_seconds, layouts.schedule_of(cuts))
 
@@ -287,7 +298,7 @@ class RunPlans:
         if not self.schedules or answer.failed != self.schedules[-1].failed:
             return None
         plan = answer.plan
-        why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts)
+        why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts) or self._doubts(plan.gain)
         self._notes.append(("layout", {"why": (*plan.why(), *([f"it stays: {why}"] if why else []))}))
         if answer.cuts == answer.before or why:
             return None
@@ -301,6 +312,16 @@ class RunPlans:
         }
         roster = tuple(self._grid.rank(worker) for worker in self.schedules[-1].live_workers)
         return LayoutReady(roster, answer.cuts, details)
+
+    def _doubts(self, gain: float) -> str:
+        """Why a layout that saves the fraction ``gain`` of a step is not taken: while nobody is lost, only what was
+        measured speaks for it. Then it is looked for again when more is known.
+        """
+        doubt = self._levels.doubt(self._grid.stages)
+        if self.schedules[-1].failed or gain > doubt:
+            return ""
+        self._layouts_due, self._patience = self._measured_steps + self._patience, 2 * self._patience
+        return f"nobody is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
 
     # ------------------------------------------------------------------ what may come
 
