@@ -19,8 +19,8 @@ class PlanMonitor(pl.Callback):
     switch to it at the same step boundary, without stopping. The training result stays the same. Noise, and batches
     that take all workers longer, change nothing. See docs/drift.md.
 
-    Without this callback the plan changes only with the workers. Each change is an event "replanned" in
-    ``strategy.history``; their number is logged as ``recycle/replans``.
+    Without this callback the plan does not follow such changes. Each change is an event "replanned" in
+    ``strategy.history``; with ``ReCycleStrategy(run_metrics=True)`` their number is logged as ``recycle/replans``.
 
     Args:
         threshold: fraction of the step time that another plan must save, e.g. 0.05.

@@ -125,8 +125,6 @@ class Coordinator:
         self._history = History(grid)
         self._loop = EventLoop(self._on_wake)
         self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake, self.options.adapt)
-        if self._plans.may_change:
-            self._history.counters["replans"] = 0.0
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
         self._reception = reception
         if reception is None:

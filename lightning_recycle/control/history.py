@@ -110,7 +110,9 @@ class History:
             "recovery_seconds": 0.0,
             "redone_steps": 0.0,
             "rejoined_workers": 0.0,
-        }
+            "corruptions": 0.0,
+            "replans": 0.0,
+        }  # all of them from the start: who logs them has the same columns whatever happens
         self._grid = grid
         self._losses: dict[int, float] = {}  # of steps that are not committed yet
         self.peaks: dict[int, int] = {}  # the most bytes of memory that the newest process at each rank has held
@@ -223,7 +225,7 @@ class History:
                     self._grid.num_workers,
                 )
             case "corruption":
-                self.counters["corruptions"] = self.counters.get("corruptions", 0.0) + 1
+                self.counters["corruptions"] += 1
                 log.error("%s", corruption_line(self._grid, record))
             case "disputed":
                 log.warning(
@@ -254,7 +256,7 @@ class History:
                 if record.step in self._losses:
                     details["loss"] = self._losses.pop(record.step)
             case "replanned":
-                self.counters["replans"] = self.counters.get("replans", 0.0) + 1
+                self.counters["replans"] += 1
             case "resumed":
                 if details.get("redone"):
                     self.counters["redone_steps"] += 1

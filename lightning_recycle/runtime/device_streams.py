@@ -8,13 +8,16 @@ Not tried: :class:`CudaStreams` has never run, as there was no device.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["CudaStreams", "Event", "Stream", "Streams"]
+__all__ = ["CudaStreams", "Event", "Stream", "Streams", "ignore_recordings"]
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Event(Protocol):
@@ -39,7 +42,7 @@ class Streams(Protocol):
     """The streams of one device."""
 
     def use(self) -> None:
-        """Makes it the device of the calling thread."""
+        """Makes it the device of the calling thread, which owns streams of its own and computes nothing."""
 
     @property
     def current(self) -> Stream:
@@ -80,6 +83,7 @@ class CudaStreams:
 
     def use(self) -> None:
         torch.cuda.set_device(self._device)
+        ignore_recordings()
 
     @property
     def current(self) -> CudaStream:
@@ -101,3 +105,20 @@ class CudaStreams:
 
     def check(self) -> None:
         torch.cuda.synchronize(self._device)
+
+
+def ignore_recordings(path: str = "libcuda.so.1") -> bool:
+    """Lets the calling thread go on while another one records a CUDA graph; returns whether that could be done.
+
+    By default ``torch.cuda.graph`` records in the mode "global", in which no thread may ask whether an event is done,
+    or allocate memory: the recording and this thread would fail. torch's own thread for NCCL does the same.
+
+    Args:
+        path: of the library of CUDA's driver.
+    """
+    try:
+        exchange = ctypes.CDLL(path).cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # nobody records graphs without it
+        return False
+    exchange.argtypes, exchange.restype = [ctypes.POINTER(ctypes.c_int)], ctypes.c_int
+    return bool(exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL))) == 0)

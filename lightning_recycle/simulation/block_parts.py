@@ -12,7 +12,7 @@ Must not know: GPUs, grids.
 Sources: operations as in :mod:`~lightning_recycle.simulation.transformer`; linear layers of attention have 4 h^2 of the
 block's 12 h^2 weights (query, key, value and projection), those of the MLP 8 h^2. Activation bytes from Korthikanti et
 al. (arXiv 2205.05198), section 4.1: s b h (11 + 5 a s / h) for attention, 19 s b h for the MLP, 2 s b h for each
-normalization. AdaPipe (Sun et al., ASPLOS'24) cuts stages between attention and feed-forward layers, too.
+normalization.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Layers move between stages while the training goes on: nothing changes but where they are."""
 
+import copy
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from support.models import Regression, Scheduled, dataset
 from support.sampling import sampled
-from support.training import TOLERANCE, difference, exact_fit, failures, fit
+from support.training import TOLERANCE, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -190,8 +191,24 @@ class Lopsided(Regression):
         return [nn.Sequential(nn.Linear(a, b), Slow()) for a, b in pairwise(widths)]
 
 
+class StopOnceMoved(Callback):
+    """Ends the training when layers have moved by themselves, however long it took to measure them."""
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.cuts = trainer.strategy.session._layers.cuts  # type: ignore[attr-defined]
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.strategy.session._layers.cuts != self.cuts  # type: ignore[attr-defined]
+
+
 def test_layers_move_to_where_they_take_less_time() -> None:
-    run = exact_fit(Lopsided().double(), 2, 2, data=dataset(24 * 24), max_steps=24, strategy={"partition": [1, 5]})
+    model, data = Lopsided().double(), dataset(24 * 400)
+    before = copy.deepcopy(model)
+    strategy = {"partition": [1, 5]}
+    run = fit(model, 2, 2, data=data, max_steps=400, strategy=strategy, callbacks=[StopOnceMoved()])
+    assert difference(model.state_dict(), plain_loop(before, data, run.global_step)) < TOLERANCE
     assert moves(run) in ([(0, 2, 6)], [(0, 3, 6)], [(0, 4, 6)])
     (event,) = [event for event in run.strategy.history if event.kind == "layers_moved"]
     assert event.details["step_after"] < 0.9 * event.details["step_before"]

@@ -27,6 +27,7 @@ KILLS = [
     pytest.param([Fault("kill", pipeline=1, stage=0, step=3)], id="kill in a forward"),
     pytest.param([Fault("kill", pipeline=0, stage=1, step=4, at="reduce")], id="kill in a reduction"),
 ]
+KILL_LATE = [Fault("kill", pipeline=1, stage=0, step=6)]
 
 
 def train(model: Any, device: str, faults: Any = (), strategy: Any = None, **options: Any) -> L.Trainer:
@@ -75,6 +76,32 @@ def test_half_precision_trains_and_survives(device: str) -> None:
     run = train(model, device, [Fault("kill", pipeline=1, stage=0, step=3)], precision="bf16-mixed")
     assert failures(run) == [(1, 0)]
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+
+
+class MovesOnce(L.Callback):
+    """Asks for other sizes of the stages."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.strategy.move_layers([1, 3])  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_layers_move_from_device_to_device(transport: str) -> None:
+    model = Wide().double()
+    expected = plain_loop(model, dataset())
+    run = train(model, "cuda", KILL_LATE, {"transport": transport}, callbacks=[MovesOnce()])
+    assert [event.details["cuts"] for event in run.strategy.history if event.kind == "layers_moved"] == [(0, 1, 4)]
+    assert failures(run) == [(1, 0)]
+    assert difference({name: t.cpu() for name, t in model.state_dict().items()}, expected) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_peers_on_devices_hold_and_compute_the_same_bits() -> None:
+    model = Wide().double()
+    run = train(model, "cuda", strategy={"check_every": 1, "verify": 0.5})
+    assert not {"corruption", "disputed", "healed"} & {event.kind for event in run.strategy.history}
 
 
 @pytest.mark.gpu

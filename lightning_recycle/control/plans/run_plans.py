@@ -26,6 +26,7 @@ from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, L
 from lightning_recycle.control.plans.ready import newest
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.plans.splitting import facts_of
+from lightning_recycle.control.plans.stage_levels import StageLevels
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.relayout import AHEAD_BYTES
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
@@ -47,6 +48,7 @@ __all__ = ["RunPlans"]
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
 _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
 _STEPS_BEFORE_FORESEEING = 20  # layouts for failures that may come take processor time: not in short runs
+_WARM_UP_STEPS = 2
 _LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact
 
@@ -68,7 +70,6 @@ class RunPlans:
         schedules: the newest schedules that were run, with the times measured in them.
         operation_seconds: mean seconds of each kind of operation, by stage and name.
         number: how many plans were begun.
-        may_change: whether the plan may change within a generation.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class RunPlans:
     ) -> None:
         self.schedules: list[Schedule] = []
         self.operation_seconds: dict[int, dict[str, float]] = {}
-        self.may_change = drift is not None or planner.improves
         self._grid = grid
         self._planner = planner
         planner.on_better = wake
         self._drift = None if drift is None else DriftMonitor(drift)
         self._background = None if drift is None else BackgroundPlanning(planner.planner, wake)
         self._layouts = LayoutChoice(adapt, wake)
+        self._levels = StageLevels()
+        self._layouts_due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
         self._record = FailureRecord()
         self._foreseen_for: object = None  # those who trained, and how, when layouts were asked for ahead
         self._measured_steps = 0  # of the run, as far as they count
@@ -130,6 +132,7 @@ class RunPlans:
         if failed - before:
             self._record = self._record.after(0, 0.0, lost=len(failed - before))
         if failed != before:
+            self._patience = _STEPS_BEFORE_LAYOUTS
             self._ask_for_layout()
         return schedule
 
@@ -147,6 +150,8 @@ class RunPlans:
 
     def _begin(self, schedule: Schedule, step: int) -> None:
         self.number += 1
+        if self.schedules and self.schedules[-1].problem.technique != schedule.problem.technique:
+            self._levels.forget()
         self.schedules.append(schedule)
         del self.schedules[: -newest(self.schedules)]
         self._steps = 0
@@ -188,6 +193,8 @@ class RunPlans:
         """``worker`` has applied a step; ``leads``: its times are those of its stage."""
         if leads:
             self.operation_seconds[worker.stage] = self._as_run(message.operation_seconds)
+        if self._measured_steps >= _WARM_UP_STEPS:
+            self._levels.observe(worker.stage, self._as_run(message.step_seconds))
         if self._drift is not None:
             self._drift.observe(worker, message.step, message.step_seconds)
 
@@ -251,7 +258,7 @@ class RunPlans:
         self._measured_steps += 1
         if seconds is not None and self.schedules:
             self._record = self._record.after(len(self.schedules[-1].live_workers), seconds)
-        if self._measured_steps == _STEPS_BEFORE_LAYOUTS:
+        if self._measured_steps == self._layouts_due:
             self._ask_for_layout()
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
@@ -276,7 +283,7 @@ class RunPlans:
         """Looks for the best layout for those who train."""
         if self._measured_steps < _STEPS_BEFORE_LAYOUTS or not self._layouts.is_informed or not self.schedules:
             return
-        problem = self._planner.problem(self.schedules[-1].failed, self.operation_seconds)
+        problem = self._planner.problem(self.schedules[-1].failed, self._known_seconds())
         self._layouts.ask(problem, self._surroundings())
 
     def _ask_for_layouts_ahead(self) -> None:
@@ -288,12 +295,16 @@ class RunPlans:
         if now == self._foreseen_for:
             return
         self._foreseen_for = now
-        lost = next_losses(newest)
-        problems = [self._planner.problem(newest.failed | {worker}, self.operation_seconds) for worker in lost]
+        lost, known = next_losses(newest), self._known_seconds()
+        problems = [self._planner.problem(newest.failed | {worker}, known) for worker in lost]
         self._layouts.ask_ahead(problems, self._surroundings())
 
+    def _known_seconds(self) -> dict[int, dict[str, float]]:
+        """What operations take in each stage, by all workers and steps where that is known."""
+        return {stage: {**seconds, **self._levels.of(stage)} for stage, seconds in self.operation_seconds.items()}
+
     def _surroundings(self) -> Surroundings:
-        fused = {stage: seconds["BW"] for stage, seconds in self.operation_seconds.items() if "BW" in seconds}
+        fused = {stage: seconds["BW"] for stage, seconds in self._known_seconds().items() if "BW" in seconds}
         link = (0.0, 0.0) if self._profile is None else (self._profile.latency, self._profile.bandwidth)
         return Surroundings(fused, link, self._record)
 
@@ -303,6 +314,7 @@ class RunPlans:
         if layouts.layers is not None and len(self.operation_seconds) == self._grid.stages:
             self.operation_seconds = layouts.seconds_under(cuts, self.operation_seconds)
         layouts.cuts = cuts
+        self._levels.forget()
         self._footprints = {}
         self._planner.relaid(self.operation_seconds, layouts.schedule_of(cuts))
 
@@ -311,7 +323,7 @@ class RunPlans:
         if not self.schedules or answer.failed != self.schedules[-1].failed:
             return None
         plan = answer.plan
-        why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts)
+        why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts) or self._doubts(plan.gain)
         self._notes.append(("layout", {"why": (*plan.why(), *([f"it stays: {why}"] if why else []))}))
         if answer.cuts == answer.before or why:
             return None
@@ -325,6 +337,16 @@ class RunPlans:
         }
         roster = tuple(self._grid.rank(worker) for worker in self.schedules[-1].live_workers)
         return LayoutReady(roster, answer.cuts, details, ahead=plan.chosen.bytes >= AHEAD_BYTES)
+
+    def _doubts(self, gain: float) -> str:
+        """Why a layout that saves the fraction ``gain`` of a step is not taken: while nobody is lost, only what was
+        measured speaks for it. Then it is looked for again when more is known.
+        """
+        doubt = self._levels.doubt(self._grid.stages)
+        if self.schedules[-1].failed or gain > doubt:
+            return ""
+        self._layouts_due, self._patience = self._measured_steps + self._patience, 2 * self._patience
+        return f"nobody is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
 
     # ------------------------------------------------------------------ what may come
 
