@@ -96,6 +96,7 @@ except ImportError as error:
     assert "older cannot be imported: module 'math' has no attribute 'newer'" in run(code, str(tmp_path))
 
 
+@pytest.mark.long
 def test_documented_modules_are_found_where_they_were_with_a_warning() -> None:
     moved = importlib.import_module("lightning_recycle._moved").MOVED
     code = """

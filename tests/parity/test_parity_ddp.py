@@ -8,6 +8,8 @@ import torch
 from same_script import Run, assert_same
 from support.scripts import output_of
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Run]]:
@@ -20,7 +22,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Run]]
     return found
 
 
-@pytest.mark.long
 def test_the_weights_are_those_of_ddp(left: dict[str, tuple[Any, Run]]) -> None:
     assert_same(left["ddp"][0][0], left["recycle"][0][0])
 

@@ -8,6 +8,8 @@ from printing_script import SEPARATOR
 from same_script import Run
 from support.scripts import output_of
 
+pytestmark = pytest.mark.long
+
 ONE, GRID = "one", "grid"
 DEFAULTS, PLAIN = 0, 1
 
@@ -36,7 +38,6 @@ def totals(text: str) -> list[str]:
     return sorted(line.strip() for line in text.splitlines() if any(w in line for w in wanted) and "|" not in line)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", [DEFAULTS, PLAIN], ids=["RichModelSummary", "ModelSummary"])
 def test_the_model_summary_shows_the_whole_model(printed: dict[str, list[str]], script: int) -> None:
     one, grid = printed[ONE][script], printed[GRID][script]
