@@ -1,5 +1,6 @@
 """What every test leaves as it found it, and where scripts that a test starts find :mod:`support`."""
 
+import gc
 import logging
 import os
 import random
@@ -14,6 +15,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+def pytest_sessionstart() -> None:
+    """Collecting tests imports millions of objects that stay: the garbage collector looks through none of them."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
