@@ -14,6 +14,8 @@ from support.sampling import LONG_SAMPLE, chooses_by_default
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a script: its children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Before torch is loaded: by default an idle thread of OpenMP spins, on cores that other tests and their workers need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
