@@ -12,7 +12,7 @@ import pytest
 def run(code: str, *arguments: str) -> str:
     """Runs ``code`` in a new interpreter and returns what it prints."""
     command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 

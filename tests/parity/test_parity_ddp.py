@@ -17,7 +17,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Run]]
     found = {}
     for name in ("ddp", "recycle"):
         (root / name).mkdir()
-        output_of(Path(__file__).parent / "ddp_script.py", name, root / name, timeout=110)
+        output_of(Path(__file__).parent / "ddp_script.py", name, root / name, timeout=280)
         found[name] = (torch.load(root / name / "left.pt"), Run(None, None, root / name))
     return found
 

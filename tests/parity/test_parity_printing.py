@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> dict[str, list[str]]:
     """What each script printed on one device and on the grid, all processes of it."""
-    output = output_of(Path(__file__).parent / "printing_script.py", folder, timeout=115)
+    output = output_of(Path(__file__).parent / "printing_script.py", folder, timeout=280)
     outputs = output.replace("\r", "\n").split(SEPARATOR)[1:]
     return {ONE: outputs[:2], GRID: outputs[2:]}
 
