@@ -8,11 +8,16 @@ ROUNDS ?= 20
 JOBS ?= 3
 
 BIN := $(VENV)/bin
+# Files in the order of their folders, not those with the most tests first: those at the end take little each.
+PYTEST_JOBS = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
 SMOKE_TESTS := tests/test_import.py tests/model tests/session tests/planning tests/runtime \
   tests/integration/test_ordinary_modules.py tests/integration/test_exact.py
 FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tests/runtime tests/data
+
+# Every process that runs or is started by tests imports them and the package: compiled once, whatever the environment wants.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-long test-oldest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
@@ -31,10 +36,10 @@ demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a fail
 	$(BIN)/python examples/train_gpt.py experiment=demo $(ARGS)
 
 test: $(STAMP) ## run the tests, JOBS files at a time, 3 by default (ARGS are passed on to pytest)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST_JOBS) $(ARGS)
 
 test-long: $(STAMP) ## run all tests that start many interpreters, of which `make test` has a sample
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "long and not exhaustive" $(ARGS)
+	$(PYTEST_JOBS) -m "long and not exhaustive" $(ARGS)
 
 test-ray: $(STAMP) ## run the tests on Ray clusters of several nodes, some minutes; needs the extra ray
 	$(BIN)/python -m pytest -q -m ray_cluster tests/raylets $(ARGS)

@@ -1,10 +1,11 @@
 """What every test leaves as it found it, and where scripts that a test starts find :mod:`support`."""
 
+import gc
 import logging
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,20 @@ from support.sampling import LONG_SAMPLE, chooses_by_default
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a script: its children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Before torch is loaded: by default an idle thread of OpenMP spins, on cores that other tests and their workers need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collecting tests imports millions of objects that stay: the garbage collector looks through none of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

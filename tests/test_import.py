@@ -12,7 +12,7 @@ import pytest
 def run(code: str, *arguments: str) -> str:
     """Runs ``code`` in a new interpreter and returns what it prints."""
     command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -96,6 +96,7 @@ except ImportError as error:
     assert "older cannot be imported: module 'math' has no attribute 'newer'" in run(code, str(tmp_path))
 
 
+@pytest.mark.long
 def test_documented_modules_are_found_where_they_were_with_a_warning() -> None:
     moved = importlib.import_module("lightning_recycle._moved").MOVED
     code = """

@@ -37,6 +37,7 @@ def test_what_is_measured_on_the_processor_says_that_it_is_nothing_of_a_device()
     assert could_not == {"NCCL", "MFU", "memory peaks"}
 
 
+@pytest.mark.long
 def test_without_a_device_nothing_is_measured_and_nothing_fails() -> None:
     import torch
 

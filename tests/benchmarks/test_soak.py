@@ -2,8 +2,8 @@ from soak import measure
 
 
 def test_processes_are_measured_while_they_train():
-    samples, events = measure(steps=200, mtbf=1e6, seed=1, interval=0.2)
-    assert events["step"] == 200
+    samples, events = measure(steps=100, mtbf=1e6, seed=1, interval=0.1)
+    assert events["step"] == 100
     workers = [sample.worker for sample in samples if sample.worker is not None]
     assert workers
     assert all(held.memory > 50 and held.descriptors > 3 for held in [*workers, *(s.launcher for s in samples)])

@@ -18,7 +18,6 @@ from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
 KEY = "the key of this test"
 LONG = 100.0  # seconds for what must happen, on whatever machine
-pytestmark = pytest.mark.timeout(240)
 
 
 class Restarted:

@@ -26,8 +26,6 @@ from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.profile import StageProfile
 
-pytestmark = pytest.mark.timeout(120)
-
 _HEARTBEAT = m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0))
 _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "noise": (b"\xff" * 64, "message type 65535 does not exist"),

@@ -82,6 +82,7 @@ def test_a_key_may_be_in_a_file_that_only_its_owner_reads(
         discover(environ)
 
 
+@pytest.mark.long
 def test_a_device_that_the_trainer_does_not_have_is_an_error_at_once(tmp_path: Path) -> None:
     """It needs no coordinator: there is none at that address."""
     done = subprocess.run(

@@ -22,7 +22,6 @@ from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 STEPS = 40
 TIMEOUT = 4.0  # seconds; it is noticed after twice that that everybody waits
 PATIENCE = 30.0  # seconds until the others go on
-pytestmark = pytest.mark.timeout(180)
 
 
 @dataclass

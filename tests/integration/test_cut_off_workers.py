@@ -19,7 +19,6 @@ from lightning_recycle.launch import rejoin
 
 STEPS = 40
 TIMEOUT = 4.0  # seconds
-pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass

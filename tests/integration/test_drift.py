@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
 from support.training import committed_steps, exact_fit, failures, fit
 
 from lightning_recycle.callbacks import Fault, PlanMonitor
@@ -95,12 +96,15 @@ def test_a_plan_that_needs_other_connections_is_a_regroup_at_a_step_boundary(mon
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        Fault("kill", 0, 1, CHANGE),
-        Fault("kill", 0, 1, CHANGE, "reduce"),
-        Fault("kill", 1, 1, CHANGE, "optimizer"),
-        Fault("kill", 1, 0, CHANGE - 1, "optimizer", when="after"),
-    ],
+    sampled(
+        [
+            Fault("kill", 0, 1, CHANGE),
+            Fault("kill", 0, 1, CHANGE, "reduce"),
+            Fault("kill", 1, 1, CHANGE, "optimizer"),
+            Fault("kill", 1, 0, CHANGE - 1, "optimizer", when="after"),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_weights_are_exact_when_a_worker_dies_in_the_first_step_of_a_new_plan(fault: Fault) -> None:

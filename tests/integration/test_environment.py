@@ -39,16 +39,19 @@ def test_a_run_of_a_seed_sweep_equals_one_of_a_fresh_process(runs: list[dict[str
     assert runs[1]["weights"] == fresh["weights"]
 
 
+@pytest.mark.long
 def test_what_was_set_or_deleted_between_two_runs_has_arrived(runs: list[dict[str, Any]]) -> None:
     found = [run["found"] for run in runs]
     assert [[worker["set"] for worker in run] for run in found] == [["1"] * 2, ["2"] * 2, ["1"] * 2]
     assert [[worker["deleted"] for worker in run] for run in found] == [["yes"] * 2, [None] * 2, [None] * 2]
 
 
+@pytest.mark.long
 def test_the_environment_is_there_when_a_worker_imports_the_script(runs: list[dict[str, Any]]) -> None:
     assert [[worker["at import"] for worker in run["found"]] for run in runs] == [["1"] * 2, ["2"] * 2, ["1"] * 2]
 
 
+@pytest.mark.long
 def test_torch_uses_as_many_threads_as_the_environment_says_now(runs: list[dict[str, Any]]) -> None:
     assert [[worker["threads"] for worker in run["found"]] for run in runs] == [[1] * 2, [2] * 2, [3] * 2]
 

@@ -125,6 +125,7 @@ assert torch.load(path) == {"step": 1}
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_is_really_full_is_named_with_what_is_needed_and_what_is_free(tmp_path: Path) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("a small file system needs root and unshare")

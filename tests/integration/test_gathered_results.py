@@ -1,8 +1,6 @@
 """Where the trained model is after fit: in the launching process, small or large, or where it was trained."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.scripts import consolidated
 from support.training import difference, exact_fit, fit, plain_loop
 from test_workers_from_outside import port, spare, train  # noqa: F401 - the fixture
 from torch.utils.data import DataLoader
@@ -125,9 +124,7 @@ def test_weights_that_stay_are_in_the_checkpoints_and_nothing_else_is_taken_for_
     with pytest.raises(UnsupportedFeatureError, match=r"ckpt_path='best'"):
         run.validate(model, data, verbose=False)
     (trained,) = run.validate(model, data, ckpt_path="last", verbose=False)
-    weights = tmp_path / "weights.ckpt"
-    consolidate = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
-    subprocess.run([*consolidate, checkpoints.last_model_path, "--output_file", weights], check=True)
+    weights = consolidated(checkpoints.last_model_path, tmp_path / "weights.ckpt")
     state = torch.load(weights, weights_only=False)["state_dict"]
     assert difference(state, plain_loop(Regression().double(), dataset(), STEPS)) < 1e-10
     model.load_state_dict(state)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.growth import AwaitReplacement, causes, happened, rejoined
 from support.models import GLOBAL_BATCH, STEPS, Regression, dataset
+from support.sampling import sampled
 from support.streams import Stream
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor
@@ -116,7 +117,7 @@ def eio() -> OSError:
 # ---------------------------------------------------------------------- once: the machine's
 
 
-@pytest.mark.parametrize("place", ["split", "loss", "backward", "optimizer", "hook"])
+@pytest.mark.parametrize("place", sampled(["split", "loss", "backward", "optimizer", "hook"], 3))
 def test_an_error_of_one_machine_costs_that_worker_and_changes_nothing(tmp_path: Path, place: str) -> None:
     run = exact_fit(Troubled(Trouble(tmp_path, eio()), place).double(), 3, 2)
     assert len(failures(run)) == 1
@@ -221,7 +222,7 @@ def test_a_worker_that_cannot_connect_to_the_others_any_more_is_the_one_that_goe
 # ---------------------------------------------------------------------- by the last holder of a stage
 
 
-@pytest.mark.parametrize("place", ["split", "loss", "backward"])
+@pytest.mark.parametrize("place", sampled(["split", "loss", "backward"], 2))
 def test_the_only_replica_does_the_work_again_itself(tmp_path: Path, place: str) -> None:
     run = exact_fit(Troubled(Trouble(tmp_path, eio()), place).double(), 1, 2)
     assert failures(run) == []
@@ -255,8 +256,7 @@ def test_what_the_only_replica_cannot_do_again_ends_the_run(tmp_path: Path, erro
 # ---------------------------------------------------------------------- again: the user's
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize(("pipelines", "most"), [(1, 4), (3, 4)])
+@pytest.mark.parametrize(("processes", "pipelines", "most"), sampled([(0, 1, 4), (0, 3, 4), (1, 1, 4), (1, 3, 4)], 2))
 def test_a_file_that_nobody_finds_ends_the_run_as_itself(
     tmp_path: Path, pipelines: int, most: int, processes: int
 ) -> None:
@@ -270,7 +270,7 @@ def test_a_file_that_nobody_finds_ends_the_run_as_itself(
     assert 2 <= len(trouble.processes) <= most  # of each stage that reads one worker, and then a peer or the same
 
 
-@pytest.mark.parametrize("place", ["loss", "optimizer", "hook"])
+@pytest.mark.parametrize("place", sampled(["loss", "optimizer", "hook"], 2))
 def test_an_error_that_a_peer_meets_too_ends_the_run_as_itself(tmp_path: Path, place: str) -> None:
     trouble = Trouble(tmp_path, eio(), once=False)
     with pytest.raises(OSError, match="Input/output error") as caught:

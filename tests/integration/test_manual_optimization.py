@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_recycle import ConfigurationError, ReCycleError, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.launch.processes import _ensure_fork_server, process_context
 
 PIPELINES = 3
 BATCH = 4  # of each worker
@@ -148,11 +149,25 @@ class Data(L.LightningDataModule):
         return DataLoader(samples, self.batch, sampler=sampler)
 
 
+class OwnParameters(L.Callback):
+    """With "forkserver" Lightning 2.6 lets the processes share the memory of the parameters, and all step them."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for tensor in itertools.chain(pl_module.parameters(), pl_module.buffers()):
+            tensor.data = tensor.data.clone()
+
+
 def under_ddp(model: L.LightningModule, **kwargs: Any) -> L.Trainer:
-    # With "forkserver" Lightning 2.6 lets the processes share the memory of the parameters, and all step them.
-    strategy = DDPStrategy(start_method="spawn", find_unused_parameters=True)
+    """Its processes are forked by the server that forks workers, which has imported what they need."""
+    process_context()
+    _ensure_fork_server()
+    strategy = DDPStrategy(start_method="forkserver", find_unused_parameters=True)
     trainer = L.Trainer(
-        accelerator="cpu", devices=PIPELINES, strategy=strategy, **{**QUIET, "max_epochs": EPOCHS, **kwargs}
+        accelerator="cpu",
+        devices=PIPELINES,
+        strategy=strategy,
+        callbacks=OwnParameters(),
+        **{**QUIET, "max_epochs": EPOCHS, **kwargs},
     )
     trainer.fit(model, Data())
     return trainer

@@ -1,8 +1,6 @@
 """Checkpoints: what one grid wrote another grid, or one device, goes on from, exactly."""
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.models import GLOBAL_BATCH, Regression, Scheduled, dataset
+from support.scripts import consolidated
 from support.training import difference, on_one_device, trainer
 from test_ties import AutoEncoder
 from torch import Tensor
@@ -133,9 +132,8 @@ def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_de
     assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "meta.pt"]
     resumed = run(MODELS[name]().double(), (1, 3), 2, ckpt_path=tmp_path / "step=6.ckpt")
     assert difference(resumed, uninterrupted(name)) < 1e-10
-    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(folder)]
-    subprocess.run([*command, "--output_file", str(tmp_path / "one.ckpt")], check=True, capture_output=True, timeout=60)
-    resumed = run(MODELS[name]().double(), ONE_DEVICE, 2, ckpt_path=tmp_path / "one.ckpt")
+    one = consolidated(folder, tmp_path / "one.ckpt")
+    resumed = run(MODELS[name]().double(), ONE_DEVICE, 2, ckpt_path=one)
     assert difference(resumed, uninterrupted(name)) < 1e-10
 
 

@@ -16,7 +16,6 @@ from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
 
 STEPS = 30
-pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

@@ -113,6 +113,7 @@ def test_every_worker_reads_what_it_is_given_and_no_folder_has_it(
         assert [worker.describe_exit(SECONDS) for worker in workers] == ["it exited with code 6"] * 3
 
 
+@pytest.mark.long
 def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()

@@ -4,8 +4,6 @@
 
 import functools
 import itertools
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +32,7 @@ from same_script import (
 )
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
+from support.scripts import consolidated
 from support.training import failures
 from torch import Tensor, nn
 from torch.nn import functional
@@ -44,7 +43,6 @@ from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 EPOCHS = 4
 AT_EPOCH_END = 12  # steps
-CONSOLIDATE = "lightning.pytorch.utilities.consolidate_checkpoint"
 
 
 class Counter(nn.Module):
@@ -134,7 +132,7 @@ def assert_same_training(one: Run, other: Run) -> None:
     assert one.progress == other.progress
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("name", sampled(CALLBACKS, 3))
 def test_averages_are_those_of_one_device(name: str, tmp_path: Path) -> None:
     one, grid = run_both(training(name), tmp_path)
     assert_same_training(one, grid)
@@ -189,7 +187,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "faults"), sampled(itertools.product(["EMAWeightAveraging", "StochasticWeightAveraging"], FAULTS), 4)
+    ("name", "faults"), sampled(itertools.product(["EMAWeightAveraging", "StochasticWeightAveraging"], FAULTS), 2)
 )
 def test_averages_are_those_of_one_device_though_a_worker_dies(name: str, faults: str, tmp_path: Path) -> None:
     run = on_grid(training(name, FaultInjectionCallback(FAULTS[faults])), tmp_path)
@@ -233,7 +231,7 @@ def test_no_worker_copies_more_than_its_stage(tmp_path: Path) -> None:
         itertools.product(
             ["WeightAveraging by epoch", "EMAWeightAveraging", "StochasticWeightAveraging"], [5, 10], [1, 2]
         ),
-        4,
+        3,
     ),
 )
 def test_who_joins_goes_on_with_the_averages_of_its_donor(name: str, joins: int, stages: int, tmp_path: Path) -> None:
@@ -296,7 +294,7 @@ def saved_by(run: Callable[..., Run], name: str, root: Path, stateful: bool = Fa
 AVERAGED = ["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"]
 
 
-@pytest.mark.parametrize("name", AVERAGED)
+@pytest.mark.parametrize("name", sampled(AVERAGED, 1))
 def test_checkpoints_hold_what_those_of_one_device_hold(name: str, tmp_path: Path) -> None:
     one = saved_by(on_one_device, name, tmp_path / "one")
     grid = saved_by(on_grid, name, tmp_path / "grid")
@@ -317,8 +315,7 @@ def checkpoints_of(name: str, writer: str) -> Path:
     saved = saved_by(on_grid, name, folder, save_distributed_checkpoint=writer == "sharded")
     if writer == "sharded":
         path = saved / f"step={AT_EPOCH_END}.ckpt"
-        command = [sys.executable, "-m", CONSOLIDATE, str(path), "--output_file", f"{path}.consolidated"]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        consolidated(path, Path(f"{path}.consolidated"))
     return saved
 
 

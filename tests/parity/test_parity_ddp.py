@@ -8,6 +8,8 @@ import torch
 from same_script import Run, assert_same
 from support.scripts import output_of
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Run]]:
@@ -15,12 +17,11 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Run]]
     found = {}
     for name in ("ddp", "recycle"):
         (root / name).mkdir()
-        output_of(Path(__file__).parent / "ddp_script.py", name, root / name, timeout=110)
+        output_of(Path(__file__).parent / "ddp_script.py", name, root / name, timeout=280)
         found[name] = (torch.load(root / name / "left.pt"), Run(None, None, root / name))
     return found
 
 
-@pytest.mark.long
 def test_the_weights_are_those_of_ddp(left: dict[str, tuple[Any, Run]]) -> None:
     assert_same(left["ddp"][0][0], left["recycle"][0][0])
 

@@ -8,6 +8,8 @@ from printing_script import SEPARATOR
 from same_script import Run
 from support.scripts import output_of
 
+pytestmark = pytest.mark.long
+
 ONE, GRID = "one", "grid"
 DEFAULTS, PLAIN = 0, 1
 
@@ -20,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> dict[str, list[str]]:
     """What each script printed on one device and on the grid, all processes of it."""
-    output = output_of(Path(__file__).parent / "printing_script.py", folder, timeout=115)
+    output = output_of(Path(__file__).parent / "printing_script.py", folder, timeout=280)
     outputs = output.replace("\r", "\n").split(SEPARATOR)[1:]
     return {ONE: outputs[:2], GRID: outputs[2:]}
 
@@ -36,7 +38,6 @@ def totals(text: str) -> list[str]:
     return sorted(line.strip() for line in text.splitlines() if any(w in line for w in wanted) and "|" not in line)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", [DEFAULTS, PLAIN], ids=["RichModelSummary", "ModelSummary"])
 def test_the_model_summary_shows_the_whole_model(printed: dict[str, list[str]], script: int) -> None:
     one, grid = printed[ONE][script], printed[GRID][script]

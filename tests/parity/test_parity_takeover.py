@@ -20,7 +20,7 @@ def sampled_outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dic
 
 
 def run_cases(folder: Path, cases: list[str]) -> dict[str, str]:
-    output = output_of(Path(__file__).parent / "takeover_script.py", folder, *cases, timeout=115)
+    output = output_of(Path(__file__).parent / "takeover_script.py", folder, *cases, timeout=280)
     return dict(zip(cases, output.replace("\r", "\n").split(SEPARATOR)[1:], strict=True))
 
 

@@ -33,10 +33,10 @@ def again(schedule: p.Schedule) -> list[int]:
 @pytest.mark.parametrize(
     ("failed", "capacity", "without", "with_quarter", "with_tenth"),
     [
-        (NOBODY, 2.0, 31, 27, 27),
+        pytest.param(NOBODY, 2.0, 31, 27, 27, marks=pytest.mark.exhaustive),
         (NOBODY, 1.5, 54, 33, 30),
         (FAILED, 2.0, 34, 34, 34),
-        (FAILED, 1.5, 61, 42, 42),
+        pytest.param(FAILED, 1.5, 61, 42, 42, marks=pytest.mark.exhaustive),
         (FAILED, 1.1, 61, 61, 47),
     ],
     ids=str,

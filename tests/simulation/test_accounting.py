@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_outages import DURATION, GRIDS, corruptions, outages, slowdowns
 from random_outages import small_model as model
+from support.drawn_examples import check_examples, examples
 
 from lightning_recycle import simulation as sim
 
@@ -38,9 +38,12 @@ POLICIES = [
 ]
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_the_parts_add_up_and_agree_with_the_failures(data) -> None:
+@examples(150, 2000)
+def test_the_parts_add_up_and_agree_with_the_failures(examples) -> None:
+    check_examples(check_failures, examples)
+
+
+def check_failures(data) -> None:
     policy = data.draw(st.sampled_from(POLICIES))
     pipelines, stages = data.draw(st.sampled_from(GRIDS))
     chosen = model(pipelines, stages)
@@ -59,9 +62,12 @@ def test_the_parts_add_up_and_agree_with_the_failures(data) -> None:
     assert result.tainted_samples == 0
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_the_parts_add_up_when_nodes_are_slow_and_wrong_as_well(data) -> None:
+@examples(150, 2000)
+def test_the_parts_add_up_when_nodes_are_slow_and_wrong_as_well(examples) -> None:
+    check_examples(check_slow_and_wrong_nodes, examples)
+
+
+def check_slow_and_wrong_nodes(data) -> None:
     policy = data.draw(st.sampled_from([policy for policy in POLICIES if not policy.ignores_failures]))
     watch = {"slow_after": data.draw(st.sampled_from([None, 0.0, 20.0]))}
     watch |= data.draw(st.sampled_from([{}, {"check_every": 0.0, "check_cost": 0.05}, {"check_every": 60.0}]))

@@ -1,12 +1,13 @@
 """A naive simulator written from the documentation comes to the same results, whatever fails."""
 
 import dataclasses
+import functools
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_simulator import AGREEMENT, NAIVE
 from random_outages import DURATION, GRIDS, corruptions, outages, slowdowns, small_model
+from support.drawn_examples import check_examples, examples
 
 from lightning_recycle import simulation as sim
 
@@ -44,9 +45,12 @@ NAMED = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(p
 
 
 @NAMED
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_both_simulators_agree(policy, data) -> None:
+@examples(12, 100)
+def test_both_simulators_agree(policy, examples) -> None:
+    check_examples(functools.partial(check_outages, policy), examples)
+
+
+def check_outages(policy, data) -> None:
     pipelines, stages = data.draw(st.sampled_from(GRIDS))
     chosen = model(pipelines, stages)
     extra = getattr(policy, "spares", 0) or data.draw(st.sampled_from([0, 3]))
@@ -55,9 +59,12 @@ def test_both_simulators_agree(policy, data) -> None:
 
 
 @NAMED
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_both_agree_on_slow_and_wrong_nodes(policy, data) -> None:
+@examples(12, 100)
+def test_both_agree_on_slow_and_wrong_nodes(policy, examples) -> None:
+    check_examples(functools.partial(check_slow_and_wrong_nodes, policy), examples)
+
+
+def check_slow_and_wrong_nodes(policy, data) -> None:
     policy = dataclasses.replace(policy, slow_after=None, check_every=data.draw(st.sampled_from([None, 0.0])))
     chosen = model(*data.draw(st.sampled_from(GRIDS)))
     cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0) or data.draw(st.sampled_from([0, 3])))

@@ -1,12 +1,22 @@
 """Scripts that a test starts as a user does."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-__all__ = ["output_of"]
+__all__ = ["consolidated", "output_of"]
+
+
+def consolidated(folder: str | Path, file: Path) -> Path:
+    """Lightning's command, run in this process, makes one checkpoint, ``file``, of the sharded one in ``folder``."""
+    command = "lightning.pytorch.utilities.consolidate_checkpoint"
+    with patch("sys.argv", [command, str(folder), "--output_file", str(file)]):
+        runpy.run_module(command, run_name="__main__")
+    return file
 
 
 def output_of(
