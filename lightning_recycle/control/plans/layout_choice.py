@@ -101,6 +101,7 @@ class LayoutChoice:
         self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: who told of it, and its place there
         self._fixed = ""  # why layers cannot move
         self._newest: LayoutAnswer | None = None
+        self._declined: LayoutAnswer | None = None
         self._asked = False  # something that nobody has answered yet
         self._asking: Asking[LayoutAnswer] = Asking("recycle-layouts", wake)
         self._foreseen = ForeseenLayouts()
@@ -138,8 +139,13 @@ class LayoutChoice:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the layout of now is the best one for those who train, by the newest answer."""
-        return self._newest is not None and not self._asked and self._newest.cuts == self.cuts
+        """Whether those who train keep the layout of now: the newest answer names it, or was declined."""
+        newest = self._newest
+        return newest is not None and not self._asked and (newest.cuts == self.cuts or newest is self._declined)
+
+    def decline(self, answer: LayoutAnswer) -> None:
+        """``answer`` has no consequences."""
+        self._declined = answer
 
     def ask_ahead(self, problems: Iterable[Problem], measured: Surroundings) -> None:
         """Begins to look for the best layouts for ``problems`` that may come next, and forgets what was found for

@@ -326,6 +326,7 @@ class RunPlans:
         why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts) or self._doubts(plan.gain)
         self._notes.append(("layout", {"why": (*plan.why(), *([f"it stays: {why}"] if why else []))}))
         if answer.cuts == answer.before or why:
+            self._layouts.decline(answer)
             return None
         details = {
             "gain": plan.gain,
