@@ -93,7 +93,9 @@ class _Sampler(threading.Thread):
                 try:
                     # The workers are children of the fork server, which looks like them.
                     if process.ppid() != launcher.pid and "forkserver" in " ".join(process.cmdline()):
-                        workers.append(Footprint.of(process))
+                        held = Footprint.of(process)
+                        if held.memory:  # none: it is ending
+                            workers.append(held)
                 except psutil.Error:  # it ended while we looked
                     continue
             largest = None

@@ -81,7 +81,7 @@ def test_nothing_is_split_before_it_was_tried(open_run: Callable[..., Run]) -> N
     run.steps()
     assert not splits(run.begin(DEAD))
     assert run.plans.better() == []
-    assert run.plans.take_choices() == []
+    assert run.plans.take_notes() == []
 
 
 def test_backwards_are_split_where_the_plan_saves_more_than_that_costs(open_run: Callable[..., Run]) -> None:
@@ -90,7 +90,8 @@ def test_backwards_are_split_where_the_plan_saves_more_than_that_costs(open_run:
     run.tried(CHEAP)
     (ready,) = run.plans.better()
     assert splits(ready.schedule)
-    (facts,) = run.plans.take_choices()
+    ((kind, facts),) = run.plans.take_notes()
+    assert kind == "chosen"
     assert facts["split"] is True
     assert facts["cost"] == pytest.approx(0.002 / 0.06)
     assert ready.details["gain"] == pytest.approx(facts["wins"])
@@ -107,7 +108,8 @@ def test_backwards_stay_fused_where_there_is_nothing_to_win(open_run: Callable[.
     run.steps()
     run.tried(trial)
     assert run.plans.better() == []
-    (facts,) = run.plans.take_choices()
+    ((kind, facts),) = run.plans.take_notes()
+    assert kind == "chosen"
     assert facts["split"] is False
     assert facts["wins"] <= 0.0
     assert not splits(run.begin(DEAD)), "planned ahead alike"
@@ -201,6 +203,6 @@ def test_without_the_choice_nothing_changes(open_run: Callable[..., Run]) -> Non
     assert splits(run.plans.schedules[-1])
     run.steps()
     run.tried(CROWDED)
-    assert run.plans.take_choices() == []
+    assert run.plans.take_notes() == []
     assert splits(run.begin(DEAD))
     assert run.plans.reasons() == {}
