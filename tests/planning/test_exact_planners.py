@@ -227,7 +227,7 @@ def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with
     problem = p.Problem(p.Grid(2, 3, 4), costs, frozenset({p.Worker(0, 1)}), DECOUPLED, (3, 3, 3))
     start = one_at_a_time(problem)
     assert not discretize(start, 500).exact
-    result = p.ExactPlanner("highs", time_limit=6.0, max_variables=4_000).improve(start)
+    result = p.ExactPlanner("highs", time_limit=15.0, max_variables=4_000).improve(start)
     p.validate(result.schedule)
     assert result.schedule.period <= 1.05 * p.heuristic(problem).period
     assert result.lower_bound <= result.schedule.period
@@ -290,7 +290,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def use(name: str) -> p.ExactPlanner:
         monkeypatch.setitem(exact_module.BACKENDS, "highs", f"fake_solvers:{name}")
-        return p.ExactPlanner("highs", time_limit=0.5 if name == "hang" else 20.0)
+        return p.ExactPlanner("highs", time_limit=0.5 if name == "hang" else 120.0)
 
     return use
 
