@@ -32,7 +32,7 @@ from typing import Any
 import lightning as L
 import torch
 from emulated import SleepingModel
-from harness import console, describe_machine, quieten
+from harness import console, describe_machine, fit, quieten
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -92,22 +92,16 @@ def _fit(
     pipelines, stages = grid
     options = {"pipeline_parallel_size": stages, "num_microbatches": _GLOBAL_MICROBATCHES // pipelines, **options}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            accelerator="cpu",
+        return fit(
+            module,
+            DataLoader(data, batch_size=_GLOBAL_BATCH // pipelines),
+            ReCycleStrategy(**options),
             devices=pipelines * stages,
-            strategy=ReCycleStrategy(**options),
-            max_steps=steps,
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            steps=steps,
+            callbacks=callbacks,
             default_root_dir=folder,
-            callbacks=list(callbacks),
             **kwargs,
         )
-        trainer.fit(module, DataLoader(data, batch_size=_GLOBAL_BATCH // pipelines))
-    return trainer
 
 
 # ---------------------------------------------------------------------- cases

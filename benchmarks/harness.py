@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -70,9 +71,11 @@ def fit(
     devices: int,
     steps: int,
     callbacks: Sequence[L.Callback] = (),
-    gradient_clip_val: float | None = None,
+    **options: Any,
 ) -> L.Trainer:
-    """Trains ``module`` for ``steps`` steps on ``devices`` CPU workers with nothing extra switched on."""
+    """Trains ``module`` for ``steps`` steps on ``devices`` CPU workers with nothing extra switched on but what the
+    Trainer's ``options`` say.
+    """
     quieten()
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the workers, before _Quiet is there
     # Workers inherit this; more threads than cores would measure the scheduler of the operating system.
@@ -83,12 +86,12 @@ def fit(
         strategy=strategy,
         max_steps=steps,
         max_epochs=-1,
-        gradient_clip_val=gradient_clip_val,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[_Quiet(), *callbacks],
+        **options,
     )
     trainer.fit(module, loader)
     return trainer

@@ -71,7 +71,7 @@ from lightning_recycle.runtime.layer_exchange import FixedLayers, LayerKeeper, L
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.machine_memory import peak_bytes
 from lightning_recycle.runtime.memory_meter import MemoryMeter
-from lightning_recycle.runtime.microbatch_records import Recomputation
+from lightning_recycle.runtime.microbatch_records import MicrobatchWatcher, Recomputation
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
 from lightning_recycle.runtime.shadow import Shadow
@@ -235,6 +235,7 @@ class Executor:
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
         explains = self.grid.pipelines > 1 and not self._needs_overflow and self._stage.differentiates_itself
         self._finite = FiniteChecks(self._client, self._stage, recompute, self._verifier, explains)
+        self._watchers: tuple[MicrobatchWatcher, ...] = (self._verifier, self._finite)
 
     # ------------------------------------------------------------------ a step
 
@@ -340,8 +341,8 @@ class Executor:
             for after in self.after_operation:
                 after(step, task.op)
             if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
-                self._verifier.completed(task)
-                self._finite.completed(task)
+                for watcher in self._watchers:
+                    watcher.completed(task)
         self._communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
@@ -358,8 +359,8 @@ class Executor:
         if task.source is not None:
             inputs = self._receive(step, task)
         stage, meter = self._stage, self._meter
-        self._verifier.takes(step, task, inputs, target)
-        self._finite.takes(step, task, inputs, target)
+        for watcher in self._watchers:
+            watcher.takes(step, task, inputs, target)
         split = task.decoupled or self._splits_anyway(task)
         watched = _NOTHING if meter is None else meter.forward(lambda: stage.kept(inputs))
         with self._profiled(step), self._measured(OpKind.FORWARD), watched, self._trying(OpKind.FORWARD, task):
@@ -370,8 +371,8 @@ class Executor:
                 if self._host.records_outputs:
                     with self._client.busy("a hook that sees outputs"):
                         self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
-        self._verifier.computed(task, output, self._losses.get(task.index))
-        self._finite.computed(task, output, self._losses.get(task.index))
+        for watcher in self._watchers:
+            watcher.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
             if self._profiler is not None:
                 self._profiler.sent(output)
@@ -399,8 +400,8 @@ class Executor:
                 if kind is OpKind.BACKWARD:
                     with self._trying(OpKind.BACKWARD_WEIGHT, task):
                         self._stage.backward_weight(task.index)
-        self._verifier.differentiated(task, grads, input_grads)
-        self._finite.differentiated(task, grads, input_grads)
+        for watcher in self._watchers:
+            watcher.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
             self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
 

@@ -2,8 +2,8 @@
 
 Concept: a :class:`LayerCopy` begins with the state of some layers after a step, and goes on with what each later step
 of the optimizer has used; both stream to the receiver. When all wait at the step boundary, the receiver needs only what
-has not arrived, and makes the steps itself (:class:`CatchingUp`). Whether it has come to the bits that the giver has, a
-checksum tells; if not, or if something is missing, it gets the layers whole.
+has not arrived, and makes the steps itself (:meth:`Copier.caught_up`). Whether it has come to the bits that the giver
+has, a checksum tells; if not, or if something is missing, it gets the layers whole.
 
 Contract: a copy ahead saves time and decides nothing. It ends with the generation that it was begun in.
 """
@@ -89,19 +89,17 @@ class LayersAhead:
         self._lock = threading.Lock()
         self._cancelled = threading.Event()  # connecting
         self._has_ended = False
-        given: dict[tuple[int, ...], list[Outgoing]] = {}
+        receivers: dict[tuple[int, ...], dict[int, Outgoing]] = {}  # by layers
         for one in transfers:
             if one.donor == rank:
-                outgoing = self._outgoing[one.receiver] = Outgoing()
-                given.setdefault(one.layers, []).append(outgoing)
-        for layers, outgoings in given.items():
-            copy = copier.copy(layers, len(outgoings), _to_all(outgoings))
-            for one in transfers:
-                if one.donor == rank and one.layers == layers:
-                    if copy is None:
-                        self._outgoing[one.receiver].close()
-                    else:
-                        self._copies[one.receiver] = copy
+                receivers.setdefault(one.layers, {})[one.receiver] = Outgoing()
+        for layers, outgoing in receivers.items():
+            self._outgoing.update(outgoing)
+            copy = copier.copy(layers, len(outgoing), _to_all(outgoing.values()))
+            if copy is not None:
+                self._copies.update(dict.fromkeys(outgoing, copy))
+        for receiver in self._outgoing.keys() - self._copies.keys():
+            self._outgoing[receiver].close()
         threading.Thread(target=self._connect, name="recycle-layers", daemon=True).start()
 
     def copy_for(self, receiver: int) -> LayerCopy | None:
@@ -160,7 +158,7 @@ class LayersAhead:
             self._done()
 
 
-def _to_all(outgoings: Sequence[Outgoing]) -> Callable[[Parcel], None]:
+def _to_all(outgoings: Collection[Outgoing]) -> Callable[[Parcel], None]:
     def tell(parcel: Parcel) -> None:
         for outgoing in outgoings:
             outgoing.put(parcel)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,16 @@ from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.runtime.stage import Stage
 
-__all__ = ["WEIGHT_GRADIENT", "MicrobatchRecord", "Recomputation", "Recorder", "is_sound", "mapped", "tensors_of"]
+__all__ = [
+    "WEIGHT_GRADIENT",
+    "MicrobatchRecord",
+    "MicrobatchWatcher",
+    "Recomputation",
+    "Recorder",
+    "is_sound",
+    "mapped",
+    "tensors_of",
+]
 
 _OUTPUT, _INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
 
@@ -69,6 +78,25 @@ def is_sound(values: Sequence[Tensor | float | None]) -> bool:
         elif value is not None and not math.isfinite(value):
             return False
     return True
+
+
+class MicrobatchWatcher(Protocol):
+    """Sees what a stage is given of each micro-batch, and what it makes of that; may record some.
+
+    Any method may raise :class:`~lightning_recycle.control.client.Interrupted`: what it has seen must not be committed.
+    """
+
+    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
+        """The forward of ``task`` begins."""
+
+    def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
+        """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
+
+    def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
+        """The backward of ``task``, given ``grads``, gave ``input_grads``."""
+
+    def completed(self, task: Task) -> None:
+        """The weight gradients of ``task`` are complete."""
 
 
 class Recorder:

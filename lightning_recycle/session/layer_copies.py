@@ -99,7 +99,8 @@ class FollowedLayers:
             for optimizer in optimizers
         ]
         skeleton, tensors = take_apart((list(parameters), states), travels)
-        self._copied = {id(tensor): (number, tensor) for number, tensor in enumerate(tensors)}
+        self._copied = tensors  # kept, so that nothing else gets their identities
+        self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._beginning = Parcel(_head(skeleton, tensors), [tensor.detach() for tensor in tensors], receivers)
         self._handles = [
             handle
@@ -116,7 +117,7 @@ class FollowedLayers:
         if lacks > len(self._steps):
             return None
         skeleton, tensors, facts = self._apart()
-        known = [self._copied.get(id(tensor), (None, None))[0] for tensor in tensors]
+        known = [self._places.get(id(tensor)) for tensor in tensors]
         used = [tensor for tensor, number in zip(tensors, known, strict=True) if number is not None]
         sent = [t.detach() if number is None else number for t, number in zip(tensors, known, strict=True)]
         missing = [(parcel.skeleton, parcel.tensors) for parcel in self._steps][len(self._steps) - lacks :]

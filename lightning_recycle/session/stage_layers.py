@@ -233,8 +233,12 @@ class StageLayers:
     def _weight(self, parameters: Iterable[nn.Parameter]) -> int:
         """Bytes of ``parameters``, and of their optimizers' states."""
         held = list(parameters)
-        states = [optimizer.state.get(p, {}) for optimizer in self._trainer.optimizers for p in held]
-        return _bytes(held) + sum(_bytes(_flat(state)) for state in states)
+        return _bytes(held) + self._state_bytes(held)
+
+    def _state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Of the optimizers' states of ``parameters``."""
+        optimizers = self._trainer.optimizers
+        return sum(_bytes(_flat(optimizer.state.get(p, {}))) for p in parameters for optimizer in optimizers)
 
     # ------------------------------------------------------------------ measuring
 
@@ -263,7 +267,7 @@ class StageLayers:
         return meters
 
     def _facts(self, meters: Mapping[int, _LayerMeter]) -> LayerFacts:
-        owned, optimizers = self.owned, self._trainer.optimizers
+        owned = self.owned
         with self._parts.handed_out(*owned) as modules:
             parameters = [list(module.parameters()) for module in modules]
             buffers = [list(module.buffers()) for module in modules]
@@ -277,10 +281,7 @@ class StageLayers:
                 _bytes(own) + _bytes(p for p in own if p.requires_grad) + _bytes(more)
                 for own, more in zip(parameters, buffers, strict=True)
             ),
-            optimizer_bytes=tuple(
-                sum(_bytes(_flat(optimizer.state.get(p, {}))) for optimizer in optimizers for p in own)
-                for own in parameters
-            ),
+            optimizer_bytes=tuple(map(self._state_bytes, parameters)),
             trains=tuple(any(p.requires_grad for p in own) for own in parameters),
             tied=self._parts.shared_layers(),
             fixed=why_layers_stay(self._trainer, self._parts, owned),

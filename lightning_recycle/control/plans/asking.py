@@ -14,11 +14,20 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Asking"]
+__all__ = ["Asking", "taken"]
 
 _Answer = TypeVar("_Answer")
 
 _END_SECONDS = 2.0  # for what is no longer wanted to end
+
+
+def taken(waiting: queue.SimpleQueue[_Answer]) -> list[_Answer]:
+    """All that is in ``waiting``, taken out of it."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(waiting.get_nowait())
+    return found
 
 
 class Asking(Generic[_Answer]):
@@ -51,11 +60,7 @@ class Asking(Generic[_Answer]):
 
     def take_answers(self) -> list[_Answer]:
         """What has been found since the last call."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._answers.get_nowait())
-        return found
+        return taken(self._answers)
 
     def close(self) -> None:
         """Gives up, and waits for the thread to leave no process behind."""

@@ -19,7 +19,6 @@ the same number of micro-batches, stay as they are if they fit.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import time
@@ -29,6 +28,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.ahead import PlanningAhead
+from lightning_recycle.control.plans.asking import taken
 from lightning_recycle.control.plans.needed import PlanInNeed
 from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError
 from lightning_recycle.control.plans.ready import ReadyPlan, ReadyPlans
@@ -443,11 +443,7 @@ class RunPlanner:
 
     def take_better(self) -> list[PlanResult]:
         """The plans found since the last call for those that were running."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._better.get_nowait())
-        return found
+        return taken(self._better)
 
     def close(self) -> None:
         """Stops planning ahead: gives up the plan that is being made, and waits until the thread has ended."""

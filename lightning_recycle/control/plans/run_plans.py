@@ -24,7 +24,7 @@ from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
 from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, LayoutChoice, Surroundings
 from lightning_recycle.control.plans.ready import newest
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.replanning import OperationSeconds, RunPlanner
 from lightning_recycle.control.plans.splitting import facts_of
 from lightning_recycle.control.plans.stage_levels import StageLevels
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
@@ -283,8 +283,8 @@ class RunPlans:
         """Looks for the best layout for those who train."""
         if self._measured_steps < _STEPS_BEFORE_LAYOUTS or not self._layouts.is_informed or not self.schedules:
             return
-        problem = self._planner.problem(self.schedules[-1].failed, self._known_seconds())
-        self._layouts.ask(problem, self._surroundings())
+        known = self._known_seconds()
+        self._layouts.ask(self._planner.problem(self.schedules[-1].failed, known), self._surroundings(known))
 
     def _ask_for_layouts_ahead(self) -> None:
         """Looks for the best layouts for every failure that may come next, once for those who train."""
@@ -297,14 +297,14 @@ class RunPlans:
         self._foreseen_for = now
         lost, known = next_losses(newest), self._known_seconds()
         problems = [self._planner.problem(newest.failed | {worker}, known) for worker in lost]
-        self._layouts.ask_ahead(problems, self._surroundings())
+        self._layouts.ask_ahead(problems, self._surroundings(known))
 
     def _known_seconds(self) -> dict[int, dict[str, float]]:
         """What operations take in each stage, by all workers and steps where that is known."""
         return {stage: {**seconds, **self._levels.of(stage)} for stage, seconds in self.operation_seconds.items()}
 
-    def _surroundings(self) -> Surroundings:
-        fused = {stage: seconds["BW"] for stage, seconds in self._known_seconds().items() if "BW" in seconds}
+    def _surroundings(self, known: OperationSeconds) -> Surroundings:
+        fused = {stage: seconds["BW"] for stage, seconds in known.items() if "BW" in seconds}
         link = (0.0, 0.0) if self._profile is None else (self._profile.latency, self._profile.bandwidth)
         return Surroundings(fused, link, self._record)
 
