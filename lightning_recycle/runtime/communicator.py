@@ -30,6 +30,9 @@ announces its tensors as a payload, which a transport carries (:mod:`~lightning_
 accepts messages shorter than the buffer (measured), so receives are posted ahead without knowing the shape, and shapes
 may change from micro-batch to micro-batch. Both sides size the buffer of a tag by its last message in the generation,
 so with steady shapes every value is one message, unless the transport is faster.
+
+What arrives otherwise than it was sent (:mod:`~lightning_recycle.runtime.message_sums`) ends the attempt at a step, as
+a broken connection does, and the next one sends it again; if that fails, too, the sender counts as unreachable.
 """
 
 from __future__ import annotations
@@ -63,11 +66,12 @@ from lightning_recycle.runtime.groups import (
 )
 from lightning_recycle.runtime.machine_errors import is_machine_error
 from lightning_recycle.runtime.mesh import Mesh
+from lightning_recycle.runtime.message_sums import sum_of_bytes, sum_of_tensors
 from lightning_recycle.runtime.reachability import Doorbell
 from lightning_recycle.runtime.sockets import OpenSockets
 from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import TAGS, Channel, GlooTransport, Transport, receive_all, send_all
-from lightning_recycle.runtime.wire import HEADER_BYTES, Layout, Value
+from lightning_recycle.runtime.wire import HEADER_BYTES, LAYOUT_BYTES, Layout, Value
 
 __all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "Reduction", "UnreachableError"]
 
@@ -98,8 +102,15 @@ class _Outbox:
     def __init__(self, layout: Layout, packed: bool, memory: HostMemory) -> None:
         self.layout, self.packed = layout, packed
         self.message = memory.empty((layout.packed_bytes if packed else HEADER_BYTES,))
-        self.message.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(packed), dtype=np.uint8)
+        self._bytes = self.message.numpy()
+        self._bytes[:LAYOUT_BYTES] = np.frombuffer(layout.header(packed), dtype=np.uint8)
+        self._sums = self._bytes[LAYOUT_BYTES:HEADER_BYTES].view(np.int64)
+        self._sums[0] = sum_of_bytes(self._bytes[:LAYOUT_BYTES])
         self.views = layout.views(self.message) if packed else []
+
+    def add_sum(self, tensors: Sequence[Tensor | None]) -> None:
+        """The message has its tensors, or will be followed by ``tensors``."""
+        self._sums[1] = sum_of_bytes(self._bytes[HEADER_BYTES:]) if self.packed else sum_of_tensors(tensors)
 
 
 class _Inbox:
@@ -108,17 +119,29 @@ class _Inbox:
     def __init__(self, capacity: int, memory: HostMemory) -> None:
         self.message = memory.empty((capacity,))
         self._bytes = self.message.numpy()
+        self._sums = self._bytes[LAYOUT_BYTES:HEADER_BYTES].view(np.int64)
         self._header = b""
         self.layout: Layout | None = None
         self.packed = False
         self.views: list[Tensor | None] = []
 
-    def read_header(self) -> None:
-        header = self._bytes[:HEADER_BYTES].tobytes()
+    def read_header(self) -> bool:
+        """Whether the header arrived as it was sent."""
+        header = self._bytes[:LAYOUT_BYTES].tobytes()
         if header != self._header:
+            if sum_of_bytes(self._bytes[:LAYOUT_BYTES]) != self._sums[0]:
+                return False
             self._header = header
             self.layout, self.packed = Layout.parse(header)
             self.views = self.layout.views(self.message) if self.packed else []
+        return True
+
+    def is_whole(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether the tensors, in the message or after it, arrived as they were sent."""
+        assert self.layout is not None
+        if not self.packed:
+            return int(self._sums[1]) in (0, sum_of_tensors(tensors))
+        return int(self._sums[1]) == sum_of_bytes(self._bytes[HEADER_BYTES : self.layout.packed_bytes])
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +184,8 @@ class Communicator:
     Attributes:
         on_progress: called when a part of a collective or a transfer, which may take long, has arrived, and while a
             transport connects that takes long.
-        alter_next: what it makes of the next value is sent instead of it, for fault injection; None for none.
+        alter_next: what it makes of the tensors of the next value is sent instead of them, as if they had changed on
+            their way, for fault injection; None for none.
     """
 
     def __init__(
@@ -200,6 +224,7 @@ class Communicator:
         self._inboxes: dict[_Key, _Inbox] = {}
         self._outboxes: dict[_Key, _Outbox] = {}
         self._is_prepared = False  # for the next generation
+        self._damagers: set[int] = set()  # ranks of which a message has been damaged in this step
 
     # ------------------------------------------------------------------ life cycle
 
@@ -352,9 +377,13 @@ class Communicator:
         with self._translated():
             incoming.end.wait(self._timeout)
             incoming.work.wait(self._timeout)
-            inbox.read_header()
-            assert inbox.layout is not None
+        if not inbox.read_header():
+            raise self.damaged(source)
+        assert inbox.layout is not None
+        with self._translated():
             tensors = inbox.views if inbox.packed else self._transport.receive(channel, inbox.layout, source, tag)
+        if not inbox.is_whole(tensors):
+            raise self.damaged(source)
         # It was sent after this worker's message under that tag in the other direction had arrived.
         answered = (_OTHER[channel], source, tag)
         self._sent.pop(answered, None)
@@ -371,8 +400,6 @@ class Communicator:
         The previous message under (channel, destination, tag) must have arrived: in a schedule the next one depends
         on what was computed from it.
         """
-        if self.alter_next is not None:
-            value, self.alter_next = self.alter_next(value), None
         key = (channel, destination, tag)
         layout = Layout.of(value)
         outbox = self._outboxes.get(key)
@@ -380,11 +407,14 @@ class Communicator:
         packed = layout.packed_bytes <= capacity
         if outbox is None or outbox.layout != layout or outbox.packed != packed:
             outbox = self._outboxes[key] = _Outbox(layout, packed, self._memory)
-        tensors = value if isinstance(value, tuple) else (value,)
+        tensors: Sequence[Tensor | None] = value if isinstance(value, tuple) else (value,)
         if packed:
             for view, tensor in zip(outbox.views, tensors, strict=True):
                 if view is not None and tensor is not None:
                     view.copy_(tensor.detach())
+        outbox.add_sum(tensors)
+        if self.alter_next is not None:
+            tensors = self._altered(outbox, tensors)
         with self._translated():
             group = self._groups[channel]
             sent = send_all(group, [outbox.message], destination, tag * TAGS)
@@ -394,6 +424,25 @@ class Communicator:
         self._sent[key] = sent
         self._sent_before.pop(key, None)
 
+    def _altered(self, outbox: _Outbox, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What is sent instead of ``tensors``, as if it had changed on its way."""
+        assert self.alter_next is not None
+        altered: tuple[Tensor | None, ...] = self.alter_next(tuple(tensors))
+        self.alter_next = None
+        for view, tensor in zip(outbox.views, altered, strict=False):
+            if view is not None and tensor is not None:
+                view.copy_(tensor.detach())
+        return altered
+
+    def damaged(self, source: int) -> CommunicationError:
+        """The error of a message from rank ``source`` that is not what was sent: it is sent again in the next attempt
+        at the step, and if that fails, too, there is no connection.
+        """
+        if source in self._damagers:
+            return UnreachableError((source,))
+        self._damagers.add(source)
+        return CommunicationError(f"A message of rank {source} is damaged: other bits arrived than were sent.")
+
     def buffers(self) -> list[Tensor]:
         """The buffers that stay from step to step; received values may share their memory."""
         return [box.message for boxes in (self._inboxes, self._outboxes) for box in boxes.values()]
@@ -401,6 +450,7 @@ class Communicator:
     def end_step(self) -> None:
         """Releases what was sent before the last call: all participants of a step received it before they proceeded."""
         self._sent_before, self._sent = self._sent, {}
+        self._damagers.clear()
         if not self._is_prepared:
             self._is_prepared = True
             self._transport.prepare()

@@ -5,7 +5,8 @@ is, and copied only if the next step of the optimizer comes before it has left (
 of the optimizer has used follows.
 
 Contract: nobody depends on what is sent here: a connection that fails, or is closed, leaves what has arrived
-completely. A connection on which nothing moves in the middle of a parcel fails after a while.
+completely. A connection on which nothing moves in the middle of a parcel fails after a while. Heads carry a sum; what
+else has changed on its way shows in the checksum of the layers that it leads to.
 
 Must not know: what a layer is; who decides what becomes of what has arrived.
 """
@@ -24,11 +25,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_recycle.runtime.message_sums import sum_of_bytes
+
 __all__ = ["Incoming", "Outgoing", "Parcel"]
 
 log = logging.getLogger(__name__)
 
-_HEAD = struct.Struct(">Q")  # bytes of the pickled head
+_HEAD = struct.Struct(">qqq")  # bytes of the pickled head, the same with all bits inverted, their sum
 _CHUNK_BYTES = 16 * 1024 * 1024  # for which a step of the optimizer has to wait
 _STALLED_SECONDS = 30.0  # without a byte, in the middle of a parcel
 _MOST_WAITING = 8  # parcels; a connection that is slower than the steps is given up
@@ -129,7 +132,7 @@ class Outgoing:
 
 def _send(sock: socket.socket, parcel: Parcel) -> None:
     head = pickle.dumps((parcel.skeleton, parcel.layouts))
-    sock.sendall(_HEAD.pack(len(head)) + head)
+    sock.sendall(_HEAD.pack(len(head), ~len(head), sum_of_bytes(head)) + head)
     for index in range(len(parcel.tensors)):
         offset = 0
         while len(chunk := parcel.chunk(index, offset)):
@@ -182,7 +185,9 @@ class Incoming:
         self._socket.settimeout(None)  # until the next step; a sender that is gone has a generation that ends this
         first = self._bytes(1)
         self._socket.settimeout(_STALLED_SECONDS)
-        head = self._bytes(_HEAD.unpack(first + self._bytes(_HEAD.size - 1))[0])
+        size, inverted, total = _HEAD.unpack(first + self._bytes(_HEAD.size - 1))
+        if size != ~inverted or sum_of_bytes(head := self._bytes(size)) != total:
+            raise ConnectionError("other bits arrived than were sent")
         skeleton, layouts = pickle.loads(head)
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in layouts]
         for tensor in tensors:

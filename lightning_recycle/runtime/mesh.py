@@ -7,7 +7,8 @@ everybody sends what he has to everybody, and adds up what arrives: one round, i
 
 Contract: :meth:`Mesh.sum` gives all workers the same bits, because all add in the order of their numbers. It raises an
 OSError if a connection ends, and leaves the tensor as it was: whoever cuts the sockets off, from any thread, ends it.
-Each part says which sum it is of and how long it is, so parts that do not belong together are an error.
+Each part says which sum it is of and how long it is, so parts that do not belong together are an error, and so is one
+that arrives otherwise than it was sent (:mod:`~lightning_recycle.runtime.message_sums`).
 
 Must not know: generations, Gloo, who is in the stage and how they connected.
 """
@@ -23,10 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_recycle.runtime.message_sums import sum_of_bytes
+
 __all__ = ["Mesh"]
 
 _MOST_BYTES = 256 * 1024  # that a worker sends to all others together; above, Gloo is as fast or faster (measured)
-_HEADER = struct.Struct("=QQ")  # number of the sum, bytes that follow; as long as an item of the largest dtype
+_HEADER = struct.Struct("=QQQ8x")  # number of the sum, bytes that follow, their sum; a multiple of the largest item
 
 
 class _Parts:
@@ -37,6 +40,11 @@ class _Parts:
         messages = {number: torch.empty(size, dtype=torch.uint8) for number in (rank, *peers)}
         self.bytes = {number: message.numpy().data for number, message in messages.items()}
         self.values = {number: message[_HEADER.size :].view(dtype) for number, message in sorted(messages.items())}
+        self._data = {number: message[_HEADER.size :].numpy() for number, message in messages.items()}
+
+    def total(self, number: int) -> int:
+        """The sum of the bytes of a part, for its header."""
+        return sum_of_bytes(self._data[number])
 
 
 @dataclass(eq=False)
@@ -86,15 +94,17 @@ class Mesh:
         parts = self._parts.get(key)
         if parts is None:
             parts = self._parts[key] = _Parts(*key, self._rank, self._links)
-        header = _HEADER.pack(self._sums, tensor.numel() * tensor.element_size())
+        expected = self._sums, tensor.numel() * tensor.element_size()
         self._sums += 1
-        parts.bytes[self._rank][: _HEADER.size] = header
         parts.values[self._rank].copy_(tensor.view(-1))
+        _HEADER.pack_into(parts.bytes[self._rank], 0, *expected, parts.total(self._rank))
         self._exchange(parts)
         for peer in self._links:
-            if parts.bytes[peer][: _HEADER.size] != header:
-                theirs = _HEADER.unpack(parts.bytes[peer][: _HEADER.size])
-                raise ConnectionError(f"sum {theirs[0]} of {theirs[1]} bytes came for {_HEADER.unpack(header)}")
+            number, size, total = _HEADER.unpack_from(parts.bytes[peer])
+            if (number, size) != expected:
+                raise ConnectionError(f"sum {number} of {size} bytes came for {expected}")
+            if total != parts.total(peer):
+                raise ConnectionError(f"the part of worker {peer} is damaged: other bits arrived than were sent")
         first, second, *others = parts.values.values()
         total = torch.add(first, second)
         for other in others:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.runtime.communicator import Communicator
+from lightning_recycle.runtime.message_sums import sum_of_tensors
 
 __all__ = ["receive_object", "send_object"]
 
@@ -27,10 +28,13 @@ def send_object(communicator: Communicator, value: Any, destination: int) -> Non
     # Parameters are pickled whole: they arrive as what they are.
     skeleton, tensors = take_apart(value, lambda tensor: type(tensor) is Tensor and tensor.layout is torch.strided)
     carried = [communicator.carries(tensor, destination) for tensor in tensors]
-    layouts = [(t.dtype, tuple(t.shape), by_device) for t, by_device in zip(tensors, carried, strict=True)]
-    head = pickle.dumps((skeleton, layouts))
-    communicator.send_bytes(torch.tensor([len(head)], dtype=torch.int64), destination)
-    communicator.send_bytes(torch.frombuffer(bytearray(head), dtype=torch.uint8), destination)
+    layouts = [
+        (t.dtype, tuple(t.shape), by_device, sum_of_tensors([t])) for t, by_device in zip(tensors, carried, strict=True)
+    ]
+    head = torch.frombuffer(bytearray(pickle.dumps((skeleton, layouts))), dtype=torch.uint8)
+    size = torch.tensor([len(head), ~len(head), sum_of_tensors([head])], dtype=torch.int64)
+    communicator.send_bytes(size, destination)
+    communicator.send_bytes(head, destination)
     for tensor, by_device in zip(tensors, carried, strict=True):
         communicator.send_bytes(tensor, destination, by_device)
 
@@ -39,16 +43,23 @@ def receive_object(communicator: Communicator, source: int) -> Any:
     """Receives an object that rank ``source`` sends with :func:`send_object`; tensors arrive on the CPU.
 
     Raises:
-        CommunicationError: if the generation is aborted.
+        CommunicationError: if the generation is aborted, or something arrives otherwise than it was sent.
     """
-    size = torch.empty(1, dtype=torch.int64)
+    size = torch.empty(3, dtype=torch.int64)
     communicator.receive_bytes(size, source)
-    head = torch.empty(int(size), dtype=torch.uint8)
+    length, inverted, total = size.tolist()
+    if length != ~inverted:
+        raise communicator.damaged(source)
+    head = torch.empty(length, dtype=torch.uint8)
     communicator.receive_bytes(head, source)
+    if sum_of_tensors([head]) != total:
+        raise communicator.damaged(source)
     skeleton, layouts = pickle.loads(head.numpy().tobytes())
     tensors = []
-    for dtype, shape, by_device in layouts:
+    for dtype, shape, by_device, total in layouts:
         tensor = torch.empty(shape, dtype=dtype)
         communicator.receive_bytes(tensor, source, by_device)
+        if total not in (0, sum_of_tensors([tensor])):
+            raise communicator.damaged(source)
         tensors.append(tensor)
     return put_together(skeleton, tensors)

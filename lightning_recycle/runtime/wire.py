@@ -1,6 +1,7 @@
 """Values between stages as bytes: a header that describes the tensors, and the tensors, packed behind it or separate.
 
-Every message carries its layout, so no shapes need to be agreed beforehand.
+Every message carries its layout, so no shapes need to be agreed beforehand. Behind the layout the header has room for
+two sums (:mod:`~lightning_recycle.runtime.message_sums`), of the layout and of the tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["HEADER_BYTES", "MAX_TENSORS", "Layout", "Value"]
+__all__ = ["HEADER_BYTES", "LAYOUT_BYTES", "MAX_TENSORS", "Layout", "Value"]
 
 Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
 """A value sent between stages: a tensor or a tuple of tensors; in gradients, an item may be None."""
@@ -29,8 +30,11 @@ _DTYPES: tuple[torch.dtype, ...] = (
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NONE = -1
 _WITH_GRADIENT = 64  # added to the code of a dtype
-_HEADER = struct.Struct("=128q")
-HEADER_BYTES = _HEADER.size
+_HEADER = struct.Struct("=126q")
+LAYOUT_BYTES = _HEADER.size
+"""Of a header, what describes the tensors."""
+
+HEADER_BYTES = LAYOUT_BYTES + 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Layout:
         return HEADER_BYTES + sum(_aligned(_num_bytes(*item[:2])) for item in self.tensors if item is not None)
 
     def header(self, packed: bool) -> bytes:
-        """The header, of HEADER_BYTES bytes.
+        """The header without its sums, of LAYOUT_BYTES bytes.
 
         Raises:
             ReCycleError: for too many tensors or dimensions, or a dtype that cannot be sent.
@@ -79,13 +83,13 @@ class Layout:
                     f" {', '.join(str(known).removeprefix('torch.') for known in _DTYPES)}."
                 )
             numbers += [_DTYPE_CODES[dtype] + _WITH_GRADIENT * has_gradient, len(shape), *shape]
-        if len(numbers) * 8 > HEADER_BYTES:
+        if len(numbers) * 8 > LAYOUT_BYTES:
             raise ReCycleError(f"The shapes of {len(self.tensors)} tensors between stages do not fit into a header.")
-        return _HEADER.pack(*numbers, *[0] * (HEADER_BYTES // 8 - len(numbers)))
+        return _HEADER.pack(*numbers, *[0] * (LAYOUT_BYTES // 8 - len(numbers)))
 
     @classmethod
     def parse(cls, header: bytes) -> tuple[Layout, bool]:
-        """The layout that ``header`` describes, and whether the tensors are packed behind it."""
+        """The layout that ``header``, without its sums, describes, and whether the tensors are packed behind it."""
         is_tuple, packed, count, *numbers = _HEADER.unpack(header)
         tensors: list[tuple[torch.dtype, tuple[int, ...], bool] | None] = []
         cursor = 0

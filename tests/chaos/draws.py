@@ -103,6 +103,7 @@ def _faults(rng: random.Random, common: Scenario) -> Scenario:
         return _lost_stage(rng, common)
     drawn = replace(common, faults=_survivable(rng, common), loader_processes=int(rng.random() < 0.1))
     drawn = replace(drawn, moves=_moves(random.Random(f"moves/{common.seed}"), drawn))
+    drawn = replace(drawn, flips=_flips(random.Random(f"flips/{common.seed}"), drawn))
     if rng.random() < 0.5:
         return replace(drawn, restart_workers=True, late_faults=_late(rng, drawn.faults))
     # A worker that moves leaves its stage with one worker less, so nothing may fail there.
@@ -119,6 +120,22 @@ def _moves(rng: random.Random, scenario: Scenario) -> tuple[tuple[int, tuple[int
         cuts = (0, *sorted(rng.sample(range(1, layers), scenario.stages - 1)), layers)
         found.append((step, tuple(end - start for start, end in pairwise(cuts))))
     return tuple(found)
+
+
+def _flips(rng: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
+    """A bit that flips in a message, or in each product of a worker that has another one beside it all the time."""
+    step, bit = rng.randrange(1, scenario.recipe.steps - 4), rng.choice((0, 20, None))
+    chosen = rng.random()
+    if chosen < 0.2 and scenario.stages > 1:
+        return (Fault("bitflip", *_anybody(rng, scenario), step, target="message", bit=bit),)
+    if chosen > 0.4 or scenario.recipe.clips:  # steps on a guess are not checked
+        return ()
+    hit = {(fault.pipeline, fault.stage) for fault in scenario.faults}
+    left = [[(d, s) for d in range(scenario.pipelines) if (d, s) not in hit] for s in range(scenario.stages)]
+    found = [position for of_stage in left if len(of_stage) > 1 for position in of_stage]
+    if not found:
+        return ()
+    return (Fault("bitflip", *rng.choice(found), step, target="matmul", every=1, bit=bit),)
 
 
 def _lost_stage(rng: random.Random, common: Scenario) -> Scenario:

@@ -41,7 +41,7 @@ def summary(results: Sequence[Result], seconds: float) -> str:
             )
     events: Counter[str] = sum((Counter(result.events) for result in results), Counter())
     drawn = list(scenarios.values())
-    kinds = Counter(fault.kind for scenario in drawn for fault in scenario.faults)
+    kinds = Counter(fault.kind for scenario in drawn for fault in (*scenario.faults, *scenario.flips))
     kinds += Counter(trouble.kind for scenario in drawn for trouble in scenario.troubles)
     worst = max((result.difference for result in results if result.difference is not None), default=0.0)
     lines += [

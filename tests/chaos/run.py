@@ -153,7 +153,7 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     happens: list[Any] = [
         HeartbeatCallback(_HEARTBEAT_INTERVAL, scenario.heartbeat_timeout),
         Diary(directory / "diary"),
-        FaultInjectionCallback(scenario.faults),
+        FaultInjectionCallback((*scenario.faults, *scenario.flips)),
         LateFaults(scenario.late_faults),
         Troubles(scenario.troubles, disks),
     ]
@@ -162,7 +162,7 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     if scenario.moves:
         happens.append(LayersMove(scenario.moves))
     options["callbacks"] = [*happens, *options["callbacks"]]
-    names = ("staggered", "decoupled", "shadow", "restart_workers", "normalize", "on_stage_lost")
+    names = ("staggered", "decoupled", "shadow", "restart_workers", "normalize", "on_stage_lost", "verify")
     strategy = {name: getattr(scenario, name) for name in names}
     if scenario.family == "signals":
         strategy["save_on_signal"] = True
@@ -175,7 +175,7 @@ def _prepare_to_resume(run: _Run) -> None:
     saved = next(run.directory.glob("hpc_ckpt_*.ckpt"))
     run.resumed_at = torch.load(saved, weights_only=False)["global_step"]
     run.model = make_model(run.scenario.recipe)
-    calm = replace(run.scenario, faults=(), late_faults=(), troubles=())
+    calm = replace(run.scenario, faults=(), flips=(), late_faults=(), troubles=())
     run.trainer = _trainer(calm, run.directory, run.checkpoints, run.disks)
 
 

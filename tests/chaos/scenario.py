@@ -171,6 +171,8 @@ class Scenario:
         loses_stage: whether all workers of a stage fail.
         strangers: whether a stranger connects to all ports.
         moves: the layers that each stage is to have, by the step after which that is asked for.
+        flips: bits that flip, in ways that are found before anything is committed: a message is damaged once, or all
+            products of a device are wrong.
     """
 
     seed: int
@@ -192,6 +194,12 @@ class Scenario:
     loses_stage: bool = False
     strangers: bool = False
     moves: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    flips: tuple[Fault, ...] = ()
+
+    @property
+    def verify(self) -> float:
+        """The share of the time for checks of computations: all that it takes where a device computes wrong results."""
+        return float(any(flip.target == "matmul" for flip in self.flips))
 
     @property
     def must_end_in_an_error(self) -> bool:
@@ -221,6 +229,7 @@ class Scenario:
             for fault in self.faults
         ]
         late = [f"late {f.kind}({f.pipeline},{f.stage})+{f.operations}" for f in self.late_faults]
-        happens = [*faults, *late, *map(str, self.troubles)]
+        flips = [f"flip {f.target}({f.pipeline},{f.stage})@{f.step}" for f in self.flips]
+        happens = [*faults, *flips, *late, *map(str, self.troubles)]
         happens += [f"layers {'/'.join(map(str, sizes))}@{step}" for step, sizes in self.moves]
         return f"{' '.join(name for name, shown in options.items() if shown) or '-'} | {' '.join(happens) or '-'}"

@@ -72,6 +72,7 @@ def test_scenarios_of_a_run_hold_every_family_kind_of_fault_and_option() -> None
     for option in ("restart_workers", "normalize", "staggered", "decoupled", "loses_stage", "strangers"):
         assert {bool(getattr(scenario, option)) for scenario in scenarios} == {True, False}
     assert {len(scenario.moves) for scenario in scenarios} == {0, 1, 2, 4}
+    assert {flip.target for scenario in scenarios for flip in scenario.flips} == {"message", "matmul"}
     assert {scenario.decoupled for scenario in scenarios} == {True, False, "auto"}
     for option in ("dropout", "clips", "stops", "keeps_best", "saves"):
         assert {bool(getattr(scenario.recipe, option)) for scenario in scenarios} == {True, False}

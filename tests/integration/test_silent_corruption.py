@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support.models import Regression
-from support.training import TOLERANCE, difference, fit
+from support.models import Regression, dataset
+from support.training import TOLERANCE, difference, fit, plain_loop
 from torch import Tensor, nn
 
 from lightning_recycle import ReCycleError, StageLostError
@@ -121,6 +121,16 @@ def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> No
     assert evicted(run) == [(0, 0)]
     fit(right, 2, 1)
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+def test_a_message_that_is_damaged_on_its_way_is_sent_again() -> None:
+    model = Regression().double()
+    expected = plain_loop(model, dataset())
+    run = fit(model, 2, 2, [Fault("bitflip", 0, 0, step=3, target="message")])
+    (disturbance,) = [event for event in run.strategy.history if event.kind == "disturbance"]
+    assert "is damaged" in disturbance.details["cause"]
+    assert corruptions(run) == evicted(run) == []
+    assert difference(model.state_dict(), expected) < TOLERANCE
 
 
 def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -> None:

@@ -7,6 +7,7 @@ watcher of a worker does.
 import os
 import pickle
 import queue
+import random
 import shutil
 import signal
 import tempfile
@@ -22,6 +23,7 @@ import psutil
 import torch
 from support.imitated_transport import imitated
 
+from lightning_recycle.callbacks.bitflips import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.processes import process_context
 from lightning_recycle.runtime.communicator import Channel, Communicator
@@ -258,6 +260,12 @@ def send(communicator: Communicator, values: Sequence[Any], destination: int, ta
     for value, tag in zip(values, tags, strict=True):
         communicator.send(FORWARD, _moved(value, communicator.device), destination, tag)
     communicator.end_step()
+
+
+def send_damaged(communicator: Communicator, value: Any, destination: int, tag: int) -> None:
+    """Sends ``value`` with a bit that flips on the way."""
+    communicator.alter_next = lambda sent: flipped(sent, None, random.Random(0))
+    communicator.send(FORWARD, value, destination, tag)
 
 
 def send_unusual(communicator: Communicator, kind: str) -> None:

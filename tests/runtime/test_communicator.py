@@ -99,6 +99,21 @@ def sample(dtype: torch.dtype, *shape: int) -> Tensor:
 # ---------------------------------------------------------------------- values between stages
 
 
+@pytest.mark.parametrize("size", [5, 1_000_000], ids=["inline", "large"])
+def test_a_damaged_message_is_an_error_and_the_next_one_in_a_step_a_broken_link(size: int) -> None:
+    team = Team(2, "gloo")
+    try:
+        for kind in (CommunicationError, UnreachableError):
+            team.regroup(0, 1)
+            team.members[1].start(tasks.receive, 0, [0], [0])
+            team.members[0].start(tasks.send_damaged, torch.ones(size), 1, 0)
+            with pytest.raises(Failure) as caught:
+                team.collect([team.members[1], team.members[0]])
+            assert caught.value.kind == kind.__name__
+    finally:
+        team.close()
+
+
 @pytest.mark.parametrize("size", [5, 20_000], ids=["inline", "large"])
 def test_values_of_every_dtype_arrive_as_they_were_sent(four: Team, size: int) -> None:
     four.regroup(0, 1)

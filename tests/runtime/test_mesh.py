@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_recycle.runtime.mesh import _HEADER, Mesh
+from lightning_recycle.runtime.message_sums import sum_of_bytes
 
 PATIENCE = 10.0  # seconds
 
@@ -112,8 +113,20 @@ def test_a_sum_without_progress_fails() -> None:
 @pytest.mark.parametrize("header", [(1, 8), (0, 4)], ids=["another sum", "another size"])
 def test_parts_that_do_not_belong_together_are_an_error(header: tuple[int, int]) -> None:
     meshes, ends = mesh_of(2)
-    ends[1, 0].send(_HEADER.pack(*header) + struct.pack("=2f", 1, 1))
+    ends[1, 0].send(_HEADER.pack(*header, 0) + struct.pack("=2f", 1, 1))
     tensor = torch.ones(2)
     with pytest.raises(ConnectionError, match=f"sum {header[0]} of {header[1]} bytes"):
+        meshes[0].sum(tensor)
+    assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("place", [_HEADER.size, 17], ids=["a number", "the sum in the header"])
+def test_a_part_that_changes_on_its_way_is_an_error(place: int) -> None:
+    meshes, ends = mesh_of(2)
+    message = bytearray(_HEADER.pack(0, 8, sum_of_bytes(struct.pack("=2f", 1, 1))) + struct.pack("=2f", 1, 1))
+    message[place] ^= 4
+    ends[1, 0].send(message)
+    tensor = torch.ones(2)
+    with pytest.raises(ConnectionError, match="part of worker 1 is damaged"):
         meshes[0].sum(tensor)
     assert tensor.tolist() == [1, 1]

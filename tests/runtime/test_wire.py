@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
+import pytest
 import torch
 
+from lightning_recycle.runtime.communicator import _Inbox, _Outbox
+from lightning_recycle.runtime.message_sums import sum_of_bytes, sum_of_tensors
 from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.wire import Layout
+from lightning_recycle.runtime.wire import HEADER_BYTES, Layout
 
 
 def test_a_header_says_which_gradients_are_wanted_back() -> None:
@@ -21,3 +27,52 @@ def test_a_header_says_which_gradients_are_wanted_back() -> None:
     parsed.value(kept)
     Layout.of((wanted.detach(), None, mask, tokens)).value(kept)
     assert not any(t.requires_grad for t in kept if t is not None), "a buffer may hold another kind of message next"
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1003])
+def test_every_flipped_bit_shows(size: int) -> None:
+    draw = random.Random(size)
+    data = np.frombuffer(draw.randbytes(size), dtype=np.uint8).copy()
+    whole = sum_of_bytes(data)
+    for bit in draw.sample(range(8 * size), min(100, 8 * size)):
+        data[bit // 8] ^= 1 << bit % 8
+        assert sum_of_bytes(data) != whole
+        data[bit // 8] ^= 1 << bit % 8
+    assert 0 < sum_of_bytes(data) == whole
+
+
+def test_tensors_have_the_sum_of_their_bits_in_order() -> None:
+    ones, square = torch.ones(3, dtype=torch.bfloat16), torch.randn(5, 7)
+    assert sum_of_tensors([ones, None, square.t()]) == sum_of_tensors([ones, square.t().contiguous()])
+    assert sum_of_tensors([ones, square]) != sum_of_tensors([square, ones])
+    assert sum_of_tensors([torch.empty(0), torch.tensor(True), torch.randn(2, dtype=torch.complex64).conj()]) > 0
+
+
+@pytest.mark.parametrize("size", [5, 100_000], ids=["packed", "payload"])
+def test_a_message_that_changes_on_its_way_is_not_whole(size: int) -> None:
+    memory, tensors = HostMemory(torch.device("cpu")), (torch.randn(size), None, torch.arange(3))
+    layout = Layout.of(tensors)
+    packed = size == 5
+    outbox, inbox = _Outbox(layout, packed, memory), _Inbox(64 * 1024, memory)
+    for view, tensor in zip(outbox.views, tensors, strict=False):
+        if view is not None and tensor is not None:
+            view.copy_(tensor)
+    outbox.add_sum(tensors)
+    sent = outbox.message.numpy()
+
+    def arrived(place: int | None = None, payload: tuple[torch.Tensor | None, ...] = tensors) -> bool:
+        inbox.message.numpy()[: len(sent)] = sent
+        if place is not None:
+            inbox.message.numpy()[place] ^= 4
+        return inbox.read_header() and inbox.is_whole(inbox.views if packed else payload)
+
+    assert not arrived(HEADER_BYTES - 20)
+    assert arrived()
+    assert arrived()
+    assert not arrived(3), "a header that has come before is not looked at again"
+    assert not arrived(HEADER_BYTES - 3)
+    assert arrived()
+    if packed:
+        assert not arrived(HEADER_BYTES + 7)
+    else:
+        assert not arrived(payload=(tensors[0] * 2, *tensors[1:]))

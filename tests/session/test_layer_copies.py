@@ -228,3 +228,23 @@ def test_a_connection_that_is_slower_than_the_steps_is_given_up() -> None:
     outgoing.start(mine)
     assert other.recv(1) == b""
     other.close()
+
+
+@pytest.mark.parametrize("place", [0, 9, 23, 30], ids=["its size", "the size inverted", "its sum", "its bytes"])
+def test_a_head_that_changes_on_its_way_ends_the_copies(place: int) -> None:
+    giver, between = ends()
+    outgoing = Outgoing()
+    outgoing.put(Parcel(b"skeleton", [torch.ones(3)]))
+    outgoing.start(giver)
+    message = bytearray()
+    between.settimeout(30)
+    while not message.endswith(torch.ones(3).numpy().tobytes()):
+        message += between.recv(4096)
+    message[place] ^= 4
+    relay, taker = ends()
+    begun = threading.Event()
+    incoming = Incoming(taker, 3, begun.set)
+    relay.sendall(message)
+    assert begun.wait(30)
+    assert incoming.parcels == []
+    outgoing.close()
