@@ -130,7 +130,6 @@ class Executor:
             their previous version; None if the memory is not to be measured.
         layers: changes the layers that this worker has; None if they stay.
         device_name: the name of its device, by which its machine knows it.
-        repeatable: whether a peer may compute a micro-batch of this worker once more.
         tries_splitting: whether it is measured in the first steps what it costs to split backwards.
 
     Attributes:
@@ -162,7 +161,6 @@ class Executor:
         held: Callable[[], Iterable[Tensor]] | None = None,
         layers: LayerKeeper | None = None,
         device_name: str = "",
-        repeatable: bool = False,
         tries_splitting: bool = False,
     ) -> None:
         self.worker = worker
@@ -187,7 +185,7 @@ class Executor:
         self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow_on_host = shadow_on_host
-        self._device_name, self._repeatable = device_name, repeatable
+        self._device_name = device_name
         self._hold(Holding(stage, parameters, gradients, ties))
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
@@ -219,7 +217,7 @@ class Executor:
         self._shadow = None if self._commits else Shadow(self._parameters, self._shadow_on_host)
         self._meter = None if self._held is None else MemoryMeter(self._communicator.device, self._all_held)
         # A guess, or the user's own backward, may differ.
-        comparing = self._repeatable and self._guesses is None and self._stage.differentiates_itself
+        comparing = self._guesses is None and self._stage.differentiates_itself
         recompute = Recomputation(
             self._stage, self._parameters, self.grid.global_microbatches, self._host.begin_microbatch
         )

@@ -109,8 +109,9 @@ class FiniteChecks:
 
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
-        if self._inspects:
-            self._recorders[task.index] = Recorder(self._stage, step, task, inputs, target)
+        recorder = Recorder.of(self._stage, step, task, inputs, target) if self._inspects else None
+        if recorder is not None:
+            self._recorders[task.index] = recorder
 
     def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
         """The forward of ``task`` gave ``output`` and on the last stage ``loss``.

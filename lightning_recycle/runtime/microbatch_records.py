@@ -12,6 +12,7 @@ Must not know: who asks, schedules, messages to other workers.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ __all__ = [
     "mapped",
     "tensors_of",
 ]
+
+log = logging.getLogger(__name__)
 
 _OUTPUT, _INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
 
@@ -115,6 +118,15 @@ class Recorder:
         wanted = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
         self._before = [owner[name].clone() for owner, name in _buffers(stage)]
         self.record = MicrobatchRecord(step, task.index, given, told, wanted, task.decoupled)
+
+    @classmethod
+    def of(cls, stage: Stage, step: int, task: Task, inputs: Any, target: Any) -> Recorder | None:
+        """A recorder, or None if what the stage is given cannot be sent to others."""
+        try:
+            return cls(stage, step, task, inputs, target)
+        except Exception as error:  # whatever an object of the user's raises that cannot be pickled
+            log.debug("Micro-batch %d cannot be recorded: %s", task.index, error)
+            return None
 
     def computed(self, output: Any, loss: Tensor | float | None) -> None:
         """The forward gave ``output``, and on the last stage ``loss``."""

@@ -4,6 +4,8 @@ Concept: in a step with checks each worker records its first micro-batch: what i
 output, of the gradient of the input, and of the weight gradients, if nothing else is in them yet. It sends the record
 to a peer, which computes the same at its CHECK and compares. If it gets other bits, it tells the coordinator and goes
 no further, so nobody can commit the step. Then all workers of the stage compute the record once more, and vote.
+Machines of other kinds may round in another way: they have no say, and a worker whose record comes from one computes
+its own once more instead, which shows errors that do not come again.
 
 Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.microbatch_records`). Nothing of the
 user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
@@ -84,6 +86,7 @@ class Verifier:
         self._checked_by: int | None = None
         self._incoming: Incoming | None = None
         self._recorder: Recorder | None = None
+        self._own: MicrobatchRecord | None = None  # what it is checked on, when it is complete
         self._disputed: MicrobatchRecord | None = None
         self._is_tried = False
 
@@ -103,7 +106,7 @@ class Verifier:
     def begin(self, step: int, whole: bool) -> None:
         """An attempt at ``step`` begins; ``whole``: this worker does all of it, and nobody has done so before."""
         ranks, every = self._program.checked, self._program.check_every
-        self._recorder = self._disputed = self._incoming = self._checks = self._checked_by = None
+        self._recorder = self._own = self._disputed = self._incoming = self._checks = self._checked_by = None
         if not self._possible or not whole or not ranks or step % every:
             return
         self._checks, self._checked_by = partners(ranks, self._client.rank, step // every)
@@ -119,7 +122,9 @@ class Verifier:
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
         if self._is_checked_on(task):
-            self._recorder = Recorder(self._stage, step, task, inputs, target)
+            self._recorder = Recorder.of(self._stage, step, task, inputs, target)
+            if self._recorder is None:
+                self._give_up("what its layers are given cannot be sent to another worker")
 
     def computed(self, task: Task, output: Any, loss: Any) -> None:
         """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
@@ -137,7 +142,7 @@ class Verifier:
             return
         if self.compares_weights:
             self._recorder.completed(self._recompute.gradients())
-        record = replace(self._recorder.record, machine=_machine())
+        record = self._own = replace(self._recorder.record, machine=_machine())
         self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
 
     # ------------------------------------------------------------------ checking
@@ -155,19 +160,21 @@ class Verifier:
         with self._client.waiting(f"rank {other}"):
             record = _from_message(self._communicator.receive(incoming))
         if record.machine != _machine():
-            return  # other kernels may round in another way
+            if self._own is None:
+                return
+            record, other = self._own, self._client.rank
         sums = self._recompute(record)
-        if not self._is_tried:
+        if not self._is_tried or (sums != record.sums and other == self._client.rank):
             self._is_tried = True
             if (again := self._recompute(record)) != sums:
-                self._give_up(record, sums, again)
+                self._give_up(f"{self._what_differs(record, sums, again)} gives other bits each time")
                 return
-        if sums == record.sums:
-            return
-        self.dispute(record, other, sums)
+        if sums != record.sums:
+            self.dispute(record, other, sums)
 
     def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
         """All workers of the stage are to compute ``record``, of rank ``other``, of which this worker got ``sums``.
+        Nobody has to if it is this worker's own, and it got something else at first.
 
         Raises:
             Interrupted: a new generation begins, and nobody commits the step before.
@@ -199,25 +206,23 @@ class Verifier:
             assert record is not None, "who disputed keeps the record"
             with self._stage.as_in_training(), self._client.busy("a disputed micro-batch"):
                 record = _to_device(record, self._communicator.device)
-                sums = self._recompute(record)
-                repeats = self._recompute(record) == sums
+                has_a_say = record.machine in ("", _machine())
+                sums = self._recompute(record) if has_a_say else {}
+                repeats = not has_a_say or self._recompute(record) == sums
             self._client.send(messages.Voted(rank, self._client.generation, sums, repeats, self._device))
         self._client.await_announcement(_VERDICT_TIMEOUT)
         raise Interrupted
 
-    def _give_up(self, record: MicrobatchRecord, sums: Mapping[str, bytes], again: Mapping[str, bytes]) -> None:
-        """Two computations of this worker gave different bits."""
+    def _give_up(self, cause: str) -> None:
         self._possible = False
-        layer = self._first_that_differs(record)
-        if layer is None:
-            layer = f"the {' and the '.join(name for name in sums if sums[name] != again[name])} of this stage"
-        log.warning("Computations cannot be compared: %s gives other bits each time it is computed.", layer)
-        self._client.send(messages.Incomparable(self._client.rank, layer))
+        log.warning("Computations cannot be compared: %s.", cause)
+        self._client.send(messages.Incomparable(self._client.rank, cause))
 
-    def _first_that_differs(self, record: MicrobatchRecord) -> str | None:
-        """The first layer whose output differs between two forwards."""
+    def _what_differs(self, record: MicrobatchRecord, sums: Mapping[str, bytes], again: Mapping[str, bytes]) -> str:
+        """The first layer whose output differs between two forwards; else which results of two computations do."""
         one, other = self._outputs(record), self._outputs(record)
-        return next((mine[0] for mine, again in zip(one, other, strict=False) if mine != again), None)
+        results = f"the {' and the '.join(name for name in sums if sums[name] != again[name])} of this stage"
+        return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
 
     def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
         """The checksum of what each layer without parts gives in a forward, with its name."""

@@ -36,7 +36,7 @@ from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.engines.requeue import requeue
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.cutting import parts_of
-from lightning_recycle.model.module import PipelineModule, global_seed
+from lightning_recycle.model.module import global_seed
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.numpy_state import quicken
@@ -349,6 +349,11 @@ class Session:
             self,
         )
         if by_itself:
+            if self.options.verify:
+                rank_zero_warn(
+                    f"verify={self.options.verify} has no effect: {type(trainer.lightning_module).__name__} has manual"
+                    " optimization, and what it steps cannot be computed a second time."
+                )
             self.manual = ManualSteps(
                 trainer,
                 held.stage.layers[0],
@@ -383,23 +388,11 @@ class Session:
             held=self._held_besides if held.parameters else None,
             layers=self._layers,
             device_name=self._device_name,
-            repeatable=self._is_repeatable(),
             tries_splitting=self._fitting and self.options.tries_splitting(self.grid.stages),
             needs_norm=needs.norm,
             needs_overflow=needs.overflow,
             presumes=self._leaves_gradients_alone if needs.afterwards else None,
         )
-
-    def _is_repeatable(self) -> bool:
-        """Whether layers and loss can run twice on a micro-batch, without what a step of the user's would do twice."""
-        if isinstance(self.module, PipelineModule):
-            return True
-        if self.options.verify:
-            rank_zero_warn(
-                f"verify={self.options.verify} has no effect: {type(self.trainer.lightning_module).__name__} is no"
-                " PipelineModule, and its training_step may do things that must not be done twice."
-            )
-        return False
 
     def _held_besides(self) -> Iterator[torch.Tensor]:
         """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states with

@@ -222,6 +222,9 @@ def dispute(claims: dict[int, Any], votes: dict[int, Any]) -> Dispute:
             {0: X, 1: Y}, {0: (X, False), 1: (Y, False), 2: (X, True)}, Finding.INCOMPARABLE, id="not-deterministic"
         ),
         pytest.param({0: Z, 1: Y}, {0: (X, True), 1: (X, True), 2: (X, True)}, [0, 1], id="both-were-wrong"),
+        pytest.param(
+            {0: X, 1: Y}, {0: (X, True), 1: (X, True), 2: ({}, True), 3: ({}, True)}, [1], id="others-have-no-say"
+        ),
     ],
 )
 def test_whoever_claimed_other_bits_than_the_majority_gets_was_wrong(claims: Any, votes: Any, found: Any) -> None:
@@ -263,6 +266,18 @@ def test_a_vote_evicts_who_was_wrong_and_its_loss_begins_the_next_generation() -
     assert len(messages(commands, m.Regroup)) == 1
 
 
+def test_who_got_something_else_twice_is_evicted_without_a_vote() -> None:
+    state = running(Checks())
+    state, commands = feed(state, disputed(2, 2, state))
+    assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
+    (record,) = records(commands, "corruption")
+    assert (record.rank, record.details["device"], record.details["kind"]) == (2, "cuda:1", "output")
+    assert "and got something else twice" in record.details["cause"]
+    _, commands = feed(state, s.Lost(2, "evicted"))
+    assert len(messages(commands, m.Regroup)) == 1
+    assert feed(state, replace(disputed(4, 4, state), generation=state.generation + 1))[1] == []
+
+
 def test_with_raise_a_vote_ends_the_run() -> None:
     state = vote_under_way("raise")
     state, _ = feed(state, *voted(state, {0: X, 2: Y, 4: X}))
@@ -295,7 +310,7 @@ def test_what_cannot_be_compared_is_not_compared_any_more_and_everybody_goes_on(
     assert len(messages(commands, m.Regroup)) == 1
     assert (state.checks.comparable, state.outcome) == (False, None)
     state = running(Checks())
-    state, commands = feed(state, m.Incomparable(1, "layer 3"), m.Incomparable(3, "layer 3"))
+    state, commands = feed(state, m.Incomparable(1, "layer 3"), m.Incomparable(3, "layer 4"))
     assert len(records(commands, "incomparable")) == len(messages(commands, m.Regroup)) == 1
 
 

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_recycle.control.protocol import messages, not_finite
-from lightning_recycle.control.protocol.corruption import Culprit, Dispute, Finding, Undecided, decide, judge
+from lightning_recycle.control.protocol.corruption import (
+    Culprit,
+    Dispute,
+    Finding,
+    Undecided,
+    decide,
+    judge,
+    own_error,
+)
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import (
     Command,
@@ -24,7 +32,16 @@ from lightning_recycle.control.protocol.state import (
     StageLost,
 )
 
-__all__ = ["add_checked", "add_dispute", "add_vote", "call_vote", "choose_healers", "compare", "give_up_comparing"]
+__all__ = [
+    "add_checked",
+    "add_dispute",
+    "add_own_error",
+    "add_vote",
+    "call_vote",
+    "choose_healers",
+    "compare",
+    "give_up_comparing",
+]
 
 _Next = tuple[MembershipState, tuple[Command, ...]]
 
@@ -136,7 +153,7 @@ def add_dispute(state: MembershipState, event: messages.Disputed) -> _Next | Non
     if event.generation != state.generation or state.regrouping or event.other not in state.live:
         return None
     claims = {event.rank: event.mine, event.other: event.theirs}
-    dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.other: event.device})
+    dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.rank: event.device})
     details = {
         "of": _place(state, event.other),
         "microbatch": event.microbatch,
@@ -144,6 +161,14 @@ def add_dispute(state: MembershipState, event: messages.Disputed) -> _Next | Non
     }
     record = Record("disputed", event.step, event.rank, details)
     return replace(state, checks=replace(state.checks, dispute=dispute)), (record,)
+
+
+def add_own_error(state: MembershipState, event: messages.Disputed) -> _Next | None:
+    """A worker got other bits twice than at first: no peer has to be asked. None if that is of no interest any more."""
+    if event.generation != state.generation or state.regrouping:
+        return None
+    dispute = Dispute(event.step, event.microbatch, event.rank, event.rank, {event.rank: event.theirs})
+    return _convict_of_computing(state, dispute, own_error(event))
 
 
 def call_vote(
@@ -210,7 +235,8 @@ def _convict_of_computing(
 ) -> _Next:
     rank, what = culprit.rank, " and ".join(culprit.kinds)
     others = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
-    cause = f"in step {dispute.step} it {did} {what} of micro-batch {dispute.microbatch}, says {others}"
+    says = f"says {others}" if culprit.right != (rank,) else "and got something else twice"
+    cause = f"in step {dispute.step} it {did} {what} of micro-batch {dispute.microbatch}, {says}"
     policy = state.checks.policy
     details = {
         "cause": cause, "kind": what, "proof": "computation", "device": culprit.device, "since": dispute.step - 1,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias
 
-from lightning_recycle.control.protocol.messages import Checked
+from lightning_recycle.control.protocol.messages import Checked, Disputed
 
 __all__ = [
     "EXCUSES_ALL",
@@ -39,6 +39,7 @@ __all__ = [
     "Undecided",
     "decide",
     "judge",
+    "own_error",
 ]
 
 POLICIES = ("evict", "heal", "raise")
@@ -149,14 +150,20 @@ class Finding(Enum):
     INCOMPARABLE = "computations cannot be compared"
 
 
+def own_error(told: Disputed) -> Culprit:
+    """The worker that got other bits twice than at first."""
+    return Culprit(told.rank, _differing(told.theirs, told.mine), (told.rank,), told.device)
+
+
 def decide(dispute: Dispute) -> tuple[Culprit, ...] | Finding:
-    """Who was wrong, when all have voted.
+    """Who was wrong, when all have voted; those without checksums have another kind of machine, and no say.
 
     The largest group of votes is right if it has at least two and no other is as large. Whoever claimed other bits at
     first was wrong then, whatever it gets now. If no group is, workers that repeat their own bits but not each other's
     may be different machines; of two nobody can say. If several do not repeat their own, the computation is not
     deterministic.
     """
+    dispute = replace(dispute, votes={rank: vote for rank, vote in dispute.votes.items() if vote[0]})
     shaky = [rank for rank, (_, repeats) in dispute.votes.items() if not repeats]
     if len(shaky) > 1:
         return Finding.INCOMPARABLE

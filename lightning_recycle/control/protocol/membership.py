@@ -139,9 +139,9 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         case messages.Raised():
             return _raised(state, event)
         case messages.Disputed():
-            return _begin_unless_over(state, checking.add_dispute(state, event))
+            return _disputed(state, event)
         case messages.Voted():
-            return _voted(state, event)
+            return _decided(state, checking.add_vote(state, event))
         case messages.NotFinite():
             return _begin_unless_over(state, not_finite.add_not_finite(state, event))
         case messages.Incomparable():
@@ -441,15 +441,21 @@ def _begin_unless_over(state: MembershipState, found: _Next | None) -> _Next:
 def _give_up_comparing(state: MembershipState, event: messages.Incomparable) -> _Next:
     if not state.checks.comparable:
         return state, ()
-    found = checking.give_up_comparing(state, f"{event.layer} gives other bits each time")
+    found = checking.give_up_comparing(state, event.cause)
     return found if state.regrouping else _begin_unless_over(state, found)
 
 
-def _voted(state: MembershipState, event: messages.Voted) -> _Next:
-    found = checking.add_vote(state, event)
+def _disputed(state: MembershipState, event: messages.Disputed) -> _Next:
+    if event.other == event.rank and event.mine != event.theirs:
+        return _decided(state, checking.add_own_error(state, event))
+    return _begin_unless_over(state, checking.add_dispute(state, event))
+
+
+def _decided(state: MembershipState, found: _Next | None) -> _Next:
+    """Begins a generation after a vote, unless votes are missing, or a loss begins the one that the voters wait for."""
     is_open = found is not None and found[0].checks.dispute is not None
     if found is None or is_open or any(isinstance(command, Evict) for command in found[1]):
-        return (state, ()) if found is None else found  # a loss begins the generation that the voters wait for
+        return (state, ()) if found is None else found
     return _begin_unless_over(state, found)
 
 

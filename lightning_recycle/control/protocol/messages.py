@@ -436,15 +436,17 @@ class Raised:
 @dataclass(frozen=True, slots=True)
 class Disputed:
     """The worker has computed micro-batch ``microbatch`` of ``step`` of its peer ``other`` once more, and got other
-    bits. It goes on in a newer generation only, as nobody may commit the step.
+    bits; or its own, twice, and got other bits than at first. It goes on in a newer generation only, as nobody may
+    commit the step.
 
     Args:
         rank: the worker.
         generation: the generation that it has entered.
         step, microbatch: what it computed; the index in the global batch.
-        other: the peer.
-        mine, theirs: the checksums of what it got, and of what the peer had got, by the same names.
-        device: the peer's device, by the name that its machine knows it by.
+        other: the peer, or the worker itself.
+        mine, theirs: the checksums of what it got, and of what the other had got, by the same names. Equal ones of the
+            worker itself are in question because of what they are.
+        device: the worker's device, by the name that its machine knows it by.
     """
 
     rank: int
@@ -488,12 +490,12 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True)
 class Incomparable:
-    """The worker gets other bits when it computes the same micro-batch twice, from ``layer`` on: computations cannot be
-    compared in this run.
+    """Computations cannot be compared in this run, for ``cause``: the worker gets other bits when it computes the same
+    micro-batch twice, or cannot send what it computes with.
     """
 
     rank: int
-    layer: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,150 @@
+"""Computations of other modules and machines are checked as well: ordinary modules, whose step must leave nothing
+behind when it is run once more; machines that round in another way; values that cannot be sent.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support.models import Regression, dataset
+from support.training import TOLERANCE, difference, fit
+from torch import Tensor, nn
+from torchmetrics import MeanAbsoluteError
+
+from lightning_recycle.callbacks import Fault
+from lightning_recycle.control.history import Event
+from lightning_recycle.runtime import verification
+
+VERIFY = {"verify": 1.0, "check_every": 1}
+WRONG = Fault("bitflip", 1, 0, step=3, target="activation")
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a quarantine of its own, in the folder that it runs in."""
+    monkeypatch.chdir(tmp_path)
+
+
+def events(run: L.Trainer, kind: str) -> list[Event]:
+    return [event for event in run.strategy.history if event.kind == kind]
+
+
+def logged(run: L.Trainer) -> dict[str, float]:
+    """What the module has logged."""
+    return {name: float(value) for name, value in run.callback_metrics.items() if not name.startswith("recycle/")}
+
+
+class Ordinary(L.LightningModule):
+    """Its step draws, logs, counts, collects, and changes a metric and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8), nn.Linear(8, 1)
+        )
+        self.error = MeanAbsoluteError()
+        self.samples, self.losses = 0, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        output = self.net(x)
+        loss = (output - y).square().mean()
+        self.samples += len(x)
+        self.losses.append(float(loss.detach()))
+        self.error(output, y)
+        self.log("error", self.error, on_epoch=True)
+        self.log("loss_sum", loss, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("grid", [(3, 1), (2, 2)])
+def test_a_step_of_an_ordinary_module_that_is_checked_leaves_nothing_behind(grid: tuple[int, int]) -> None:
+    model, other = Ordinary().double(), Ordinary().double()
+    faults = [Fault("kill", 0, grid[1] - 1, step=4)]
+    run = fit(model, *grid, faults, strategy=VERIFY)
+    plain = fit(other, *grid, faults)
+    assert not [event for event in run.strategy.history if event.kind in ("corruption", "disputed", "incomparable")]
+    assert difference(model.state_dict(), other.state_dict()) < TOLERANCE
+    assert (model.samples, model.losses) == (other.samples, pytest.approx(other.losses, abs=1e-12))
+    assert logged(run) == pytest.approx(logged(plain), abs=1e-12)
+
+
+@pytest.mark.parametrize("grid", [(3, 1), (3, 2)])
+def test_a_wrong_result_of_an_ordinary_module_is_not_committed(grid: tuple[int, int]) -> None:
+    model, right = Ordinary().double(), Ordinary().double()
+    run = fit(model, *grid, [Fault("bitflip", 1, 0, step=3, target="matmul", every=1)], strategy=VERIFY)
+    (found,) = events(run, "corruption")
+    assert (found.worker, found.step, found.details["proof"]) == ((1, 0), 3, "computation")
+    fit(right, *grid)
+    weights = [{n: v for n, v in one.state_dict().items() if "net.1." not in n} for one in (model, right)]
+    assert difference(*weights) < TOLERANCE
+
+
+class Unlike(Regression):
+    """Each pipeline, or each but the first, has machines of its own kind."""
+
+    def __init__(self, kinds: dict[int, str]) -> None:
+        super().__init__()
+        self.kinds = kinds
+
+    def on_fit_start(self) -> None:
+        kind = self.kinds[self.trainer.strategy.worker.pipeline]
+        verification._machine = lambda: kind
+
+
+@pytest.mark.parametrize("fault", [WRONG, Fault("kill", 1, 0, step=3)])
+def test_a_machine_of_its_own_kind_finds_the_errors_that_do_not_come_again_itself(fault: Fault) -> None:
+    model, right = Unlike({0: "a", 1: "b", 2: "c"}).double(), Regression().double()
+    run = fit(model, 3, 1, [fault], strategy=VERIFY)
+    found = [
+        (event.worker, "got something else twice" in event.details["cause"]) for event in events(run, "corruption")
+    ]
+    assert found == ([((1, 0), True)] if fault is WRONG else [])
+    assert [event.worker for event in events(run, "evicted")] == [worker for worker, _ in found]
+    fit(right, 3, 1)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+def test_machines_of_other_kinds_have_no_say() -> None:
+    model, right = Unlike({0: "a", 1: "a", 2: "b", 3: "b"}).double(), Regression().double()
+    run = fit(model, 4, 1, [WRONG], strategy=VERIFY)
+    assert [event.worker for event in events(run, "corruption")] == [(1, 0)]
+    fit(right, 4, 1)
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+class Unsendable:
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.function = x, lambda: x
+
+
+class Take(nn.Module):
+    def forward(self, given: Unsendable) -> Tensor:
+        return given.x
+
+
+class Given(Regression):
+    """Gives its first layer something that cannot be sent."""
+
+    def configure_pipeline(self) -> list[Any]:
+        return [Take(), *super().configure_pipeline()]
+
+    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+        return Unsendable(batch[0]), batch[1]
+
+
+def test_what_cannot_be_sent_is_not_checked_and_the_run_goes_on() -> None:
+    model, right = Given().double(), Given().double()
+    run = fit(model, 2, 1, strategy=VERIFY)
+    (event,) = events(run, "incomparable")
+    assert "cannot be sent" in event.details["cause"]
+    fit(right, 2, 1, data=dataset())
+    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
