@@ -339,7 +339,7 @@ def cost() -> None:
                 checks = plan_checks(schedule, 0.01)
                 free = [stage for stage, one in sorted(checks.items()) if one.free]
                 paid = {one.every for one in checks.values() if not one.free}
-                share = max((3 / (one.every * schedule.period) for one in checks.values() if not one.free), default=0.0)
+                share = max((one.costs / (one.every * schedule.period) for one in checks.values()), default=0.0)
                 places.add_row(
                     f"{'decoupled' if decoupled else '1F1B'}, {'staggered' if staggered else 'with a barrier'}",
                     str(len(lost)), f"{schedule.period:g}", str(free), str(max(paid, default="-")), f"{share:.2%}",

@@ -341,6 +341,11 @@ class ControlClient:
         self.await_announcement(timeout)
         raise Interrupted
 
+    def knows_loss(self, step: int) -> bool:
+        """Whether the mean loss of ``step`` is known already."""
+        with self._changed:
+            return self.member.knows_loss(step)
+
     def await_loss(self, step: int) -> messages.StepLoss:
         """Waits for the mean loss of ``step`` and what was sent with the losses.
 

@@ -8,8 +8,10 @@ that was found wrong. Peers take turns (:func:`partners`).
 Contract: no planner, validator or plan file knows of checks; the schedule stays as it is, and a CHECK is put between
 its operations. It is *free* if it fits into an idle time: between two operations, or before REDUCE if the worker idles
 afterwards for as long. If it is free for all workers of a stage, they check in every step; otherwise so seldom that
-it takes at most the allowed share of the time. A stage with one worker is not checked, nor is a schedule in lanes
-(:mod:`~lightning_recycle.planning.coded`): a place for each of its workers would have to be looked for.
+it takes at most the allowed share of the time. Nobody STEPs before all CHECKs of all stages are over, as a wrong
+activation or gradient has been handed on by then: what that costs where stages STEP at their own time counts, too. A
+stage with one worker is not checked, nor is a schedule in lanes (:mod:`~lightning_recycle.planning.coded`): a place for
+each of its workers would have to be looked for.
 
 Must not know: torch, how results are compared.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.grid import Worker
@@ -42,13 +44,19 @@ class StageChecks:
         ranks: its workers, in order.
         every: a check is in each step that is a multiple of this.
         places: for each worker the number of operations before its CHECK.
-        free: whether all of them are in idle times.
+        costs: seconds by which they make a step longer at most; 0 if all of them are in idle times, and nobody has to
+            wait for them.
     """
 
     ranks: tuple[int, ...]
     every: int
     places: Mapping[Worker, int]
-    free: bool
+    costs: float
+
+    @property
+    def free(self) -> bool:
+        """Whether they cost nothing."""
+        return self.costs <= _TOLERANCE
 
 
 def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
@@ -65,6 +73,12 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
         stages[worker.stage].append(worker)
     staggered = schedule.problem.technique.staggered
     barrier = max((_reduce(operations).end for operations in schedule.workers.values()), default=0.0)
+    # The latest moment at which each may STEP without a delay of its next step.
+    moments = [
+        max(_reduce(operations).end, operations[0].start + schedule.period - _after_reduce(operations))
+        for operations in schedule.workers.values()
+    ]
+    last_moment = min(moments, default=0.0) if staggered else barrier
     found: dict[int, StageChecks] = {}
     for stage, workers in stages.items():
         programs = {worker: schedule.workers[worker] for worker in workers}
@@ -77,11 +91,14 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
             worker: _place(operations, latest, seconds, operations[0].start + schedule.period if staggered else barrier)
             for worker, operations in programs.items()
         }
-        free = all(is_free for _, is_free in places.values())
+        waited = max(0.0, max(end for _, _, end in places.values()) - last_moment)
+        costs = max(waited, 0.0 if all(fits for _, fits, _ in places.values()) else seconds)
         ranks = tuple(sorted(schedule.grid.rank(worker) for worker in workers))
-        every = 1 if free else max(1, math.ceil(seconds / (share * schedule.period) - _TOLERANCE))
-        found[stage] = StageChecks(ranks, every, {worker: place for worker, (place, _) in places.items()}, free)
-    return found
+        found[stage] = StageChecks(ranks, 1, {worker: place for worker, (place, _, _) in places.items()}, costs)
+    # In the same steps, whose checks then delay the same next step.
+    dearest = max((checks.costs for checks in found.values()), default=0.0)
+    every = max(1, math.ceil(dearest / (share * schedule.period) - _TOLERANCE))
+    return {stage: checks if checks.free else replace(checks, every=every) for stage, checks in found.items()}
 
 
 def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
@@ -120,14 +137,21 @@ def _reduce(operations: Sequence[ScheduledOp]) -> ScheduledOp:
     return next(one for one in operations if one.op.kind is OpKind.REDUCE)
 
 
-def _place(operations: Sequence[ScheduledOp], ready: float, seconds: float, end: float) -> tuple[int, bool]:
-    """The place of a CHECK of ``seconds`` that begins after ``ready``, and whether it is free. ``end``: when the worker
-    goes on after REDUCE, with the next step if nobody waits for others, else when all are REDUCED.
+def _after_reduce(operations: Sequence[ScheduledOp]) -> float:
+    """What a worker does after REDUCE, in seconds."""
+    return sum(one.duration for one in operations[operations.index(_reduce(operations)) + 1 :])
+
+
+def _place(operations: Sequence[ScheduledOp], ready: float, seconds: float, end: float) -> tuple[int, bool, float]:
+    """The place of a CHECK of ``seconds`` that begins after ``ready``, whether it fits there, and when it is over.
+    ``end``: when the worker goes on after REDUCE, with the next step if nobody waits for others, else when all are
+    REDUCED.
     """
     reduce = operations.index(_reduce(operations))
     for index in range(1, reduce):
         begin = max(ready, operations[index - 1].end)
         if operations[index].start - begin >= seconds - _TOLERANCE:
-            return index, True
-    rest = operations[reduce + 1 :] if end > operations[-1].end else ()
-    return reduce, end - operations[reduce].end - sum(one.duration for one in rest) >= seconds - _TOLERANCE
+            return index, True, begin + seconds
+    rest = _after_reduce(operations) if end > operations[-1].end else 0.0
+    fits = end - operations[reduce].end - rest >= seconds - _TOLERANCE
+    return reduce, fits, max(ready, operations[reduce - 1].end if reduce else 0.0) + seconds

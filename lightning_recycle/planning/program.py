@@ -63,6 +63,7 @@ class Program:
         checked: the ranks of the workers of its stage that check each other's computations, itself among them; none
             if it takes part in no checks. Then there is a CHECK among the tasks.
         check_every: they do so in each step that is a multiple of this.
+        checks: those steps of all stages, as their multiples: nobody applies such a step before all checks are over.
     """
 
     tasks: tuple[Task, ...] = ()
@@ -71,6 +72,11 @@ class Program:
     decoupled: bool = False
     checked: tuple[int, ...] = ()
     check_every: int = 1
+    checks: tuple[int, ...] = ()
+
+    def has_checks(self, step: int) -> bool:
+        """Whether workers of any stage check each other in ``step``."""
+        return any(step % every == 0 for every in self.checks)
 
 
 class Programs:
@@ -85,6 +91,7 @@ class Programs:
     def __init__(self, schedule: Schedule, verify: float = 0.0) -> None:
         self._schedule = schedule
         self._verifies, self._checks = verify > 0, plan_checks(schedule, verify)
+        self._every = tuple(sorted({checks.every for checks in self._checks.values()}))
         self._links = links(schedule)
         self._idle_stages = {worker.stage for worker in schedule.idle_workers()}
 
@@ -110,6 +117,7 @@ class Programs:
             self._schedule.problem.technique.decoupled,
             () if checks is None else checks.ranks,
             1 if checks is None else checks.every,
+            self._every,
         )
 
 

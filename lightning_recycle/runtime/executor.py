@@ -320,7 +320,8 @@ class Executor:
                     losses = {index: float(loss) for index, loss in self._losses.items()}
                     if step == self.version:
                         self._finite.losses(step, losses)
-                    self._client.send(messages.Losses(self._client.rank, step, losses, self._outputs))
+                    checked = self._verifier.leaves_open(step)
+                    self._client.send(messages.Losses(self._client.rank, step, losses, self._outputs, checked))
             elif kind is OpKind.RECOMPUTE:
                 self._recompute(step, task)
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
@@ -669,6 +670,8 @@ class Executor:
         self._incoming = {}
         announced = self._client.enter_generation()
         version = -1 if self._joining else self.version
+        if self._verifier.leaves_open(self.version):
+            self._reduced, self._payload = False, None
         status = WorkerStatus(self.worker.stage, version, self._reduced, not self.is_settled)
         self._client.doing(self.version, "recovery", _RECOVER)
         self._place = (self.version, "recovery")

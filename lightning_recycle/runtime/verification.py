@@ -7,6 +7,9 @@ no further, so nobody can commit the step. Then all workers of the stage compute
 Machines of other kinds may round in another way: they have no say, and a worker whose record comes from one computes
 its own once more instead, which shows errors that do not come again.
 
+A result that is found wrong has been handed on to other stages. So all say when they have nothing against a step
+(:class:`~lightning_recycle.control.protocol.messages.Passed`), and nobody applies it before.
+
 Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.microbatch_records`). Nothing of the
 user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
 Before its first check a worker computes the record twice: if that gives different bits, computations cannot be
@@ -89,6 +92,7 @@ class Verifier:
         self._own: MicrobatchRecord | None = None  # what it is checked on, when it is complete
         self._disputed: MicrobatchRecord | None = None
         self._is_tried = False
+        self._open = -1  # the step that all must have passed
 
     # ------------------------------------------------------------------ being checked
 
@@ -107,10 +111,22 @@ class Verifier:
         """An attempt at ``step`` begins; ``whole``: this worker does all of it, and nobody has done so before."""
         ranks, every = self._program.checked, self._program.check_every
         self._recorder = self._own = self._disputed = self._incoming = self._checks = self._checked_by = None
+        # Once its loss is known some may have applied the step: what others make of it can be held back no more.
+        self._open = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
+        if self._open < 0:
+            return
         if not self._possible or not whole or not ranks or step % every:
+            self._pass()
             return
         self._checks, self._checked_by = partners(ranks, self._client.rank, step // every)
         self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
+
+    def leaves_open(self, step: int) -> bool:
+        """Whether the results of the newest attempt at ``step`` have not been passed by all. They may all be wrong."""
+        return step == self._open and not self._client.knows_loss(step)
+
+    def _pass(self) -> None:
+        self._client.send(messages.Passed(self._client.rank, self._client.generation, self._open))
 
     @property
     def _tag(self) -> int:
@@ -161,6 +177,7 @@ class Verifier:
             record = _from_message(self._communicator.receive(incoming))
         if record.machine != _machine():
             if self._own is None:
+                self._pass()
                 return
             record, other = self._own, self._client.rank
         sums = self._recompute(record)
@@ -171,6 +188,7 @@ class Verifier:
                 return
         if sums != record.sums:
             self.dispute(record, other, sums)
+        self._pass()
 
     def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
         """All workers of the stage are to compute ``record``, of rank ``other``, of which this worker got ``sums``.

@@ -54,7 +54,7 @@ class Gated(HeuristicPlanner):
 
     def plan(self, problem: Problem) -> Schedule:
         if os.getpid() != self.home:
-            report = self.report.with_suffix(".new")
+            report = self.report.with_suffix(f".{threading.get_native_id()}")  # two may be asked for at a time
             report.write_text(str(os.getpid()))
             report.rename(self.report)
             while not self.gate.exists():

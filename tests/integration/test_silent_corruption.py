@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,42 @@ def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> No
     assert evicted(run) == [(0, 0)]
     fit(right, 2, 1)
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+class Hesitating(nn.Module):
+    """Hands on what it is given, after a while in a forward that is none of the step's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            time.sleep(0.3)
+        return x
+
+
+class Late(Regression):
+    """Later stages are ready to step long before the first one has checked anything."""
+
+    def configure_pipeline(self) -> list[Any]:
+        return [Hesitating(), *super().configure_pipeline()]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if isinstance(self.layers[0], Hesitating):
+            self.layers[0].left = 4  # micro-batches of a worker
+
+
+@pytest.mark.parametrize("staggered", [True, False])
+@pytest.mark.parametrize("wrong", [(1, 0), (1, 1)])
+def test_no_stage_keeps_what_it_made_of_a_wrong_result_of_another_one(wrong: tuple[int, int], staggered: bool) -> None:
+    model, right = Late().double(), Regression().double()
+    fault = Fault("bitflip", *wrong, step=3, target="matmul", every=1)
+    run = fit(model, 3, 2, [fault], strategy={**VERIFY, "staggered": staggered, "adapt": "reroute"}, max_steps=6)
+    assert [(event.worker, event.step) for event in corruptions(run)] == [(wrong, 3)]
+    values = zip(model.state_dict().values(), plain_loop(right, dataset(), steps=6).values(), strict=True)
+    assert max(float((ours - theirs).abs().max()) for ours, theirs in values) < TOLERANCE
 
 
 def test_a_message_that_is_damaged_on_its_way_is_sent_again() -> None:

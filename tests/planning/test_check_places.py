@@ -52,10 +52,13 @@ def test_a_free_check_takes_no_longer_than_the_worker_idles_in_a_period(whole: S
 
 def test_checks_are_free_where_a_pipeline_has_bubbles() -> None:
     drained = plan_checks(schedule(decoupled=False, staggered=True), 0.01)  # 1F1B: 27 slots, 18 of them busy
-    assert [checks.free for _, checks in sorted(drained.items())] == [False, True, True, True]
+    # Stage 1 has room for its own, but stage 0 would have to wait for it before its STEP.
+    assert [checks.free for _, checks in sorted(drained.items())] == [False, False, True, True]
+    assert [checks.costs for _, checks in sorted(drained.items())] == [3, 1, 0, 0]
     barrier = plan_checks(schedule(decoupled=False, staggered=False), 0.01)  # REDUCE after 27, 25, 23 and 21 slots
     assert [checks.free for _, checks in sorted(barrier.items())] == [False, False, True, True]
-    assert {(checks.free, checks.every) for checks in plan_checks(schedule(), 0.01).values()} == {(False, 16)}
+    # Nobody idles, and the last stage is done 5 slots after the first one has begun its next step.
+    assert {(checks.free, checks.every) for checks in plan_checks(schedule(), 0.01).values()} == {(False, 27)}
     full = schedule(Grid(2, 1, 3))  # no pipeline, no bubbles: 9 slots of work, 3 of which are checked
     assert [(c.free, c.every) for c in plan_checks(full, 0.01).values()] == [(False, 34)]
     assert [(c.free, c.every) for c in plan_checks(full, 0.5).values()] == [(False, 1)]

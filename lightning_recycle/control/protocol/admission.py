@@ -140,6 +140,8 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             | messages.Disputed()
         ):
             return _unless(-1 <= message.step <= newest, f"step {message.step} cannot have begun")
+        case messages.Passed():
+            return _unless(0 <= message.step <= newest, f"step {message.step} cannot have begun")
         case messages.NotFinite():
             if not -1 <= message.microbatch < state.grid.global_microbatches:
                 return f"there is no micro-batch {message.microbatch}"

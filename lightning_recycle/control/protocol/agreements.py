@@ -1,7 +1,9 @@
 """What the workers agree on while the roster stays: losses, commits, applied steps, control collectives. Pure.
 
-The losses of a step are collected by micro-batch, whoever computed them and however often. A step counts as committed
-once every live worker has applied it; the facts that workers report of it are compared. Where stages must agree
+The losses of a step are collected by micro-batch, whoever computed them and however often. Nobody applies a step before
+they are known to all; where workers check each other's computations that is not before all have passed the step in one
+generation, as a wrong result of one may be in those of all. A step counts as committed once every live worker has
+applied it; the facts that workers report of it are compared. Where stages must agree
 before they step (see Commit), they are answered once every live worker is REDUCED. Control collectives are numbered by
 the workers' own program order, outlive generations, and complete when every live worker has arrived. A worker that does
 another thing instead, or has begun a later step than those that wait, has left one out and never comes: the run ends.
@@ -34,10 +36,12 @@ __all__ = [
     "add_arrival",
     "add_commit",
     "add_losses",
+    "add_pass",
     "check_attendance",
     "count_steps",
     "end",
     "forget_retracted",
+    "forget_unproven",
     "settle",
 ]
 
@@ -81,17 +85,46 @@ def add_losses(state: MembershipState, event: messages.Losses) -> tuple[Membersh
     known = {**event.losses, **state.losses.get(event.step, {})}
     outputs = {**event.outputs, **state.outputs.get(event.step, {})}
     state = state.updated(losses={**state.losses, event.step: known}, outputs={**state.outputs, event.step: outputs})
+    if event.checked and event.step > state.unproven:
+        state = replace(state, unproven=event.step)
+    return _sum_up(state, event.step)
+
+
+def add_pass(state: MembershipState, event: messages.Passed) -> tuple[MembershipState, tuple[Command, ...]]:
+    """A worker has no doubt about its peers' results in a step."""
+    if event.generation != state.generation or state.regrouping or event.step < state.summed:
+        return state, ()
+    return _sum_up(state.updated(passes={**state.passes, event.rank: event.step}), event.step)
+
+
+def forget_unproven(state: MembershipState) -> MembershipState:
+    """When all run a step again that not all have passed: drops its losses, as they drop the rest of it."""
+    if state.unproven < state.summed:
+        return state
+    return state.updated(
+        losses={step: value for step, value in state.losses.items() if step != state.unproven},
+        outputs={step: value for step, value in state.outputs.items() if step != state.unproven},
+        unproven=-1,
+    )
+
+
+def _sum_up(state: MembershipState, step: int) -> tuple[MembershipState, tuple[Command, ...]]:
+    """Tells all the loss of ``step`` if it is known, and proven where it must be."""
+    known, outputs = state.losses.get(step, {}), state.outputs.get(step, {})
     if len(known) < state.grid.global_microbatches:
+        return state, ()
+    if step == state.unproven and (len(state.passes) < len(state.live) or min(state.passes.values()) < step):
         return state, ()
     loss = sum(known[index] for index in sorted(known)) / len(known)
     state = state.updated(
-        losses={step: value for step, value in state.losses.items() if step > event.step},
-        outputs={step: value for step, value in state.outputs.items() if step > event.step},
-        summed=event.step + 1,
+        losses={other: value for other, value in state.losses.items() if other > step},
+        outputs={other: value for other, value in state.outputs.items() if other > step},
+        summed=step + 1,
+        passes={},
     )
     # All take from this one message whether the run stops or ends after the step, so all do it after the same one.
-    check_next = state.checks.is_announced_by(event.step)
-    told = messages.StepLoss(event.step, loss, outputs=outputs, after_step=state.after_step, check_next=check_next)
+    check_next = state.checks.is_announced_by(step)
+    told = messages.StepLoss(step, loss, outputs=outputs, after_step=state.after_step, check_next=check_next)
     return state, (Send(state.roster, told),)
 
 

@@ -279,6 +279,10 @@ class Member:
         found = self._committed
         return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
 
+    def knows_loss(self, step: int) -> bool:
+        """Whether the mean loss of ``step`` is known; all workers that have entered a generation know the same."""
+        return step in self._losses
+
     def loss(self, step: int) -> messages.StepLoss | None:
         """The mean loss of ``step``; earlier ones are forgotten once it is there."""
         found = self._losses.get(step)

@@ -177,6 +177,8 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             return replace(state, version=event.version, passed=0, summed=event.version), ()
         case messages.Losses():
             return agreements.add_losses(state, event)
+        case messages.Passed():
+            return agreements.add_pass(state, event)
         case messages.Applied():
             return agreements.add_applied(state, event)
         case messages.Commit():
@@ -213,6 +215,7 @@ def _begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> _N
         reports={},
         commits={},
         committed=-1,
+        passes={},
         pause=None,
         pauses=0,
         plan=None,
@@ -326,7 +329,7 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     if state.reports.keys() != state.live:
         return state, ()
     joining = frozenset(rank for rank, report in state.reports.items() if report.status.version < 0)
-    state = replace(state, joining=joining)
+    state = replace(agreements.forget_unproven(state), joining=joining)
     for stage in range(state.grid.stages):
         if not state.holders(stage):
             return _lose_stage(state, stage)

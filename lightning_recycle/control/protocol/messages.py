@@ -259,12 +259,23 @@ class Losses:
     """Losses of micro-batches of ``step``, by global index; sent before any gradient of the last of them.
 
     ``outputs``: what hooks did with the outputs, by the same index, if there are such hooks; passed on unread.
+    ``checked``: whether nobody may take them as known before all have :class:`Passed` the step.
     """
 
     rank: int
     step: int
     losses: Mapping[int, float]
     outputs: Mapping[int, bytes] = field(default_factory=dict)
+    checked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """In ``step`` workers check each other's computations, and this one has found nothing, or has nothing to check."""
+
+    rank: int
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -975,6 +986,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Report,
     Broken,
     Losses,
+    Passed,
     Applied,
     Profiled,
     Measured,

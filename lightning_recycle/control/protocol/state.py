@@ -118,6 +118,7 @@ MembershipEvent: TypeAlias = (
     | messages.Report
     | messages.Broken
     | messages.Losses
+    | messages.Passed
     | messages.Applied
     | messages.Commit
     | messages.Undo
@@ -304,6 +305,8 @@ class MembershipState:
         losses: for steps that are not complete: step -> global micro-batch -> loss.
         outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
         summed: the number of steps whose loss is known.
+        unproven: the newest step with losses that count once all live workers have passed it; -1 for none.
+        passes: the ranks that have, in the current generation, and the step.
         collectives: open control collectives: number -> rank -> contribution.
         next_collective: the lowest number that is not answered yet.
         causes: why workers were lost, by rank.
@@ -351,6 +354,8 @@ class MembershipState:
     losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
     summed: int = 0
+    unproven: int = -1
+    passes: Mapping[int, int] = field(default_factory=dict)
     collectives: Mapping[int, Mapping[int, messages.Arrive]] = field(default_factory=dict)
     next_collective: int = 0
     causes: Mapping[int, str] = field(default_factory=dict)
