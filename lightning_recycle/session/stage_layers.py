@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
-from lightning_recycle.control.protocol.relayout import AHEAD_BYTES, has_ties, is_layout, ranges
+from lightning_recycle.control.protocol.relayout import has_ties, is_layout, ranges
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.model.parts import ModelParts
@@ -224,11 +224,6 @@ class StageLayers:
         if why:
             raise ConfigurationError(f"The layers cannot move: {why}.")
         return cuts
-
-    @property
-    def are_large(self) -> bool:
-        """Whether one of the layers takes long to send."""
-        return any(self._weight(self._named_of((layer,)).values()) >= AHEAD_BYTES for layer in self.owned)
 
     def _weight(self, parameters: Iterable[nn.Parameter]) -> int:
         """Bytes of ``parameters``, and of their optimizers' states."""

@@ -28,7 +28,6 @@ from lightning_recycle.control.plans.replanning import OperationSeconds, RunPlan
 from lightning_recycle.control.plans.splitting import facts_of
 from lightning_recycle.control.plans.stage_levels import StageLevels
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
-from lightning_recycle.control.protocol.relayout import AHEAD_BYTES
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.choosing import TechniqueChoice
@@ -337,7 +336,9 @@ class RunPlans:
             "next_change": plan.next_change,
         }
         roster = tuple(self._grid.rank(worker) for worker in self.schedules[-1].live_workers)
-        return LayoutReady(roster, answer.cuts, details, ahead=plan.chosen.bytes >= AHEAD_BYTES)
+        # Copies ahead take processor time from the steps meanwhile, and the steps made since are made again by the
+        # receiver: it pays where the links are slow.
+        return LayoutReady(roster, answer.cuts, details, ahead=plan.chosen.copying > plan.chosen.period)
 
     def _doubts(self, gain: float) -> str:
         """Why a layout that saves the fraction ``gain`` of a step is not taken: while nobody is lost, only what was

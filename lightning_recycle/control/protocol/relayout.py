@@ -26,7 +26,6 @@ from lightning_recycle.control.protocol.state import Command, LayoutReady, Membe
 from lightning_recycle.planning.grid import Grid, Worker
 
 __all__ = [
-    "AHEAD_BYTES",
     "Transfer",
     "add_copied",
     "due",
@@ -37,10 +36,6 @@ __all__ = [
     "transfers",
     "wanted",
 ]
-
-
-AHEAD_BYTES = 32 << 20
-"""What moves at a time is copied ahead if it is at least that large; less is sent sooner than connected."""
 
 
 @dataclass(frozen=True, slots=True)
