@@ -320,8 +320,8 @@ class Executor:
                     losses = {index: float(loss) for index, loss in self._losses.items()}
                     if step == self.version:
                         self._finite.losses(step, losses)
-                    checked = self._verifier.leaves_open(step)
-                    self._client.send(messages.Losses(self._client.rank, step, losses, self._outputs, checked))
+                    proven_in = self._client.generation if self._verifier.leaves_open(step) else None
+                    self._client.send(messages.Losses(self._client.rank, step, losses, self._outputs, proven_in))
             elif kind is OpKind.RECOMPUTE:
                 self._recompute(step, task)
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):

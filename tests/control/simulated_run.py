@@ -114,6 +114,7 @@ class Run:
         kills: whether the coordinator is killed.
         plans_late: whether the last report of a generation is held while its plan is made.
         layouts: whether layers move.
+        checks: whether workers check each other's computations in some steps, of which some are wrong.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Run:
         kills: bool = False,
         plans_late: bool = False,
         layouts: bool = False,
+        checks: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
@@ -138,6 +140,10 @@ class Run:
         self.guesses = not self.commits and guesses.random() < 0.5
         self._wrong = frozenset(step for step in range(4) if guesses.random() < 0.4)  # where guesses turn out wrong
         self._guesses = guesses
+        self._checking = random.Random(f"checks {seed}") if checks else None
+        self.guesses = self.guesses and not checks
+        self._checked = frozenset(step for step in range(4) if self._checking and self._checking.random() < 0.7)
+        self._spoiled: set[tuple[int, int]] = set()  # generations and steps in which a worker has erred
         self.steps = self.chance.choice((2, 3, 3, 4))
         self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
         self.duplicates = self.random() < 0.5
@@ -466,6 +472,8 @@ class Run:
             self.met["evicted"] += len(evicted)
             if isinstance(event, messages.Raised) or has_revived:
                 self.met["evicted after an exception"] += 1
+            elif isinstance(event, messages.Disputed):
+                self.met["evicted after an error"] += evicted == [event.rank]
             else:
                 self.promises.on_evictions(evicted, self.state)
         for command in commands:
@@ -899,6 +907,23 @@ class Run:
     def may_guess(self, worker: SimulatedWorker) -> bool:
         return self._guesses.random() < 0.7
 
+    def has_checks(self, step: int) -> bool:
+        return step in self._checked and not self.whole
+
+    def errs(self, worker: SimulatedWorker, step: int) -> bool:
+        """Whether what it hands on in this attempt is wrong, which it will find out."""
+        assert self._checking is not None
+        often = 0.1 if self.state.generation == 0 else 0.3
+        if len(self.state.holders(worker.stage)) < 2 or self._checking.random() > often:
+            return False
+        self._say(f"fault: {worker} computes step {step} wrong")
+        self.met["computed wrong"] += 1
+        self._spoiled.add((worker.generation, step))
+        return True
+
+    def is_spoiled(self, worker: SimulatedWorker, step: int) -> bool:
+        return (worker.generation, step) in self._spoiled
+
     def has_bug(self, worker: SimulatedWorker, step: int) -> bool:
         return (worker.stage, step) == self._bug
 
@@ -969,6 +994,7 @@ def check_histories(
     kills: bool = False,
     plans_late: bool = False,
     layouts: bool = False,
+    checks: bool = False,
 ) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
@@ -979,13 +1005,14 @@ def check_histories(
         kills: whether the coordinator is killed in each.
         plans_late: whether the last report of a generation may be held while its plan is made.
         layouts: whether layers move.
+        checks: whether workers check each other's computations in some steps, of which some are wrong.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
     """
     met: Counter[str] = Counter()
     for seed in seeds:
-        run = Run(seed, ends=ends, stops=stops, kills=kills, plans_late=plans_late, layouts=layouts)
+        run = Run(seed, ends=ends, stops=stops, kills=kills, plans_late=plans_late, layouts=layouts, checks=checks)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:

@@ -101,6 +101,12 @@ class Network(Protocol):
 
     def may_guess(self, worker: SimulatedWorker) -> bool: ...
 
+    def has_checks(self, step: int) -> bool: ...
+
+    def errs(self, worker: SimulatedWorker, step: int) -> bool: ...
+
+    def is_spoiled(self, worker: SimulatedWorker, step: int) -> bool: ...
+
     def wants_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
 
     def may_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
@@ -220,6 +226,7 @@ class SimulatedWorker:
         self.is_told_to_wait = False
         self.just_joined = joins
         self.has_state = not joins
+        self.open = -1  # the step that all must have passed
         self.payloads: Mapping[int, Any] = {}  # of the commit that is being applied
         self.guesses = False  # whether it goes on without the answer to its commit of this step
         self.unsettled = False  # and has done so
@@ -501,6 +508,8 @@ class SimulatedWorker:
         self.place = (self.version, "recovery")
         self.network.entered(self)
         version = self.version if self.has_state else -1
+        if self.leaves_open(self.version):
+            self.reduced, self.payload = False, None
         status = recovery.WorkerStatus(self.stage, version, self.reduced, self.unsettled)
         self.send(self.member.report(status, self.payload, self.cuts))
         yield from self.wait(lambda: self.member.resumed() is not None)
@@ -529,6 +538,10 @@ class SimulatedWorker:
         assert self.cuts == self.layout(resume.cuts), f"it goes on with the layers of {self.cuts}"
         assert self.has_state, "it is to go on without a state"
         assert self.version - resume.decision.version in (0, 1), "it goes on from another version than the others"
+
+    def leaves_open(self, step: int) -> bool:
+        """Verifier.leaves_open."""
+        return step == self.open and not self.member.knows_loss(step)
 
     def layout(self, cuts: messages.Cuts) -> messages.Cuts:
         return cuts or first_layout(self.grid)
@@ -639,20 +652,31 @@ class SimulatedWorker:
             yield from self.exchange("begins", step, plan.peers)
         if plan.before:
             yield from self.exchange("F", step, plan.before)
+        self.open = step if self.network.has_checks(step) and not self.member.knows_loss(step) else -1
+        errs = self.open >= 0 and bool(plan.microbatches) and self.network.errs(self, step)
         right = self.is_right(step) and all(self.received("F", step, plan.before))
         self.tell("F", step, right)
         if step == self.version:
             yield from self.know_newest()
         if self.is_last:
             assert right, f"it tells losses of step {step} that follow from a wrong guess"
-            self.send(messages.Losses(self.rank, step, {m: loss_of(step, m) for m in plan.microbatches}))
+            wrong = 1e3 * self.network.is_spoiled(self, step)
+            losses = {m: loss_of(step, m) + wrong for m in plan.microbatches}
+            proven_in = self.generation if self.leaves_open(step) else None
+            self.send(messages.Losses(self.rank, step, losses, generation=proven_in))
         elif plan.after:
             yield from self.exchange("B", step, plan.after)
             right = right and all(self.received("B", step, plan.after))
         self.tell("B", step, right)
+        if errs:
+            mine, first = {"output": bytes(16)}, {"output": bytes(15) + b"1"}
+            self.send(messages.Disputed(self.rank, self.generation, step, 0, self.rank, mine, first))
+            yield from self.wait(lambda: False)
+        elif self.open >= 0:
+            self.send(messages.Passed(self.rank, self.generation, step))
         if part.reduces:
             assert right or not plan.microbatches, f"it reduces what follows from a wrong guess before step {step}"
-            self.tell("W", step, sum(16**m for m in plan.microbatches))
+            self.tell("W", step, sum(16**m for m in plan.microbatches) + self.network.is_spoiled(self, step) / 2)
             yield from self.exchange("W", step, plan.peers)
             self.buffers[step % 2] = (step, sum(self.received("W", step, plan.peers)))
             if self.network.tied:  # the stages that hold copies add their gradients: all or none

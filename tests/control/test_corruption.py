@@ -326,8 +326,8 @@ def test_of_two_that_stay_with_different_results_the_run_says_so() -> None:
 # ---------------------------------------------------------------------- steps that all must have passed
 
 
-def checked_losses(step: int, loss: float = 0.5) -> m.Losses:
-    return m.Losses(1, step, dict.fromkeys(range(GRID.global_microbatches), loss), checked=True)
+def checked_losses(state: s.MembershipState, step: int, loss: float = 0.5) -> m.Losses:
+    return m.Losses(1, step, dict.fromkeys(range(GRID.global_microbatches), loss), generation=state.generation)
 
 
 def passed(state: s.MembershipState, step: int, *ranks: int) -> list[m.Passed]:
@@ -340,29 +340,29 @@ def test_nobody_may_apply_a_step_before_all_have_passed_it(losses_come: int) -> 
     events = passed(state, 0, *ALL)
     before, after = events[:losses_come], events[losses_come:]
     told_losses = []
-    for event in (*before, checked_losses(0), *after):
+    for event in (*before, checked_losses(state, 0), *after):
         assert told_losses == []
         state, commands = feed(state, event)
         told_losses += messages(commands, m.StepLoss)
     assert [one.step for one in told_losses] == [0]
-    _, commands = feed(state, m.Losses(1, 1, checked_losses(1).losses))
+    _, commands = feed(state, m.Losses(1, 1, checked_losses(state, 1).losses))
     assert len(messages(commands, m.StepLoss)) == 1, "without checks there is nothing to wait for"
 
 
 def test_what_was_made_of_a_step_that_not_all_have_passed_is_forgotten() -> None:
     state = running(Checks()).updated(summed=0)
-    state, _ = feed(state, checked_losses(0, 7.0), *passed(state, 0, 0, 1, 2, 3, 4))
-    late = passed(state, 0, 5)
+    state, _ = feed(state, checked_losses(state, 0, 7.0), *passed(state, 0, 0, 1, 2, 3, 4))
+    late = [*passed(state, 0, 5), checked_losses(state, 0, 7.0)]
     state, commands = feed(state, disputed(5, 3, state), *late)
     state, rest = feed(state, *(status_report(rank, state.generation, 0) for rank in ALL), *late)
     assert not messages(commands + rest, m.StepLoss)
-    state, commands = feed(state, *passed(state, 0, *ALL), checked_losses(0, 0.5))
+    state, commands = feed(state, *passed(state, 0, *ALL), checked_losses(state, 0, 0.5))
     assert [one.loss for one in messages(commands, m.StepLoss)] == [0.5]
 
 
 def test_who_is_lost_is_not_waited_for() -> None:
     state = running(Checks()).updated(summed=0)
-    state, _ = feed(state, checked_losses(0), *passed(state, 0, 0, 1, 2, 3, 4), s.Lost(5, "gone"))
+    state, _ = feed(state, checked_losses(state, 0), *passed(state, 0, 0, 1, 2, 3, 4), s.Lost(5, "gone"))
     state, _ = feed(state, *(status_report(rank, state.generation, 0) for rank in state.roster))
-    state, commands = feed(state, checked_losses(0), *passed(state, 0, 0, 1, 2, 3, 4))
+    state, commands = feed(state, checked_losses(state, 0), *passed(state, 0, 0, 1, 2, 3, 4))
     assert len(messages(commands, m.StepLoss)) == 1

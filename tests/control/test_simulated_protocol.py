@@ -128,6 +128,25 @@ def test_every_promise_holds_in_100_000_histories_in_which_layers_move(tens_of_t
     check_histories(range(first, first + 10_000), kills=kills, layouts=True)
 
 
+@pytest.mark.parametrize("kills", [False, True])
+def test_no_stage_keeps_what_it_made_of_a_wrong_result(kills: bool) -> None:
+    met = check_histories(range(SAMPLE // 2), kills=kills, checks=True)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE // 2
+    assert met["evicted after an error"] > SAMPLE / 20
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("more", [{}, {"layouts": True}, {"stops": True}], ids=lambda more: "".join(more) or "checks")
+@pytest.mark.parametrize("kills", [False, True])
+@pytest.mark.parametrize("tens_of_thousands", range(10))
+def test_no_stage_keeps_what_it_made_of_a_wrong_result_in_100_000_histories(
+    tens_of_thousands: int, kills: bool, more: dict[str, bool]
+) -> None:
+    first = 10_000 * tens_of_thousands
+    check_histories(range(first, first + 10_000), kills=kills, checks=True, **more)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stops", [False, True])
@@ -338,6 +357,21 @@ LAYOUTS: list[tuple[str, Any, str, str, str]] = [
 ]
 """As above, in histories in which layers move."""
 
+CHECKS: list[tuple[str, Any, str, str, str]] = [
+    ("losses are told before all have passed the step", agreements, "_sum_up", "if step == state.unproven", "if False"),
+    ("one pass is enough", agreements, "_sum_up", "state.passes != state.live", "not state.passes"),
+    ("passes of earlier steps count", agreements, "_sum_up", "passes=frozenset(),", ""),
+    ("passes of earlier generations count", agreements, "add_pass", "event.generation != state.generation or", ""),
+    ("passes survive a new generation", membership, "_begin_generation",
+     "passes=frozenset()", "passes=state.passes"),
+    ("losses of earlier generations count", agreements, "add_losses",
+     "event.generation != state.generation or state.regrouping", "False"),
+    ("losses that not all have passed are kept", agreements, "forget_unproven",
+     "state.unproven < state.summed", "True"),
+    ("a gradient that not all have passed is kept", SimulatedWorker, "leaves_open", "step == self.open", "False"),
+]
+"""As above, in histories in which workers check each other's computations."""
+
 LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("the layout is forgotten", revival, "revived", "cuts=written.cuts,", ""),
 ]
@@ -374,11 +408,12 @@ def assert_noticed(mutation: str) -> None:
     stops = mutation in [name for name, *_ in (*STOPPING, *STOPPING_REVIVAL)]
     kills = mutation in [name for name, *_ in (*REVIVAL, *STOPPING_REVIVAL, *LAYOUTS_REVIVAL)]
     layouts = mutation in [name for name, *_ in (*LAYOUTS, *LAYOUTS_REVIVAL)]
+    checks = mutation in [name for name, *_ in CHECKS]
     with pytest.raises(Violation, match="history"):
-        check_histories(range(first, first + HUNT), stops=stops, kills=kills, layouts=layouts)
+        check_histories(range(first, first + HUNT), stops=stops, kills=kills, layouts=layouts, checks=checks)
 
 
-ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *LAYOUTS, *LAYOUTS_REVIVAL)
+ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *LAYOUTS, *LAYOUTS_REVIVAL, *CHECKS)
 
 
 @pytest.mark.parametrize(

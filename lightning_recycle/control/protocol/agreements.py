@@ -82,19 +82,21 @@ def add_losses(state: MembershipState, event: messages.Losses) -> tuple[Membersh
     """Losses of micro-batches; the mean goes to all once the losses of the whole step are there."""
     if event.step < state.summed:
         return state, ()  # a redone step, computed again
+    if event.generation is not None and (event.generation != state.generation or state.regrouping):
+        return state, ()  # of an attempt that not all have passed, and that all make again
     known = {**event.losses, **state.losses.get(event.step, {})}
     outputs = {**event.outputs, **state.outputs.get(event.step, {})}
     state = state.updated(losses={**state.losses, event.step: known}, outputs={**state.outputs, event.step: outputs})
-    if event.checked and event.step > state.unproven:
+    if event.generation is not None and event.step > state.unproven:
         state = replace(state, unproven=event.step)
     return _sum_up(state, event.step)
 
 
 def add_pass(state: MembershipState, event: messages.Passed) -> tuple[MembershipState, tuple[Command, ...]]:
     """A worker has no doubt about its peers' results in a step."""
-    if event.generation != state.generation or state.regrouping or event.step < state.summed:
+    if event.generation != state.generation or state.regrouping or event.step != state.summed:
         return state, ()
-    return _sum_up(state.updated(passes={**state.passes, event.rank: event.step}), event.step)
+    return _sum_up(state.updated(passes=state.passes | {event.rank}), event.step)
 
 
 def forget_unproven(state: MembershipState) -> MembershipState:
@@ -113,14 +115,14 @@ def _sum_up(state: MembershipState, step: int) -> tuple[MembershipState, tuple[C
     known, outputs = state.losses.get(step, {}), state.outputs.get(step, {})
     if len(known) < state.grid.global_microbatches:
         return state, ()
-    if step == state.unproven and (len(state.passes) < len(state.live) or min(state.passes.values()) < step):
+    if step == state.unproven and state.passes != state.live:
         return state, ()
     loss = sum(known[index] for index in sorted(known)) / len(known)
     state = state.updated(
         losses={other: value for other, value in state.losses.items() if other > step},
         outputs={other: value for other, value in state.outputs.items() if other > step},
         summed=step + 1,
-        passes={},
+        passes=frozenset(),
     )
     # All take from this one message whether the run stops or ends after the step, so all do it after the same one.
     check_next = state.checks.is_announced_by(step)

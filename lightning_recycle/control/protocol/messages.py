@@ -259,14 +259,15 @@ class Losses:
     """Losses of micro-batches of ``step``, by global index; sent before any gradient of the last of them.
 
     ``outputs``: what hooks did with the outputs, by the same index, if there are such hooks; passed on unread.
-    ``checked``: whether nobody may take them as known before all have :class:`Passed` the step.
+    ``generation``: the one in which all must have :class:`Passed` the step; in others these do not count. None: they
+    count as they are.
     """
 
     rank: int
     step: int
     losses: Mapping[int, float]
     outputs: Mapping[int, bytes] = field(default_factory=dict)
-    checked: bool = False
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

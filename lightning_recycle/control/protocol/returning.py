@@ -59,7 +59,7 @@ class Memory:
                 before = self._losses.get(message.step)
                 if before is not None:  # a step that is run again: what came first counts
                     losses, outputs = {**message.losses, **before.losses}, {**message.outputs, **before.outputs}
-                    message = messages.Losses(message.rank, message.step, losses, outputs, message.checked)
+                    message = messages.Losses(message.rank, message.step, losses, outputs, message.generation)
                 self._losses[message.step] = message
             case messages.Arrive(generation=None):
                 self._arrival = message

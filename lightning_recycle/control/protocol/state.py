@@ -306,7 +306,7 @@ class MembershipState:
         outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
         summed: the number of steps whose loss is known.
         unproven: the newest step with losses that count once all live workers have passed it; -1 for none.
-        passes: the ranks that have, in the current generation, and the step.
+        passes: the ranks that have passed step ``summed`` in the current generation.
         collectives: open control collectives: number -> rank -> contribution.
         next_collective: the lowest number that is not answered yet.
         causes: why workers were lost, by rank.
@@ -355,7 +355,7 @@ class MembershipState:
     outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
     summed: int = 0
     unproven: int = -1
-    passes: Mapping[int, int] = field(default_factory=dict)
+    passes: frozenset[int] = frozenset()
     collectives: Mapping[int, Mapping[int, messages.Arrive]] = field(default_factory=dict)
     next_collective: int = 0
     causes: Mapping[int, str] = field(default_factory=dict)
