@@ -231,7 +231,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("a step without its loss is committed", recovery, "decide", "known_losses is not None", "False"),
     ("nobody adopts a gradient", recovery, "decide", "adoptions.append(", "(lambda _: None)("),
     ("a gradient is adopted from who lacks it", recovery, "decide", "min(has)", "min(workers.keys() - has)"),
-    ("a loss is told without all of its parts", agreements, "add_losses", "< state.grid.global_microbatches", "< 1"),
+    ("a loss is told without all of its parts", agreements, "_sum_up", "< state.grid.global_microbatches", "< 1"),
     ("a step counts when the first has applied it", agreements, "count_steps",
      "min(state.applied", "max(state.applied"),
     ("a commit does not wait for all", agreements, "add_commit", "state.commits.keys() != state.live", "False"),

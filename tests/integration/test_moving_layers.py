@@ -29,7 +29,7 @@ from lightning_recycle.session import stage_layers
 class Move(Callback):
     """Asks for layouts: sizes of the stages, by the step after which it does; ``ahead``: see ``move_layers``."""
 
-    def __init__(self, moves: Mapping[int, Sequence[int]], ahead: bool | None = None) -> None:
+    def __init__(self, moves: Mapping[int, Sequence[int]], ahead: bool = False) -> None:
         self.moves, self.ahead = moves, ahead
 
     @override
