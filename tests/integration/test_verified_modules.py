@@ -4,6 +4,7 @@ behind when it is run once more; machines that round in another way; values that
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import lightning as L
 import pytest
 import torch
 from support.models import Regression, dataset
+from support.sampling import sampled
+from support.streams import Stream
 from support.training import TOLERANCE, difference, fit
 from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError
@@ -160,3 +163,26 @@ def test_what_cannot_be_sent_is_not_checked_and_the_run_goes_on() -> None:
     assert "cannot be sent" in event.details["cause"]
     fit(right, 2, 1, data=dataset())
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "accumulation": {"accumulate_grad_batches": 2, "max_steps": 5},
+    "stream": {"data": Stream(240)},
+    "bf16": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize(("module", "kind"), sampled(itertools.product((Regression, Ordinary), KINDS), 3))
+def test_a_broken_device_is_found_in_whatever_kind_of_training(module: Any, kind: str) -> None:
+    options = KINDS[kind]
+    is_half = "precision" in options
+    model, right = (module() if is_half else module().double() for _ in range(2))
+    fault = Fault("bitflip", 1, 1, step=3, target="matmul", every=1)
+    data = [(x.float(), y.float()) for x, y in dataset()] if is_half else None
+    options = {"data": data, **options}
+    run = fit(model, 3, 2, [fault], strategy=VERIFY, **options)
+    assert [(event.worker, event.details["proof"]) for event in events(run, "corruption")] == [((1, 1), "computation")]
+    assert [event.worker for event in events(run, "evicted")] == [(1, 1)]
+    fit(right, 3, 2, **options)
+    ours, theirs = ({n: v for n, v in one.state_dict().items() if n != "net.1.mean"} for one in (model, right))
+    assert difference(ours, theirs) < (0.01 if is_half else TOLERANCE)
