@@ -135,8 +135,9 @@ class Device:
                     if sock is None or peer is None:
                         continue  # of Gloo's own, or of another group
                     hang_up(sock)
+                    inode = inode_of(links[peer].fileno())
                     _exchange(self._epoll, descriptor, event, links[peer])
-                sockets[descriptor] = inode_of(descriptor)
+                sockets[descriptor] = inode  # Gloo closes it at once if its peer is gone
             if peers:
                 raise UnsupportedError(f"Gloo holds no connection for {len(peers)} of {len(links)} peers")
             return group, sockets

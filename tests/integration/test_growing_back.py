@@ -24,7 +24,7 @@ TOLERANCE = 1e-10
 LENGTH = 16  # steps
 DATA = dataset(GLOBAL_BATCH * LENGTH)
 # With a limit of micro-batches no other plan is made for all workers when memory has been measured, whenever that is.
-ONE_PLAN = {"in_flight_limit": 2}
+ONE_PLAN = {"in_flight_limit": 2, "decoupled": True}
 
 
 def grow(

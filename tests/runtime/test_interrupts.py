@@ -52,7 +52,7 @@ def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_j
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)
     client._changed = held = HeldBack()
     communicator: Any = Recorder()
-    stage: Any = SimpleNamespace(clear=lambda: None)
+    stage: Any = SimpleNamespace(clear=lambda: None, differentiates_itself=True)
     parameters = [nn.Parameter(torch.zeros(1))]
     gradients = GradientBuffers(parameters, torch.device("cpu"))
     host: Any = SimpleNamespace(begin_microbatch=None)
