@@ -5,9 +5,9 @@
     .venv/bin/python benchmarks/corruption_in_processes.py --only cost
 
 *Cases*: a worker of a 3 x 1, 4 x 1 or 3 x 2 grid errs for good, in a seeded way: every n-th matrix product is wrong, or
-a bit flips in every fifth step, in a parameter, the optimizer's state, an activation or a weight gradient. It must be
-found within 100 steps, and nobody else. If the first error was found before a commit, the weights must be those of a
-plain loop on one device, to 1e-10. It ends with status 1 otherwise.
+a bit flips in every fifth step, in a parameter, the optimizer's state, or an activation or weight gradient of always
+the same micro-batch. It must be found within 100 steps, and nobody else. If the first error was found before a commit, the
+weights must be those of a plain loop on one device, to 1e-10. It ends with status 1 otherwise.
 *Alarms*: training with dropout in bfloat16 while workers are killed and replaced, every worker checked in every step,
 its state as well: nothing may be found.
 *Cost*: the seconds of a step with checks and without, runs in turns: of the state by default, of computations with
@@ -43,7 +43,6 @@ from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 __all__ = ["Case", "Outcome", "main", "run_case"]
 
 TARGETS = ("parameter", "optimizer", "activation", "gradient", "matmul")
-STEPS = 40
 WITHIN = 100  # steps from the first error to the finding
 _PERIOD = 5  # steps from one flipped bit to the next
 _GLOBAL_BATCH, _GLOBAL_MICROBATCHES = 24, 12
@@ -119,6 +118,7 @@ class Case:
     step: int
     bit: int | None
     every: int | None
+    microbatch: int | None
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -127,14 +127,20 @@ class Case:
         target = TARGETS[seed % len(TARGETS)]
         culprit = draw.randrange(pipelines), draw.randrange(stages)
         every = draw.choice((1, 5, 20, 50)) if target == "matmul" else None
-        return cls(
-            seed, pipelines, stages, culprit, target, draw.randrange(3, 15), draw.choice((0, 10, 20, None, None)), every
-        )
+        step, bit = draw.randrange(3, 15), draw.choice((0, 10, 20, None, None))
+        microbatch = draw.randrange(_GLOBAL_MICROBATCHES // pipelines) if target in _AT else None
+        return cls(seed, pipelines, stages, culprit, target, step, bit, every, microbatch)
+
+    @property
+    def steps(self) -> int:
+        """Those of the run."""
+        return self.step + WITHIN
 
     def faults(self) -> list[Fault]:
         at, when = _AT.get(self.target, ("forward", "before"))
         more: dict[str, Any] = {"when": when, "target": self.target, "bit": self.bit, "every": self.every}
-        steps = (self.step,) if self.every else range(self.step, STEPS, _PERIOD)
+        more["microbatch"] = self.microbatch
+        steps = (self.step,) if self.every else range(self.step, self.steps, _PERIOD)
         return [Fault("bitflip", *self.culprit, step, at, **more) for step in steps]
 
 
@@ -164,11 +170,16 @@ def run_case(case: Case) -> Outcome:
     tenth.
     """
     began = time.perf_counter()
-    model, data = Model().double(), _data(_GLOBAL_BATCH * STEPS)
-    expected = _plain(model, data)
+    model, data = Model().double(), _data(_GLOBAL_BATCH * case.steps)
+    expected = _plain(model, data, case.steps)
     options = {"verify": 1.0, "check_every": 10}
     run = _fit(
-        model, data, (case.pipelines, case.stages), STEPS, options, [FaultInjectionCallback(case.faults()), _Quiet()]
+        model,
+        data,
+        (case.pipelines, case.stages),
+        case.steps,
+        options,
+        [FaultInjectionCallback(case.faults()), _Quiet()],
     )
     found = tuple((e.worker, e.step, e.details["proof"]) for e in run.strategy.history if e.kind == "corruption")
     weights = model.state_dict()
@@ -176,11 +187,11 @@ def run_case(case: Case) -> Outcome:
     return Outcome(case, found, difference, time.perf_counter() - began)
 
 
-def _plain(model: PipelineModule, data: TensorDataset) -> dict[str, Tensor]:
+def _plain(model: PipelineModule, data: TensorDataset, steps: int) -> dict[str, Tensor]:
     """The weights of a copy of ``model``, trained here without anything of this package."""
     reference = copy.deepcopy(model)
     layers, optimizer = nn.Sequential(*reference.layers), torch.optim.AdamW(reference.parameters(), lr=1e-3)
-    for step in range(STEPS):
+    for step in range(steps):
         x, y = data[step * _GLOBAL_BATCH : (step + 1) * _GLOBAL_BATCH]
         optimizer.zero_grad()
         reference.loss(layers(x), y).backward()

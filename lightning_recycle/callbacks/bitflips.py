@@ -100,7 +100,7 @@ class WrongArithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _PRODUCTS:
+        if func in _PRODUCTS and result.is_floating_point():
             self._count += 1
             if self._count % self._every == 0:
                 flip([result], self._bit, self._draw)

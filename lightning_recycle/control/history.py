@@ -92,6 +92,11 @@ def corruption_line(grid: Grid, record: Record) -> str:
     details = record.details
     who = "" if record.rank is None else f"Worker {grid.worker(record.rank)} on device {details['device']} is wrong: "
     since = details["since"]
+    if details["proof"] == "computation":
+        return (
+            f"{who}{details['cause']}. It is {details['then']}. Nothing of step {record.step} is kept; what"
+            " earlier steps took from micro-batches of this worker that no peer computed again may be wrong as well."
+        )
     before = "no earlier check says when that began" if since < 0 else f"all were equal after step {since}"
     return (
         f"{who}{details['cause']}. It is {details['then']}. What the steps since then have taken from it stays in the"

@@ -1,34 +1,38 @@
 """Where workers check each other's computations: a pass over a finished schedule. Pure data.
 
 Concept: the workers of a stage hold the same parameters, so each can compute a micro-batch of another once more, and
-must get the same bits. A worker is *checked* on the first micro-batch whose weight gradient it computes: then usually
-nothing else is in its gradients yet. Its peer does so in a CHECK of its own before REDUCE, so that nothing is committed
-that was found wrong. Peers take turns (:func:`partners`).
+must get the same bits. A worker is *checked* on one micro-batch of a step; its peer computes that in a CHECK of its own
+before REDUCE, so that nothing is committed that was found wrong. Peers take turns (:func:`partners`). Micro-batches are
+drawn: what errs at the same place of every step, or in every n-th operation, would else never meet a check.
 
 Contract: no planner, validator or plan file knows of checks; the schedule stays as it is, and a CHECK is put between
 its operations. It is *free* if it fits into an idle time: between two operations, or before REDUCE if the worker idles
-afterwards for as long. If it is free for all workers of a stage, they check in every step; otherwise so seldom that
-it takes at most the allowed share of the time. Nobody STEPs before all CHECKs of all stages are over, as a wrong
-activation or gradient has been handed on by then: what that costs where stages STEP at their own time counts, too. A
-stage with one worker is not checked, nor is a schedule in lanes (:mod:`~lightning_recycle.planning.coded`): a place for
-each of its workers would have to be looked for.
+afterwards for as long. Every step has a check of a micro-batch whose check is free for all workers of the stage, if
+there is one. All micro-batches have their turn in the other steps with checks, so seldom that these take at most the
+allowed share of the time. Nobody STEPs before all CHECKs of all stages are over, as a wrong activation or gradient has
+been handed on by then: what that costs where stages STEP at their own time counts, too. A stage with one worker is not
+checked, nor is a schedule in lanes (:mod:`~lightning_recycle.planning.coded`): a place for each of its workers would
+have to be looked for.
 
 Must not know: torch, how results are compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.ops import OpKind, ScheduledOp
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["StageChecks", "partners", "peers_to_connect", "plan_checks"]
+__all__ = ["StageChecks", "WorkerChecks", "partners", "peers_to_connect", "plan_checks"]
 
 _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 _COMPUTING = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, *_COMPLETING)
@@ -37,26 +41,67 @@ _FARTHEST = 8  # places between two workers that check each other: what a worker
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerChecks:
+    """When a worker checks a peer, and is checked, on which micro-batch.
+
+    Micro-batches have the order in which this worker computes their weight gradients. If a worker has fewer than the
+    others of its stage, its first ones come after its last one again.
+
+    Args:
+        ranks: the workers of its stage, in order, itself among them.
+        every: in steps that are a multiple of this any micro-batch may be checked.
+        free: those that may be checked in the other steps.
+        places: for each micro-batch the number of its operations before the CHECK.
+    """
+
+    ranks: tuple[int, ...]
+    every: int
+    free: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def spacing(self) -> int:
+        """Each step that is a multiple of this has a check."""
+        return 1 if self.free else self.every
+
+    def drawn(self, step: int) -> int | None:
+        """The micro-batch that is checked in ``step``, the same for all workers of the stage; None for none."""
+        if step % self.spacing:
+            return None
+        candidates = range(len(self.places)) if step % self.every == 0 else self.free
+        digest = hashlib.blake2b(step.to_bytes(8, "little"), digest_size=8).digest()
+        return candidates[int.from_bytes(digest, "little") % len(candidates)]
+
+    def partners(self, step: int, rank: int) -> tuple[int, int]:
+        """Whom ``rank`` checks, and who checks it, in ``step``, which has a check."""
+        return partners(self.ranks, rank, step // self.spacing)
+
+
+@dataclass(frozen=True, slots=True)
 class StageChecks:
     """The checks of one stage.
 
     Args:
         ranks: its workers, in order.
-        every: a check is in each step that is a multiple of this.
-        places: for each worker the number of operations before its CHECK.
-        costs: seconds by which they make a step longer at most; 0 if all of them are in idle times, and nobody has to
-            wait for them.
+        every: in each step that is a multiple of this any micro-batch may be checked.
+        places: for each worker and micro-batch the number of operations before its CHECK.
+        costs: for each micro-batch the seconds by which its CHECKs make a step longer at most; 0 if all of them are in
+            idle times, and nobody has to wait for them.
     """
 
     ranks: tuple[int, ...]
     every: int
-    places: Mapping[Worker, int]
-    costs: float
+    places: Mapping[Worker, tuple[int, ...]]
+    costs: tuple[float, ...]
 
     @property
-    def free(self) -> bool:
-        """Whether they cost nothing."""
-        return self.costs <= _TOLERANCE
+    def free(self) -> tuple[int, ...]:
+        """The micro-batches whose check costs nothing."""
+        return tuple(number for number, costs in enumerate(self.costs) if costs <= _TOLERANCE)
+
+    def of(self, worker: Worker) -> WorkerChecks:
+        """The part of ``worker``."""
+        return WorkerChecks(self.ranks, self.every, self.free, self.places[worker])
 
 
 def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
@@ -82,23 +127,31 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
     found: dict[int, StageChecks] = {}
     for stage, workers in stages.items():
         programs = {worker: schedule.workers[worker] for worker in workers}
-        ready = [_ready(operations) for operations in programs.values()]
-        if len(workers) < 2 or None in ready:  # a worker without micro-batches has nothing to be checked on
+        completed = [_completed(operations) for operations in programs.values()]
+        if len(workers) < 2 or [] in completed:  # a worker without micro-batches has nothing to be checked on
             continue
-        latest = max(time for time in ready if time is not None)
+        count = max(map(len, completed))
+        ready = list(accumulate((max(own[k % len(own)] for own in completed) for k in range(count)), max))
         seconds = max(_duration(operations) for operations in programs.values())
         places = {
-            worker: _place(operations, latest, seconds, operations[0].start + schedule.period if staggered else barrier)
+            worker: _places(operations, ready, seconds, operations[0].start + schedule.period if staggered else barrier)
             for worker, operations in programs.items()
         }
-        waited = max(0.0, max(end for _, _, end in places.values()) - last_moment)
-        costs = max(waited, 0.0 if all(fits for _, fits, _ in places.values()) else seconds)
+        costs = []
+        for each in zip(*places.values(), strict=True):
+            waited = max(0.0, max(place.end for place in each) - last_moment)
+            costs.append(max(waited, 0.0 if all(place.fits for place in each) else seconds))
         ranks = tuple(sorted(schedule.grid.rank(worker) for worker in workers))
-        found[stage] = StageChecks(ranks, 1, {worker: place for worker, (place, _, _) in places.items()}, costs)
+        found[stage] = StageChecks(
+            ranks, 1, {worker: tuple(place.before for place in own) for worker, own in places.items()}, tuple(costs)
+        )
     # In the same steps, whose checks then delay the same next step.
-    dearest = max((checks.costs for checks in found.values()), default=0.0)
+    dearest = max((max(checks.costs) for checks in found.values()), default=0.0)
     every = max(1, math.ceil(dearest / (share * schedule.period) - _TOLERANCE))
-    return {stage: checks if checks.free else replace(checks, every=every) for stage, checks in found.items()}
+    return {
+        stage: checks if len(checks.free) == len(checks.costs) else replace(checks, every=every)
+        for stage, checks in found.items()
+    }
 
 
 def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
@@ -122,9 +175,9 @@ def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
     return frozenset(near) - {worker}
 
 
-def _ready(operations: Sequence[ScheduledOp]) -> float | None:
-    """When the micro-batch is done on which a worker is checked; None if it has none."""
-    return next((one.end for one in operations if one.op.kind in _COMPLETING), None)
+def _completed(operations: Sequence[ScheduledOp]) -> list[float]:
+    """When each micro-batch of a worker is done, in order."""
+    return [one.end for one in operations if one.op.kind in _COMPLETING]
 
 
 def _duration(operations: Sequence[ScheduledOp]) -> float:
@@ -142,16 +195,31 @@ def _after_reduce(operations: Sequence[ScheduledOp]) -> float:
     return sum(one.duration for one in operations[operations.index(_reduce(operations)) + 1 :])
 
 
-def _place(operations: Sequence[ScheduledOp], ready: float, seconds: float, end: float) -> tuple[int, bool, float]:
-    """The place of a CHECK of ``seconds`` that begins after ``ready``, whether it fits there, and when it is over.
-    ``end``: when the worker goes on after REDUCE, with the next step if nobody waits for others, else when all are
-    REDUCED.
+class _Place(NamedTuple):
+    """The number of operations before a CHECK, whether it fits there, and when it is over."""
+
+    before: int
+    fits: bool
+    end: float
+
+
+def _places(operations: Sequence[ScheduledOp], ready: Sequence[float], seconds: float, end: float) -> list[_Place]:
+    """The places of CHECKs of ``seconds`` that begin after ``ready``, which rises. ``end``: when the worker goes on
+    after REDUCE, with the next step if nobody waits for others, else when all are REDUCED.
     """
     reduce = operations.index(_reduce(operations))
-    for index in range(1, reduce):
-        begin = max(ready, operations[index - 1].end)
-        if operations[index].start - begin >= seconds - _TOLERANCE:
-            return index, True, begin + seconds
     rest = _after_reduce(operations) if end > operations[-1].end else 0.0
     fits = end - operations[reduce].end - rest >= seconds - _TOLERANCE
-    return reduce, fits, max(ready, operations[reduce - 1].end if reduce else 0.0) + seconds
+    found: list[_Place] = []
+    index = 1
+    for earliest in ready:
+        while index < reduce:
+            begin = max(earliest, operations[index - 1].end)
+            if operations[index].start - begin >= seconds - _TOLERANCE:
+                found.append(_Place(index, True, begin + seconds))
+                break
+            index += 1
+        else:
+            begin = max(earliest, operations[reduce - 1].end if reduce else 0.0)
+            found.append(_Place(reduce, fits, begin + seconds))
+    return found

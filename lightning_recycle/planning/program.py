@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_recycle.planning.check_places import peers_to_connect, plan_checks
+from lightning_recycle.planning.check_places import WorkerChecks, peers_to_connect, plan_checks
 from lightning_recycle.planning.grid import Worker, global_index
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.schedule import Schedule
@@ -60,23 +60,26 @@ class Program:
         neighbours: ranks of the workers of the stages before and after that it is connected with (:func:`links`).
         idle_peer: whether the schedule leaves a worker of its stage without micro-batches.
         decoupled: whether weight gradients may be computed apart from input gradients.
-        checked: the ranks of the workers of its stage that check each other's computations, itself among them; none
-            if it takes part in no checks. Then there is a CHECK among the tasks.
-        check_every: they do so in each step that is a multiple of this.
-        checks: those steps of all stages, as their multiples: nobody applies such a step before all checks are over.
+        checks: when it checks its peers, and is checked; None if it takes part in no checks.
+        all_checks: the steps with checks of all stages, as their multiples: nobody applies such a step before all
+            checks are over.
     """
 
     tasks: tuple[Task, ...] = ()
     neighbours: tuple[int, ...] = ()
     idle_peer: bool = False
     decoupled: bool = False
-    checked: tuple[int, ...] = ()
-    check_every: int = 1
-    checks: tuple[int, ...] = ()
+    checks: WorkerChecks | None = None
+    all_checks: tuple[int, ...] = ()
 
     def has_checks(self, step: int) -> bool:
         """Whether workers of any stage check each other in ``step``."""
-        return any(step % every == 0 for every in self.checks)
+        return any(step % every == 0 for every in self.all_checks)
+
+    def tasks_with_check(self, place: int) -> tuple[Task, ...]:
+        """The tasks with a CHECK before that with the number ``place``."""
+        op = Op(OpKind.CHECK, self.tasks[place].op.stage)
+        return (*self.tasks[:place], Task(op, str(op)), *self.tasks[place:])
 
 
 class Programs:
@@ -91,7 +94,7 @@ class Programs:
     def __init__(self, schedule: Schedule, verify: float = 0.0) -> None:
         self._schedule = schedule
         self._verifies, self._checks = verify > 0, plan_checks(schedule, verify)
-        self._every = tuple(sorted({checks.every for checks in self._checks.values()}))
+        self._every = tuple(sorted({1 if checks.free else checks.every for checks in self._checks.values()}))
         self._links = links(schedule)
         self._idle_stages = {worker.stage for worker in schedule.idle_workers()}
 
@@ -102,21 +105,16 @@ class Programs:
             PlanningError: if it is not part of the schedule.
         """
         grid = self._schedule.grid
-        tasks, checks = worker_program(self._schedule, worker), self._checks.get(worker.stage)
+        checks = self._checks.get(worker.stage)
         neighbours = {grid.rank(other) for other in self._links.get(worker, ())}
-        if checks is not None:
-            op = Op(OpKind.CHECK, worker.stage)
-            place = checks.places[worker]
-            tasks = (*tasks[:place], Task(op, str(op)), *tasks[place:])
         if self._verifies:
             neighbours.update(map(grid.rank, peers_to_connect(self._schedule, worker)))
         return Program(
-            tasks,
+            worker_program(self._schedule, worker),
             tuple(sorted(neighbours)),
             worker.stage in self._idle_stages,
             self._schedule.problem.technique.decoupled,
-            () if checks is None else checks.ranks,
-            1 if checks is None else checks.every,
+            None if checks is None else checks.of(worker),
             self._every,
         )
 

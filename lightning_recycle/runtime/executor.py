@@ -281,19 +281,20 @@ class Executor:
     def _run_program(self, step: int) -> None:
         """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
         part = part_of(step, self.version, self._reduced, self._idle_peer)
-        program = self._program
+        self._verifier.begin(step, part.reduces and step == self.version)
+        program = self._verifier.tasks
         if not part.reduces:
             program = tuple(t for t in program if t.op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
         self._stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
-        self._reduction.begin(part.buffers, program if part.reduces else ())
+        early = part.reduces and not self._verifier.needs_last_gradients
+        self._reduction.begin(part.buffers, program if early else ())
         self._incoming = {
             task: self._communicator.post_receive(_channel(task.op), task.source, task.index)
             for task in program
             if task.source is not None
         }
-        self._verifier.begin(step, part.reduces and step == self.version)
         self._finite.begin(step)
         if self._meter is not None:
             self._meter.begin(step if part.reduces else None, self._communicator.buffers())
@@ -329,6 +330,7 @@ class Executor:
                 if not part.reduces:  # there is no W that would free what it waits with
                     self._stage.forget(task.index)
             elif kind is OpKind.BACKWARD_WEIGHT:
+                self._verifier.adds_gradients(task)
                 with self._measured(kind):
                     self._stage.backward_weight(task.index, self._reduction.during_weights(task))
             elif kind is OpKind.CHECK:
@@ -388,6 +390,7 @@ class Executor:
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
         kind, meter = task.op.kind, self._meter
+        self._verifier.adds_gradients(task)
         with self._measured(kind):
             if kind is OpKind.BACKWARD and not self._splits_anyway(task):
                 with self._trying(kind, task), self._reduction.during_backward(task):

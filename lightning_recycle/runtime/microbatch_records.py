@@ -30,6 +30,7 @@ from lightning_recycle.runtime.stage import Stage
 
 __all__ = [
     "WEIGHT_GRADIENT",
+    "GradientsApart",
     "MicrobatchRecord",
     "MicrobatchWatcher",
     "Recomputation",
@@ -149,12 +150,45 @@ class Recorder:
         self.record = replace(self.record, sums={**self.record.sums, WEIGHT_GRADIENT: checksum(gradients)})
 
 
+class GradientsApart:
+    """Gradients that are added up elsewhere for a while, from negative zeros as in a step.
+
+    Args:
+        parameters: whose; those without a gradient are left alone.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._usual: list[tuple[nn.Parameter, Tensor]] = []
+        self._apart: list[Tensor] = []
+
+    def begin(self) -> None:
+        """From now on ``parameter.grad`` is apart. The first time it is empty, later it has what it had."""
+        self._usual = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        if not self._apart:
+            self._apart = [torch.full_like(grad, -0.0) for _, grad in self._usual]
+        for (parameter, _), apart in zip(self._usual, self._apart, strict=True):
+            parameter.grad = apart
+
+    def end(self) -> None:
+        """From now on ``parameter.grad`` is what it was, unless somebody has replaced it."""
+        for (parameter, usual), apart in zip(self._usual, self._apart, strict=True):
+            if parameter.grad is apart:
+                parameter.grad = usual
+
+    def add(self) -> None:
+        """Adds what is apart to what was there before."""
+        if self._apart:
+            torch._foreach_add_([usual for _, usual in self._usual], self._apart)
+        self._usual, self._apart = [], []
+
+
 class Recomputation:
     """Computes records once more.
 
     Args:
         stage: the layers.
-        parameters: their parameters.
+        parameters: their parameters, as in the attribute.
         divisor: the number of micro-batches in the global batch.
         begin_microbatch: called before the forward of a micro-batch with its index.
     """
@@ -166,12 +200,12 @@ class Recomputation:
         divisor: int,
         begin_microbatch: Callable[[int], None] = lambda index: None,
     ) -> None:
-        self._stage, self._parameters, self._divisor = stage, parameters, divisor
+        self._stage, self.parameters, self._divisor = stage, parameters, divisor
         self._begin_microbatch = begin_microbatch
 
     def gradients(self) -> list[Tensor]:
         """The weight gradients, as far as there are some."""
-        return [p.grad for p in self._parameters if p.requires_grad and p.grad is not None]
+        return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
 
     def __call__(self, record: MicrobatchRecord) -> dict[str, bytes]:
         """The checksums of what this worker makes of ``record``, of all that it has checksums of."""
@@ -202,15 +236,13 @@ class Recomputation:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        """Within the block gradients are added up elsewhere, from negative zeros as in a step."""
-        kept = [parameter.grad for parameter in self._parameters]
-        for parameter, grad in zip(self._parameters, kept, strict=True):
-            parameter.grad = None if grad is None else torch.full_like(grad, -0.0)
+        """Within the block gradients are added up elsewhere."""
+        apart = GradientsApart(self.parameters)
+        apart.begin()
         try:
             yield
         finally:
-            for parameter, grad in zip(self._parameters, kept, strict=True):
-                parameter.grad = grad
+            apart.end()
 
     @contextmanager
     def _buffers_of(self, record: MicrobatchRecord) -> Iterator[None]:

@@ -1,9 +1,10 @@
 """Workers of a stage check each other's computations.
 
-Concept: in a step with checks each worker records its first micro-batch: what its stage was given, and checksums of the
-output, of the gradient of the input, and of the weight gradients, if nothing else is in them yet. It sends the record
-to a peer, which computes the same at its CHECK and compares. If it gets other bits, it tells the coordinator and goes
-no further, so nobody can commit the step. Then all workers of the stage compute the record once more, and vote.
+Concept: in a step with checks each worker records one micro-batch, drawn from the step: what its stage was given, and
+checksums of the output, of the gradient of the input, and of the weight gradients, which are added to those of others
+only then. It sends the record to a peer, which computes the same at its CHECK and compares. If it gets other bits, it
+tells the coordinator and goes no further, so nobody can commit the step. Then all workers of the stage compute the
+record once more, and vote.
 Machines of other kinds may round in another way: they have no say, and a worker whose record comes from one computes
 its own once more instead, which shows errors that do not come again.
 
@@ -34,13 +35,19 @@ from torch import Tensor, nn
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.model.apart import put_together, take_apart
-from lightning_recycle.planning.check_places import partners
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.runtime.communicator import Channel, Communicator, Incoming
-from lightning_recycle.runtime.microbatch_records import MicrobatchRecord, Recomputation, Recorder, mapped, tensors_of
+from lightning_recycle.runtime.microbatch_records import (
+    GradientsApart,
+    MicrobatchRecord,
+    Recomputation,
+    Recorder,
+    mapped,
+    tensors_of,
+)
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.transfer import receive_object, send_object
 from lightning_recycle.runtime.wire import MAX_TENSORS
@@ -50,7 +57,6 @@ __all__ = ["Verifier"]
 log = logging.getLogger(__name__)
 
 _COMPLETING = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
-_BACKWARD = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
 _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted as well
 
 
@@ -67,7 +73,7 @@ class Verifier:
         possible: whether computations of this stage can be repeated at all.
 
     Attributes:
-        compares_weights: whether the weight gradients of the micro-batch that it is checked on are alone when complete.
+        tasks: what this worker runs in the attempt that begins, with a CHECK if it has one.
     """
 
     def __init__(
@@ -83,8 +89,10 @@ class Verifier:
         self._client, self._communicator, self._stage = client, communicator, stage
         self._recompute, self._grid, self._device, self._possible = recompute, grid, device, possible
         self._program = Program()
-        self._first: Task | None = None  # completes the micro-batch that this worker is checked on
-        self.compares_weights = False
+        self.tasks: tuple[Task, ...] = ()
+        self._completing: list[Task] = []  # of each micro-batch
+        self._target: Task | None = None  # completes the micro-batch that this worker is checked on
+        self._apart = GradientsApart(())
         self._checks: int | None = None  # rank whose record comes, while a step with checks runs
         self._checked_by: int | None = None
         self._incoming: Incoming | None = None
@@ -99,27 +107,31 @@ class Verifier:
     def follow(self, program: Program) -> None:
         """From now on this worker runs ``program``."""
         self._program = program
-        completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
-        self._first = completing[0] if completing else None
-        # Of the only one the sum over the stage may have begun before anybody can look at it. And a B adds the
-        # gradients of parameters that cannot wait for a W, so those of another micro-batch may be there, too.
-        before = program.tasks[: program.tasks.index(completing[0])] if completing else ()
-        others = any(task.op.kind in _BACKWARD and task.index != completing[0].index for task in before)
-        self.compares_weights = len(completing) > 1 and not others
+        self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
 
     def begin(self, step: int, whole: bool) -> None:
         """An attempt at ``step`` begins; ``whole``: this worker does all of it, and nobody has done so before."""
-        ranks, every = self._program.checked, self._program.check_every
-        self._recorder = self._own = self._disputed = self._incoming = self._checks = self._checked_by = None
+        checks, self.tasks = self._program.checks, self._program.tasks
+        self._recorder = self._own = self._disputed = self._incoming = None
+        self._target = self._checks = self._checked_by = None
         # Once its loss is known some may have applied the step: what others make of it can be held back no more.
         self._open = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
         if self._open < 0:
             return
-        if not self._possible or not whole or not ranks or step % every:
+        number = checks.drawn(step) if checks is not None and self._possible and whole else None
+        if checks is None or number is None:
             self._pass()
             return
-        self._checks, self._checked_by = partners(ranks, self._client.rank, step // every)
+        self._target = self._completing[number % len(self._completing)]
+        self._apart = GradientsApart(self._recompute.parameters)
+        self._checks, self._checked_by = checks.partners(step, self._client.rank)
         self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
+        self.tasks = self._program.tasks_with_check(checks.places[number])
+
+    @property
+    def needs_last_gradients(self) -> bool:
+        """Whether nobody may sum up what the last micro-batch completes before it is :meth:`completed`."""
+        return self._target is not None and self._target is self._completing[-1]
 
     def leaves_open(self, step: int) -> bool:
         """Whether the results of the newest attempt at ``step`` have not been passed by all. They may all be wrong."""
@@ -133,7 +145,7 @@ class Verifier:
         return self._grid.global_microbatches  # behind those of micro-batches
 
     def _is_checked_on(self, task: Task) -> bool:
-        return self._checked_by is not None and self._first is not None and task.index == self._first.index
+        return self._target is not None and task.index == self._target.index
 
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
@@ -147,17 +159,25 @@ class Verifier:
         if self._recorder is not None and self._is_checked_on(task):
             self._recorder.computed(output, loss)
 
+    def adds_gradients(self, task: Task) -> None:
+        """``task``, which adds weight gradients, begins."""
+        if self._recorder is not None and self._is_checked_on(task):
+            self._apart.begin()
+
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
         """The backward of ``task``, given ``grads``, gave ``input_grads``."""
         if self._recorder is not None and self._is_checked_on(task):
             self._recorder.differentiated(grads, input_grads)
+            if task.op.kind is OpKind.BACKWARD_INPUT:
+                self._apart.end()
 
     def completed(self, task: Task) -> None:
         """The weight gradients of ``task`` are complete: if this worker is checked on it, its peer gets the record."""
-        if self._recorder is None or task is not self._first or self._checked_by is None:
+        if self._recorder is None or task is not self._target or self._checked_by is None:
             return
-        if self.compares_weights:
-            self._recorder.completed(self._recompute.gradients())
+        self._recorder.completed(self._recompute.gradients())
+        self._apart.end()
+        self._apart.add()
         record = self._own = replace(self._recorder.record, machine=_machine())
         self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
 

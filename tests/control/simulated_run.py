@@ -426,7 +426,8 @@ class Run:
         self._poke(worker)
 
     def _thaw(self, worker: SimulatedWorker) -> None:
-        if self.now < worker.frozen or self.now < worker.stuck:
+        """It reads what has come, also if its main thread is stuck: later messages do not overtake earlier ones."""
+        if self.now < worker.frozen:
             return
         unread, worker.unread = worker.unread, []
         for message in unread:

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from support.checks import checked_microbatch
 from support.models import Regression, dataset
 from support.training import TOLERANCE, difference, fit, plain_loop
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong() -> None
 # ---------------------------------------------------------------------- computations
 
 VERIFY = {"verify": 1.0, "check_every": 1}
+CHECKED = {pipelines: checked_microbatch(3, pipelines) for pipelines in (2, 3)}
 
 
 def disputed(run: L.Trainer) -> list[Event]:
@@ -98,8 +100,11 @@ def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        (Fault("bitflip", 1, 0, step=3, target="activation"), "output"),
-        (Fault("bitflip", 1, 0, step=3, at="backward_weight", when="after", target="gradient"), "weight gradient"),
+        (Fault("bitflip", 1, 0, 3, microbatch=CHECKED[3], target="activation"), "output"),
+        (
+            Fault("bitflip", 1, 0, 3, "backward_weight", when="after", microbatch=CHECKED[3], target="gradient"),
+            "weight gradient",
+        ),
         (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
     ],
 )
@@ -116,7 +121,7 @@ def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault,
 
 def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> None:
     model, right = Regression().double(), Regression().double()
-    fault = Fault("bitflip", 0, 0, step=3, target="activation", bit=0)
+    fault = Fault("bitflip", 0, 0, step=3, microbatch=CHECKED[2], target="activation", bit=0)
     run = fit(model, 2, 1, [fault], strategy=VERIFY)
     assert [(event.worker, event.step) for event in corruptions(run)] == [((0, 0), 3)]
     assert evicted(run) == [(0, 0)]
@@ -185,7 +190,8 @@ def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -
 def test_a_device_that_computes_wrong_results_is_kept_out_of_later_runs_until_the_file_is_removed(
     tmp_path: Path,
 ) -> None:
-    fault, options = Fault("bitflip", 1, 0, step=2, target="activation"), {**VERIFY, "restart_workers": True}
+    fault = Fault("bitflip", 1, 0, step=2, microbatch=checked_microbatch(2, 3), target="activation")
+    options = {**VERIFY, "restart_workers": True}
     run = fit(Regression().double(), 3, 1, [fault], strategy=options, max_steps=4)
     assert evicted(run) == [(1, 0)]
     assert not any(event.kind == "restarting" for event in run.strategy.history)

@@ -5,12 +5,14 @@ behind when it is run once more; machines that round in another way; values that
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from support.checks import checked_microbatch
 from support.models import Regression, dataset
 from support.sampling import sampled
 from support.streams import Stream
@@ -23,7 +25,7 @@ from lightning_recycle.control.history import Event
 from lightning_recycle.runtime import verification
 
 VERIFY = {"verify": 1.0, "check_every": 1}
-WRONG = Fault("bitflip", 1, 0, step=3, target="activation")
+WRONG = Fault("bitflip", 1, 0, step=3, microbatch=checked_microbatch(3, 3), target="activation")
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +132,7 @@ def test_a_machine_of_its_own_kind_finds_the_errors_that_do_not_come_again_itsel
 
 def test_machines_of_other_kinds_have_no_say() -> None:
     model, right = Unlike({0: "a", 1: "a", 2: "b", 3: "b"}).double(), Regression().double()
-    run = fit(model, 4, 1, [WRONG], strategy=VERIFY)
+    run = fit(model, 4, 1, [replace(WRONG, microbatch=checked_microbatch(3, 4))], strategy=VERIFY)
     assert [event.worker for event in events(run, "corruption")] == [(1, 0)]
     fit(right, 4, 1)
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from lightning_recycle.planning import Grid, Worker, plan
-from lightning_recycle.planning.check_places import partners, plan_checks
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.check_places import WorkerChecks, partners, plan_checks
+from lightning_recycle.planning.ops import OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
@@ -26,20 +28,24 @@ CASES = [
 ] + [schedule(Grid(3, 2, 4), Worker(1, 0)), schedule(Grid(2, 1, 3)), schedule(Grid(4, 3, 2), Worker(0, 2))]
 
 
+def completed(operations: Sequence[ScheduledOp]) -> list[float]:
+    return [one.end for one in operations if one.op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)]
+
+
 @pytest.mark.parametrize("whole", CASES)
 def test_a_check_comes_when_what_it_needs_is_there_and_before_reduce(whole: Schedule) -> None:
     for stage, checks in plan_checks(whole, 0.01).items():
         workers = [worker for worker in whole.live_workers if worker.stage == stage]
         assert checks.ranks == tuple(whole.grid.rank(worker) for worker in workers)
-        done = [
-            next(one.end for one in whole.workers[w] if one.op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT))
-            for w in workers
-        ]
-        for worker in workers:
-            operations = whole.workers[worker]
-            after = operations[checks.places[worker]]
-            assert operations.index(after) <= [one.op.kind for one in operations].index(OpKind.REDUCE)
-            assert after.op.kind is OpKind.REDUCE or after.start >= max(done)
+        done = [completed(whole.workers[worker]) for worker in workers]
+        assert {len(places) for places in checks.places.values()} == {len(checks.costs)} == {max(map(len, done))}
+        for number in range(len(checks.costs)):
+            ready = max(own[number % len(own)] for own in done)
+            for worker in workers:
+                operations = whole.workers[worker]
+                after = operations[checks.places[worker][number]]
+                assert operations.index(after) <= [one.op.kind for one in operations].index(OpKind.REDUCE)
+                assert after.op.kind is OpKind.REDUCE or after.start >= ready
 
 
 @pytest.mark.parametrize("whole", CASES)
@@ -53,15 +59,28 @@ def test_a_free_check_takes_no_longer_than_the_worker_idles_in_a_period(whole: S
 def test_checks_are_free_where_a_pipeline_has_bubbles() -> None:
     drained = plan_checks(schedule(decoupled=False, staggered=True), 0.01)  # 1F1B: 27 slots, 18 of them busy
     # Stage 1 has room for its own, but stage 0 would have to wait for it before its STEP.
-    assert [checks.free for _, checks in sorted(drained.items())] == [False, False, True, True]
-    assert [checks.costs for _, checks in sorted(drained.items())] == [3, 1, 0, 0]
+    assert [len(checks.free) for _, checks in sorted(drained.items())] == [0, 0, 6, 6]
+    assert [checks.costs[0] for _, checks in sorted(drained.items())] == [3, 1, 0, 0]
     barrier = plan_checks(schedule(decoupled=False, staggered=False), 0.01)  # REDUCE after 27, 25, 23 and 21 slots
-    assert [checks.free for _, checks in sorted(barrier.items())] == [False, False, True, True]
+    assert [len(checks.free) for _, checks in sorted(barrier.items())] == [0, 0, 6, 6]
     # Nobody idles, and the last stage is done 5 slots after the first one has begun its next step.
-    assert {(checks.free, checks.every) for checks in plan_checks(schedule(), 0.01).values()} == {(False, 27)}
+    assert {(checks.free, checks.every) for checks in plan_checks(schedule(), 0.01).values()} == {((), 27)}
     full = schedule(Grid(2, 1, 3))  # no pipeline, no bubbles: 9 slots of work, 3 of which are checked
-    assert [(c.free, c.every) for c in plan_checks(full, 0.01).values()] == [(False, 34)]
-    assert [(c.free, c.every) for c in plan_checks(full, 0.5).values()] == [(False, 1)]
+    assert [(c.free, c.every) for c in plan_checks(full, 0.01).values()] == [((), 34)]
+    assert [(c.free, c.every) for c in plan_checks(full, 0.5).values()] == [((), 1)]
+
+
+@pytest.mark.parametrize(("free", "every"), [((), 1), ((), 5), ((0, 2), 7), ((0, 1, 2, 3), 1)])
+def test_each_micro_batch_has_its_turn_at_no_regular_distance(free: tuple[int, ...], every: int) -> None:
+    checks = WorkerChecks((0, 1), every, free, (5, 7, 7, 9))
+    drawn = [checks.drawn(step) for step in range(4000 * every)]
+    assert every == 1 or set(drawn[1::every]) <= {None, *free}
+    whole = drawn[::every]
+    for period in (1, 2, 3, 4, 5, 8):  # every n-th step, from any on: also what errs in these alone
+        for first in range(period):
+            found = Counter(whole[first::period])
+            assert set(found) == {0, 1, 2, 3}
+            assert min(found.values()) > 0.15 * sum(found.values())
 
 
 def test_nothing_is_checked_without_peers_or_a_share_of_the_time() -> None:
@@ -75,7 +94,8 @@ def test_with_many_pipelines_a_worker_connects_with_a_few_peers() -> None:
     programs = Programs(whole, verify=0.5)
     for worker in whole.live_workers:
         program, rank = programs.of(worker), whole.grid.rank(worker)
-        partners_of = {other for turn in range(40) for other in partners(program.checked, rank, turn)}
+        assert program.checks is not None
+        partners_of = {other for step in range(80) for other in program.checks.partners(step, rank)}
         assert partners_of == set(program.neighbours)
         assert len(partners_of) == 16
 
@@ -93,13 +113,24 @@ def test_every_worker_is_checked_by_every_other_in_turn(count: int) -> None:
     assert seen == set(itertools.permutations(ranks, 2))
 
 
-def test_a_program_has_one_check_and_connects_the_workers_of_a_stage() -> None:
+def test_a_program_gets_one_check_and_connects_the_workers_of_a_stage() -> None:
     whole = schedule(Grid(3, 2, 4))
     programs, plain = Programs(whole, verify=0.01), Programs(whole)
     for worker in whole.live_workers:
         program, without = programs.of(worker), plain.of(worker)
-        assert [task for task in program.tasks if task.op.kind is not OpKind.CHECK] == list(without.tasks)
-        assert len(program.tasks) == len(without.tasks) + 1
-        peers = {rank for rank in program.checked if rank != whole.grid.rank(worker)}
+        assert program.tasks == without.tasks
+        assert program.checks is not None
+        for place in program.checks.places:
+            tasks = program.tasks_with_check(place)
+            assert [tasks.index(task) for task in tasks if task.op.kind is OpKind.CHECK] == [place]
+            assert tasks[:place] + tasks[place + 1 :] == program.tasks
+        peers = {rank for rank in program.checks.ranks if rank != whole.grid.rank(worker)}
         assert set(program.neighbours) == {*without.neighbours, *peers}
-        assert (without.checked, len(peers)) == ((), 2)
+        assert (without.checks, len(peers)) == (None, 2)
+
+
+def test_where_workers_have_unequal_numbers_each_has_a_check_of_each_of_its_own() -> None:
+    whole = schedule(Grid(3, 1, 3), Worker(1, 0))
+    counts = sorted(len(completed(whole.workers[worker])) for worker in whole.live_workers)
+    (checks,) = plan_checks(whole, 0.5).values()
+    assert (counts, len(checks.costs)) == ([4, 5], 5)

@@ -1,41 +1,139 @@
-"""What of a micro-batch can be compared, given the order of a worker's operations."""
+"""Each micro-batch can be compared, whatever the order of a worker's operations, and nothing changes by that."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from lightning_recycle.planning.check_places import WorkerChecks
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.runtime import verification
+from lightning_recycle.runtime.microbatch_records import MicrobatchRecord, Recomputation
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.verification import Verifier
 
+KINDS = {"F": OpKind.FORWARD, "B": OpKind.BACKWARD_INPUT, "W": OpKind.BACKWARD_WEIGHT, "X": OpKind.BACKWARD}
+ORDERS = [
+    "F0 X0 F1 X1 F2 X2",
+    "F0 B0 W0 F1 B1 W1 F2 B2 W2",
+    "F0 F1 B0 W0 B1 W1 F2 X2",
+    "F0 F1 F2 B0 B1 W0 B2 W1 W2",  # a LayerNorm has its gradients in B, a Linear in W
+    "F0 F1 F2 B0 B1 B2 W2 W1 W0",
+    "F0 X0",
+]
 
-def program(order: str) -> Program:
-    kinds = {"F": OpKind.FORWARD, "B": OpKind.BACKWARD_INPUT, "W": OpKind.BACKWARD_WEIGHT, "X": OpKind.BACKWARD}
-    words = order.split()
-    tasks = (Task(Op(kinds[word[0]], 0, Microbatch(0, int(word[1]))), word, int(word[1])) for word in words)
-    return Program((*tasks, Task(Op(OpKind.CHECK, 0), "C@0"), Task(Op(OpKind.REDUCE, 0), "REDUCE@0")))
+
+def tasks_of(order: str) -> tuple[Task, ...]:
+    split = {word[1] for word in order.split() if word[0] == "B"}
+    return (
+        *(
+            Task(Op(KINDS[word[0]], 0, Microbatch(0, int(word[1]))), word, int(word[1]), decoupled=word[1] in split)
+            for word in order.split()
+        ),
+        Task(Op(OpKind.REDUCE, 0), "REDUCE@0"),
+    )
 
 
-@pytest.mark.parametrize(
-    ("order", "alone"),
-    [
-        ("F0 X0 F1 X1", True),
-        ("F0 B0 W0 F1 B1 W1", True),
-        ("F0 F1 B0 W0 B1 W1", True),
-        ("F0 F1 B0 B1 W0 W1", False),  # a LayerNorm has its gradients of both after B1
-        ("F0 F1 B0 B1 W1 W0", False),
-        ("F0 X0", False),  # their sum over the stage may begin before it is over
-        ("", False),
-    ],
-)
-def test_weight_gradients_are_compared_where_they_are_alone(order: str, alone: bool) -> None:
-    nobody: Any = None
-    stage = Stage([torch.nn.Linear(1, 1)], 0, 0, torch.device("cpu"))
-    verifier = Verifier(nobody, nobody, stage, [], Grid(2, 1, 2), "cpu:0", possible=True)
-    verifier.follow(program(order))
-    assert verifier.compares_weights == alone
+def stage() -> tuple[Stage, list[nn.Parameter]]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 1)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, -0.0)
+    loss = nn.functional.mse_loss
+    return Stage(layers, 0, 0, torch.device("cpu"), loss), parameters
+
+
+def values(index: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(index)
+    return torch.randn(2, 4, generator=draw), torch.randn(2, 1, generator=draw)
+
+
+class Worker:
+    """A worker that runs its tasks as the executor does, and keeps the record that a peer would get."""
+
+    def __init__(self, tasks: Sequence[Task], checked: int | None) -> None:
+        self.stage, self.parameters = stage()
+        self.recompute = Recomputation(self.stage, self.parameters, 3)
+        client = SimpleNamespace(rank=0, generation=0, knows_loss=lambda step: False, send=lambda message: None)
+        communicator = SimpleNamespace(post_receive=lambda *where: None, send=self._sent)
+        self.verifier = Verifier(client, communicator, self.stage, self.recompute, Grid(2, 1, 3), "cpu:0", True)  # type: ignore[arg-type]
+        count = sum(task.op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT) for task in tasks)
+        checks = None if checked is None else WorkerChecks((0, 1), 1, (checked,), (len(tasks) - 1,) * count)
+        self.verifier.follow(Program(tuple(tasks), checks=checks, all_checks=(1,)))
+        self.record: MicrobatchRecord | None = None
+
+    def _sent(self, channel: Any, message: Any, *where: Any) -> None:
+        self.record = verification._from_message(message)
+
+    def run(self, step: int) -> list[Tensor]:
+        self.verifier.begin(step, whole=True)
+        for task in self.verifier.tasks:
+            x, y = values(task.index)
+            match task.op.kind:
+                case OpKind.FORWARD:
+                    self.verifier.takes(step, task, x, y)
+                    output = self.stage.forward(step, task.index, x, y, decoupled=task.decoupled)
+                    loss = self.stage.loss(step, task.index, output, y, 3)
+                    self.verifier.computed(task, output, float(loss))
+                case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:
+                    self.verifier.adds_gradients(task)
+                    split = task.op.kind is OpKind.BACKWARD_INPUT
+                    backward = self.stage.backward_input if split else self.stage.backward
+                    self.verifier.differentiated(task, None, backward(task.index, None))
+                case OpKind.BACKWARD_WEIGHT:
+                    self.verifier.adds_gradients(task)
+                    self.stage.backward_weight(task.index)
+                case _:
+                    continue
+            if task.op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
+                self.verifier.completed(task)
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_micro_batch_that_is_checked_has_the_bits_that_a_peer_gets_and_the_sums_are_the_same(order: str) -> None:
+    tasks = tasks_of(order)
+    usual = Worker(tasks, None).run(0)
+    completing = [task for task in tasks if task.op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)]
+    seen = set()
+    for step in range(12):
+        worker, peer = Worker(tasks, 0), Worker((), None)
+        before = [parameter.grad for parameter in worker.parameters]
+        gradients = worker.run(step)
+        assert all(mine is its for mine, its in zip(gradients, before, strict=True))
+        assert worker.record is not None
+        seen.add(worker.record.microbatch)
+        assert worker.record.sums.keys() == {"output", "input gradient", "weight gradient"}
+        assert peer.recompute(worker.record) == worker.record.sums
+        if step == 0:
+            assert all(torch.equal(mine, other) for mine, other in zip(gradients, usual, strict=True))
+        last = completing[-1].index == worker.record.microbatch
+        assert worker.verifier.needs_last_gradients == last
+    assert seen == {task.index for task in completing}
+
+
+def test_a_wrong_weight_gradient_of_any_micro_batch_differs() -> None:
+    tasks = tasks_of("F0 F1 F2 B0 B1 W0 B2 W1 W2")
+    for step in range(12):
+        worker = Worker(tasks, 0)
+        compute = worker.stage.backward_weight
+
+        def wrong(index: int, *more: Any, compute: Any = compute, worker: Worker = worker) -> None:
+            compute(index, *more)
+            gradient = worker.parameters[-1].grad
+            assert gradient is not None
+            gradient += 1e-3
+
+        worker.stage.backward_weight = wrong  # type: ignore[method-assign]
+        worker.run(step)
+        assert worker.record is not None
+        sums = Worker((), None).recompute(worker.record)
+        assert [name for name in sums if sums[name] != worker.record.sums[name]] == ["weight gradient"]
