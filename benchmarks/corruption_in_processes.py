@@ -6,8 +6,8 @@
 
 *Cases*: a worker of a 3 x 1, 4 x 1 or 3 x 2 grid errs for good, in a seeded way: every n-th matrix product is wrong, or
 a bit flips in every fifth step, in a parameter, the optimizer's state, or an activation or weight gradient of always
-the same micro-batch. It must be found within 100 steps, and nobody else. If the first error was found before a commit, the
-weights must be those of a plain loop on one device, to 1e-10. It ends with status 1 otherwise.
+the same micro-batch. It must be found within 100 steps, and nobody else. If the first error was found before a commit,
+the weights must be those of a plain loop on one device, to 1e-10. It ends with status 1 otherwise.
 *Alarms*: training with dropout in bfloat16 while workers are killed and replaced, every worker checked in every step,
 its state as well: nothing may be found.
 *Cost*: the seconds of a step with checks and without, runs in turns: of the state by default, of computations with
