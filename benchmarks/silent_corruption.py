@@ -5,9 +5,10 @@
 
 *Cases*: devices that err for good, in seeded ways of all kinds, in one of three or four replicas of a model, which this
 process computes one after the other with the package's own checksums, injection, rotation and decisions (no processes,
-no pipeline). Every n-th matrix product is wrong, or a bit flips in every fifth step. After 100 steps at most the faulty
-replica, and no other, must have been found; and after its eviction, if the wrong result was found before a commit, the
-weights must be those without a fault, unless an earlier one was not looked at.
+no pipeline). Every n-th matrix product is wrong, or a bit flips in every fifth step, in results of always the same
+micro-batch. After 100 steps at most the faulty replica, and no other, must have been found; and after its eviction, if
+the wrong result was found before a commit, the weights must be those without a fault, unless an earlier one was not
+looked at.
 *Probability*: the same, for a device that errs in each micro-batch with some probability: steps until it is found,
 beside the formula of docs/corruption.md and a draw of it.
 *False alarms*: the same without faults, in float32 with dropout and in bfloat16.
@@ -22,6 +23,7 @@ import copy
 import math
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,7 +40,7 @@ from lightning_recycle.callbacks.bitflips import WrongArithmetic, flip, flip_in_
 from lightning_recycle.control.protocol.corruption import Dispute, Finding, Undecided, decide, judge
 from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.planning import Grid, Worker, plan
-from lightning_recycle.planning.check_places import partners, plan_checks
+from lightning_recycle.planning.check_places import WorkerChecks, plan_checks
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.checksums import checksum
@@ -67,6 +69,7 @@ class Case:
     bit: int | None
     every: int | None = None
     chance: float | None = None
+    microbatch: int = 0  # of its own
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -74,7 +77,8 @@ class Case:
         replicas, target = draw.choice((3, 4)), TARGETS[seed % len(TARGETS)]
         bit = draw.choice((0, 10, 20, None, None))
         every = draw.choice((1, 5, 20, 50)) if target == "matmul" else None
-        return cls(seed, replicas, draw.randrange(replicas), target, draw.randrange(3, 20), bit, every)
+        culprit, step, microbatch = draw.randrange(replicas), draw.randrange(3, 20), draw.randrange(MICROBATCHES)
+        return cls(seed, replicas, culprit, target, step, bit, every, microbatch=microbatch)
 
 
 def _model(dtype: torch.dtype, dropout: float) -> nn.Sequential:
@@ -138,7 +142,7 @@ class Replicas:
         due = step >= case.step and (step - case.step) % _PERIOD == 0 and step not in self._struck
         strikes = due and case.culprit in live and case.target is not None
         self._struck.add(step)
-        claims: dict[int, bytes] = {}
+        claims: dict[int, list[bytes]] = {rank: [] for rank in live}  # of each micro-batch of a worker
         total: list[Tensor] | None = None
         if strikes and case.target == "parameter":
             flip(self.models[case.culprit].parameters(), case.bit, self._draw)
@@ -151,15 +155,16 @@ class Replicas:
         count = case.replicas * MICROBATCHES  # whoever is gone, the others compute its micro-batches
         for index in range(count):
             rank = live[index % len(live)]
-            if strikes and rank == case.culprit and rank not in claims and case.target == "activation":
+            errs = strikes and rank == case.culprit and len(claims[rank]) == case.microbatch
+            if errs and case.target == "activation":
                 flip_in_next_output(
                     [m for m in self.models[rank].modules() if not any(m.children())], case.bit, self._draw
                 )
             sums, _, grads = self._compute(rank, step, index)
-            if strikes and rank == case.culprit and rank not in claims and case.target == "gradient":
+            if errs and case.target == "gradient":
                 flip(grads, case.bit, self._draw)
                 sums = checksum([sums[0], *grads])
-            claims.setdefault(rank, sums)
+            claims[rank].append(sums)
             total = [g.clone() for g in grads] if total is None else [a + g for a, g in zip(total, grads, strict=True)]
         if step % self.every == 0 and len(live) > 1 and self._check(step, live, claims):
             return True
@@ -170,21 +175,23 @@ class Replicas:
             self.optimizers[rank].step()
         return False
 
-    def _check(self, step: int, live: Sequence[int], claims: dict[int, bytes]) -> bool:
+    def _check(self, step: int, live: Sequence[int], claims: dict[int, list[bytes]]) -> bool:
         """Everybody checks one peer; whether somebody was found."""
+        checks = WorkerChecks(tuple(live), self.every, (), (0,) * max(map(len, claims.values())))
+        number = checks.drawn(step)
+        assert number is not None
         for rank in live:
-            other, _ = partners(live, rank, step // self.every)
-            index = live.index(other)  # its first micro-batch
+            other, _ = checks.partners(step, rank)
+            own = number % len(claims[other])
+            index, claimed = live.index(other) + own * len(live), claims[other][own]
             mine = self._compute(rank, step, index)[0]
-            if mine == claims[other]:
+            if mine == claimed:
                 continue
             votes = {}
             for voter in live:
                 got, again = (self._compute(voter, step, index, accused=other)[0] for _ in range(2))
                 votes[voter] = ({"results": got}, got == again)
-            dispute = Dispute(
-                step, index, rank, other, {rank: {"results": mine}, other: {"results": claims[other]}}, votes
-            )
+            dispute = Dispute(step, index, rank, other, {rank: {"results": mine}, other: {"results": claimed}}, votes)
             verdict = decide(dispute)
             if isinstance(verdict, Finding):
                 self.alarms.append(f"step {step}: {verdict.value}")
@@ -215,8 +222,8 @@ class Replicas:
 # ---------------------------------------------------------------------- cases
 
 
-def cases(count: int) -> None:
-    """Seeded faults of all kinds."""
+def cases(count: int) -> bool:
+    """Seeded faults of all kinds; whether all were found, and nobody else."""
     rows: dict[str, list[tuple[Case, Replicas, float]]] = {target: [] for target in TARGETS}
     right: dict[int, list[list[Tensor]]] = {3: [], 4: []}  # by replicas, the weights after each step without a fault
     for number, weights in right.items():
@@ -252,6 +259,8 @@ def cases(count: int) -> None:
             f"{max(caught):.1e} ({len(caught)} cases)" if caught else "-",
         )
     console.print(table)
+    everybody = [result for results in rows.values() for result in results]
+    return all({rank for _, rank, _ in replicas.found} == {case.culprit} for case, replicas, _ in everybody)
 
 
 # ---------------------------------------------------------------------- probability
@@ -263,7 +272,7 @@ def probability(runs: int) -> None:
         "e", "check every k", "mean steps: formula", "drawn", "measured", "found in 100 steps: formula", "measured"
     )
     for share, check in ((0.3, 1), (0.1, 1), (0.03, 1), (0.1, 4)):
-        chance = 1 - (1 - share) ** 2  # the first micro-batch of the device, and the one that it checks
+        chance = 1 - (1 - share) ** 2  # a micro-batch of the device, and the one that it checks
         formula, draw = 1 + check * (1 / chance - 1), random.Random(0)  # the first check is in the first step
         drawn = [next(k for k in range(10**6) if k % check == 0 and draw.random() < chance) + 1 for _ in range(4000)]
         steps = []
@@ -281,14 +290,18 @@ def probability(runs: int) -> None:
     console.print(table)
 
 
-def false_alarms(steps: int) -> None:
+def false_alarms(steps: int) -> bool:
+    """Nothing is wrong; whether nothing was found."""
+    quiet = True
     table = Table("dtype", "dropout", "steps", "checks", "alarms")
     for dtype, dropout in ((torch.float32, 0.5), (torch.bfloat16, 0.5), (torch.float64, 0.0)):
         replicas = Replicas(Case(0, 3, -1, None, -1, None), dtype=dtype, dropout=dropout)
         replicas.run(steps)
         alarms = len(replicas.found) + len(replicas.alarms)
+        quiet = quiet and not alarms
         table.add_row(str(dtype), str(dropout), str(steps), str(3 * steps), str(alarms))
     console.print(table)
+    return quiet
 
 
 # ---------------------------------------------------------------------- cost
@@ -316,7 +329,7 @@ def _state_check(block: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def cost() -> None:
-    """What checks take."""
+    """What checks of states take."""
     table = Table("parameters", "tokens of a step", "step (s)", "check (s)", "check every (auto)", "share of the time")
     for width, tokens in ((256, 512), (512, 1024)):
         torch.manual_seed(0)
@@ -330,24 +343,28 @@ def cost() -> None:
             f"{count:,}", str(tokens), f"{taken:.4f}", f"{checked:.4f}", str(every), f"{checked / (every * taken):.4%}"
         )
     console.print(table)
-    places = Table("schedule", "failed", "period (slots)", "free in stages", "elsewhere every", "share there")
+
+
+def places() -> None:
+    """What checks of computations take."""
+    table = Table("schedule", "failed", "period (slots)", "free, by stage", "all others every", "share")
     for decoupled in (False, True):
         for staggered in (False, True):
             for lost in ((), (Worker(1, 2),)):
                 grid = Grid(3, 4, 6)
                 schedule = plan(Problem(grid, Costs.uniform(4), frozenset(lost), Technique(decoupled, staggered)))
                 checks = plan_checks(schedule, 0.01)
-                free = [stage for stage, one in sorted(checks.items()) if one.free]
-                paid = {one.every for one in checks.values() if not one.free}
-                share = max((one.costs / (one.every * schedule.period) for one in checks.values()), default=0.0)
-                places.add_row(
+                free = [f"{len(one.free)}/{len(one.costs)}" for _, one in sorted(checks.items())]
+                paid = {one.every for one in checks.values() if len(one.free) < len(one.costs)}
+                share = max((max(one.costs) / (one.every * schedule.period) for one in checks.values()), default=0.0)
+                table.add_row(
                     f"{'decoupled' if decoupled else '1F1B'}, {'staggered' if staggered else 'with a barrier'}",
-                    str(len(lost)), f"{schedule.period:g}", str(free), str(max(paid, default="-")), f"{share:.2%}",
+                    str(len(lost)), f"{schedule.period:g}", " ".join(free), str(max(paid, default="-")), f"{share:.2%}",
                 )  # fmt: skip
-    console.print(places)
+    console.print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--runs", type=int, default=60, help="for the probability")
@@ -356,12 +373,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     console.print(describe_machine())
     started = time.perf_counter()
-    cases(options.cases)
+    is_right = cases(options.cases)
     probability(options.runs)
-    false_alarms(options.steps)
+    is_right = false_alarms(options.steps) and is_right
     cost()
+    places()
     console.print(f"{time.perf_counter() - started:.0f} s")
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,22 +2,25 @@
 
     .venv/bin/python benchmarks/soak.py                  # six minutes, a failure every 2.5 s
     .venv/bin/python benchmarks/soak.py --steps 150000   # an hour
+    .venv/bin/python benchmarks/soak.py --verify 1       # workers check each other in every step: no false alarms
 
 4 x 2 workers of a model that takes next to no time, so that a minute has the steps and the failures of hours. Workers
 are killed, exit, raise, or are told to leave, at seeded random times, and are replaced. (Should all four of a stage be
 gone at once, the run ends with that error: try another seed.) One row every twenty seconds: the launching process,
 which has the coordinator, and the largest worker. Neither may grow for long; the launching process remembers the
-newest ten to twenty thousand steps.
+newest ten to twenty thousand steps. It ends with status 1 if any worker was suspected of wrong results or state.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -33,6 +36,7 @@ __all__ = ["Footprint", "Sample", "main", "measure"]
 
 PIPELINES, STAGES = 4, 2
 KINDS = ("kill", "exit", "exception", "preempt")
+SUSPICIONS = ("corruption", "disputed", "incomparable", "healed", "not_finite")
 
 
 class SmallModel(PipelineModule):
@@ -112,12 +116,18 @@ class _Sampler(threading.Thread):
         self.join()
 
 
-def measure(steps: int, mtbf: float, seed: int, interval: float = 20.0) -> tuple[Sequence[Sample], Counter[str]]:
-    """Trains for ``steps`` steps; returns the samples, and how often each kind of event happened."""
+def measure(
+    steps: int, mtbf: float, seed: int, interval: float = 20.0, verify: float = 0.0
+) -> tuple[Sequence[Sample], Counter[str]]:
+    """Trains for ``steps`` steps; returns the samples, and how often each kind of event happened.
+
+    With ``verify``, which is as in :class:`ReCycleStrategy`, states are compared every tenth step, too.
+    """
     microbatches = 2
     data = TensorDataset(torch.randn(4096, 16), torch.randint(0, 4, (4096,)))
     loader = DataLoader(data, batch_size=2 * microbatches, shuffle=True)
-    strategy = ReCycleStrategy(STAGES, microbatches, restart_workers=True, max_restarts=1_000_000)
+    checks: dict[str, Any] = {"verify": verify, "check_every": 10} if verify else {}
+    strategy = ReCycleStrategy(STAGES, microbatches, restart_workers=True, max_restarts=1_000_000, **checks)
     callbacks = [HeartbeatCallback(timeout=2.0), FaultInjectionCallback(mtbf=mtbf, kinds=KINDS, seed=seed)]
     sampler = _Sampler(interval)
     sampler.start()
@@ -128,15 +138,16 @@ def measure(steps: int, mtbf: float, seed: int, interval: float = 20.0) -> tuple
     return sampler.samples, Counter(event.kind for event in strategy.history)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=15_000)
     parser.add_argument("--mtbf", type=float, default=2.5, help="mean seconds between two failures")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--verify", type=float, default=0.0, help="the share of the time that checks may take")
     options = parser.parse_args(arguments)
 
     began = time.monotonic()
-    samples, events = measure(options.steps, options.mtbf, options.seed)
+    samples, events = measure(options.steps, options.mtbf, options.seed, verify=options.verify)
     table = Table(title=f"{options.steps} steps, {PIPELINES} x {STAGES} workers, a failure every {options.mtbf:g} s")
     for heading in ("seconds", "launching process", "largest worker"):
         table.add_column(heading, justify="right")
@@ -145,7 +156,11 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(table)
     console.print(", ".join(f"{kind} {number}" for kind, number in sorted(events.items())))
     console.print(f"{time.monotonic() - began:.0f} s. {describe_machine()}")
+    alarms = {kind: events[kind] for kind in SUSPICIONS if events[kind]}
+    if alarms:
+        console.print(f"Nothing was wrong, but: {alarms}")
+    return 1 if alarms else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
