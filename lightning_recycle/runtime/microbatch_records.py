@@ -79,6 +79,8 @@ def is_sound(values: Sequence[Tensor | float | None]) -> bool:
         if isinstance(value, Tensor):
             if value.is_floating_point() and bool((torch.isnan(value) | torch.isposinf(value)).any()):
                 return False
+            if value.is_complex() and not bool(torch.isfinite(value).all()):
+                return False
         elif value is not None and not math.isfinite(value):
             return False
     return True
