@@ -40,13 +40,22 @@ class Gate:
     side: str
 
     def wait(self, rank: int) -> None:
-        """Worker ``rank`` has ended its turn, and waits for the next one."""
-        arrivals = os.open(Path(self.directory) / f"{self.side}.arrivals", os.O_WRONLY)
-        start = os.open(Path(self.directory) / f"{self.side}.{rank}", os.O_RDONLY)
-        os.write(arrivals, _ARRIVAL.pack(time.process_time()))
-        os.read(start, 1)
-        os.close(arrivals)
-        os.close(start)
+        """Worker ``rank`` has ended its turn, and waits for the next one.
+
+        Raises:
+            OSError: if the referee is gone, as another side has failed.
+        """
+        # In this order: the referee closes the pipe of arrivals first, so whoever finds it open will see the other end.
+        start = os.open(Path(self.directory) / f"{self.side}.{rank}", os.O_RDONLY | os.O_NONBLOCK)
+        arrivals = os.open(Path(self.directory) / f"{self.side}.arrivals", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(arrivals, _ARRIVAL.pack(time.process_time()))
+            select.select([start], [], [])
+            if not os.read(start, 1):
+                raise BrokenPipeError("The comparison is over: another side has failed.")
+        finally:
+            os.close(arrivals)
+            os.close(start)
 
 
 class Turns:
