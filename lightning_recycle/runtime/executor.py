@@ -193,6 +193,7 @@ class Executor:
         self._steps: dict[int, _Step] = {}
         self._timings = Timings()
         self._joining = False
+        self._whole_program = Program()
         self._program: tuple[Task, ...] = ()
         self._idle_peer = False
         self._incoming: dict[Task, Incoming] = {}
@@ -272,6 +273,7 @@ class Executor:
         return step.result
 
     def _follow(self, program: Program) -> None:
+        self._whole_program = program
         self._program, self._idle_peer = program.tasks, program.idle_peer
         self._verifier.follow(program)
         if self._meter is not None:
@@ -726,6 +728,7 @@ class Executor:
 
     def _take_up(self, holding: Holding) -> None:
         self._hold(holding)
+        self._follow(self._whole_program)  # so does what is new with the layers
         self._stage.remember_modes()
         self._reduced, self._payload = False, None
 

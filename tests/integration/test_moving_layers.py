@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -116,6 +117,24 @@ def test_layers_that_draw_move_among_three_stages() -> None:
     run = fit(moved, 2, 3, callbacks=[Move({1: (1, 1, 7), 4: (3, 5, 1), 7: (2, 2, 5)})])
     assert moves(run) == [(0, 1, 2, 9), (0, 3, 8, 9), (0, 2, 4, 9)]
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
+
+
+@pytest.mark.parametrize("culprit", [(1, 0), (1, 1)])
+def test_computations_are_checked_after_layers_have_moved(
+    culprit: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for the quarantine
+    run = exact_fit(
+        Regression().double(),
+        3,
+        2,
+        [Fault("bitflip", *culprit, step=7, target="matmul", every=1)],
+        callbacks=[Move({2: (1, 5)})],
+        strategy={"verify": 1.0, "check_every": 0, "adapt": "reroute"},
+    )
+    assert moves(run) == [(0, 1, 6)]
+    strategy: Any = run.strategy
+    assert [(e.worker, e.step) for e in strategy.history if e.kind == "corruption"] == [(culprit, 7)]
 
 
 def test_a_worker_that_joins_gets_the_layers_of_its_stage() -> None:
