@@ -31,6 +31,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -111,7 +112,8 @@ def watch(linears: int, steps: int, profiles: bool, decoupled: bool, worker: Wor
     the profile of further steps.
     """
     stamps, count = Stamps(worker), worker.job.grid.microbatches
-    worker.executor._program = program(count, decoupled)
+    executor = worker.executor
+    executor._follow(replace(executor._whole_program, tasks=program(count, decoupled), decoupled=decoupled))
     rounds: list[dict[str, float]] = []
     references: list[dict[str, float]] = []
     for number in range(WARMUP + steps):
