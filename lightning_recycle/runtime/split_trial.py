@@ -5,8 +5,9 @@ the other: the result is the same, and neither holds memory for longer. So both 
 same load. The first step warms up and the second one measures memory, so the trial begins with the third.
 
 On a CPU an operation's seconds are those of the clock without those in which its thread waited for a core
-(``/proc/thread-self/schedstat`` of Linux; where there is none, waiting counts). It keeps the machine busy for the
-processor time of its process, all threads included. On another device both are the time between two events.
+(``/proc/thread-self/schedstat`` of Linux; where there is none, waiting counts), and at least its own processor time. It
+keeps the machine busy for the processor time of its process, all threads included. On another device both are the time
+between two events.
 
 Knows clocks, but neither schedules nor peers.
 """
@@ -92,10 +93,13 @@ class SplitTrials:
 
     @contextmanager
     def _by_the_clock(self, name: tuple[bool, OpKind]) -> Iterator[None]:
-        waited, busy, began = _seconds_waited(), time.process_time(), time.perf_counter()
+        waited, busy = _seconds_waited(), time.process_time()
+        computed, began = time.thread_time(), time.perf_counter()
         yield
-        passed, busy = time.perf_counter() - began, time.process_time() - busy
-        waited = min(passed, _seconds_waited() - waited)
+        passed, computed = time.perf_counter() - began, time.thread_time() - computed
+        busy = time.process_time() - busy
+        # Of waits between two of the clocks nothing has passed: what the thread itself computed is the least.
+        waited = min(max(passed - computed, 0.0), _seconds_waited() - waited)
         self._seconds[name].append(passed - waited)
         self._busy[name].append(busy)
         self._waited += waited

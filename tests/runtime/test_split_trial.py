@@ -1,5 +1,6 @@
 """What a worker tries to find out what splitting backwards costs."""
 
+import itertools
 import time
 from pathlib import Path
 
@@ -91,6 +92,14 @@ def test_what_sleeps_takes_time_and_keeps_nobody_busy() -> None:
     assert result is not None
     assert min(*result.fused, *result.split) > 0.004
     assert result.busy_split < 0.005
+
+
+def test_waiting_between_two_clocks_is_not_taken_from_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may lose its core after one clock was read and before the other, again and again."""
+    hours = itertools.count(start=0.0, step=3600.0)
+    monkeypatch.setattr("lightning_recycle.runtime.split_trial._seconds_waited", lambda: next(hours))
+    result = until_done(SplitTrials(CPU), 2, seconds=0.002)
+    assert result.fused + result.split == pytest.approx((0.002, 0.002, 0.002, 0.004, 0.004), rel=0.5)
 
 
 def test_a_control_group_may_pay_for_less_than_the_cores_there_are(tmp_path: Path) -> None:
