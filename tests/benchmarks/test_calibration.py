@@ -21,6 +21,8 @@ from calibration import (
 
 from lightning_recycle.visualize.report.paper import THROUGHPUT
 
+pytestmark = pytest.mark.long
+
 SEEDS = 20
 OURS = {
     ("gpt3_medium", "Bamboo"): (0.721, 0.684, 0.585),

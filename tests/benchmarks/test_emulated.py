@@ -5,6 +5,8 @@ from emulated import CASES, measure
 
 from lightning_recycle.planning import Grid
 
+pytestmark = pytest.mark.long
+
 
 def test_cases_with_a_goal_are_those_of_the_design():
     assert {case.name: case.planned_slots() for case in CASES if case.has_goal} == {

@@ -1,6 +1,8 @@
 import pytest
 from normalization import CASES, case, compare
 
+pytestmark = pytest.mark.long
+
 BOUNDS_MISLEAD = (97, 160, 243, 284)
 
 

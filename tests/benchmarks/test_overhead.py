@@ -3,6 +3,8 @@ import dataclasses
 import pytest
 from overhead import SIDES, Plan, Size, play_round
 
+pytestmark = pytest.mark.long
+
 SIZE = Size("test", width=16, blocks=1, heads=2, context=8, batch_size=4, steps_per_turn=2, dropout=0.0)
 
 

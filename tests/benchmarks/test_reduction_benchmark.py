@@ -1,8 +1,11 @@
+import pytest
 import reduction
 import torch
 from torch import nn
 
 from lightning_recycle.runtime.gradients import GradientBuffers
+
+pytestmark = pytest.mark.long
 
 
 def test_a_run_has_as_many_buckets_as_the_table_says() -> None:

@@ -1,4 +1,7 @@
+import pytest
 from soak import measure
+
+pytestmark = pytest.mark.long
 
 
 def test_processes_are_measured_while_they_train():

@@ -18,6 +18,8 @@ from lightning_recycle.visualize.report.scales import linear, logarithmic
 from lightning_recycle.visualize.report.sections.chosen_ways import choices
 from lightning_recycle.visualize.report.sections.trace_results import averaged
 
+pytestmark = pytest.mark.long
+
 SECTIONS = [
     "same",
     "intervals",

@@ -21,6 +21,8 @@ from lightning_recycle.commands.experiments import points_of
 from lightning_recycle.commands.simulation_settings import model_from
 from lightning_recycle.simulation import Cluster, FailureRate, Poisson, Restart, available_models, get_model, repeat
 
+pytestmark = pytest.mark.long
+
 CONF = Path(__file__).parents[2] / "conf" / "simulation"
 SMALL = ["model=gpt3_medium", "duration=6h", "seeds=3"]
 

@@ -416,6 +416,7 @@ def assert_noticed(mutation: str) -> None:
 ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *LAYOUTS, *LAYOUTS_REVIVAL, *CHECKS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mutation", "owner", "name", "old", "new"),
     ALL,

@@ -14,6 +14,8 @@ from lightning_recycle.data.huggingface_streams import has_shuffle_buffer
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.planning.grid import Grid
 
+pytestmark = pytest.mark.long
+
 
 def plain(first: int = 0) -> IterableDataset:
     return Dataset.from_dict({"n": list(range(first, first + SIZE))}).to_iterable_dataset(num_shards=4)

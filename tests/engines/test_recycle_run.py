@@ -21,6 +21,8 @@ from support.waiting import wait_for
 from lightning_recycle.engines.hosts import Host, parse_hosts
 from lightning_recycle.errors import ConfigurationError
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 PROGRAM = [sys.executable, "-m", "lightning_recycle.engines.run"]
 ELSEWHERE = {"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "a secret of 16 bytes or more"}

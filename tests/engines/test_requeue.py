@@ -24,6 +24,8 @@ from support.waiting import wait_for
 
 from lightning_recycle.engines.requeue import job_name, requeue
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 STEPS = 60
 ENDED = 75  # the status of a worker whose run ended otherwise than at its end

@@ -24,6 +24,8 @@ from lightning_recycle.model.huggingface import CausalLM
 
 from unmodified_lora import VOCABULARY, Adapted, Repeating
 
+pytestmark = pytest.mark.long
+
 BATCH = 16
 STEPS = 6
 

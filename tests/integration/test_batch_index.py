@@ -16,6 +16,8 @@ from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.model.places import BatchPlace, call_at, call_here
 
+pytestmark = pytest.mark.long
+
 EPOCH = 4  # steps
 
 

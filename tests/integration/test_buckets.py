@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle.errors import UnsupportedFeatureError
 
+pytestmark = pytest.mark.long
+
 TINY = 1e-4
 """MiB, about a hundred numbers of 8 bytes: a bucket for almost each parameter."""
 

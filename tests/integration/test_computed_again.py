@@ -22,6 +22,8 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.planning import Costs, Schedule, plan, retime
 from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
 
+pytestmark = pytest.mark.long
+
 LIMIT = EACH + EACH // 2
 """Room for the activations of one micro-batch in a stage that holds one large tensor for each."""
 

@@ -20,6 +20,8 @@ from support.training import committed_steps, exact_fit, failures, fit
 from lightning_recycle.callbacks import Fault, PlanMonitor
 from lightning_recycle.planning import OpKind, Schedule, Worker, program
 
+pytestmark = pytest.mark.long
+
 SLOW = Worker(1, 1)
 WINDOW = 3
 CHANGE = 2 * WINDOW  # what the first window shows has been confirmed by the second

@@ -23,6 +23,8 @@ from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import CheckpointError, ConfigurationError
 
+pytestmark = pytest.mark.long
+
 LENGTH, EVERY = 10, 2
 FULL = range(5, 9)  # the steps at whose beginning the disk is full: the checkpoints of steps 6 and 8 fail
 BOTH = pytest.mark.parametrize("sharded", sampled([False, True], 1), ids=["file", "folder"])

@@ -11,6 +11,8 @@ from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
 from support.training import exact_fit, failures
 
+pytestmark = pytest.mark.long
+
 STEPS = 40
 
 

@@ -15,6 +15,8 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.session.guesses import OptimizerStep
 from lightning_recycle.session.step_state import OptimizerState
 
+pytestmark = pytest.mark.long
+
 KINDS: dict[str, Any] = {
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "fused AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, fused=True),

@@ -20,6 +20,8 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.launch import delivery, launcher
 from lightning_recycle.session.gathering import Gathering, Way
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 STEPS = 4
 

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle.callbacks import Fault
 
+pytestmark = pytest.mark.long
+
 STEPS_OF_ALL = 400
 RESUMED_STEPS = 5
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: 1}  # Lightning turns Ctrl-C into an exit with 1

@@ -23,6 +23,8 @@ from torch.utils.data import TensorDataset
 from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault
 
+pytestmark = pytest.mark.long
+
 CLIP = 3.0
 SURPRISES = (3, 6, 7)
 """Steps with a large gradient in the first layer."""

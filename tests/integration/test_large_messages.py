@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_recycle.callbacks import Fault
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 TIMES = 65_536
 """16 MB of float64 for the two samples of a micro-batch, each way."""

@@ -15,6 +15,8 @@ from support.training import exact_fit
 
 from lightning_recycle.callbacks import failing
 
+pytestmark = pytest.mark.long
+
 LAST_STEP = 8
 """In which a worker dies: before it, the others have been counted at the end of several steps."""
 

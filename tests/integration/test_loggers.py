@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle.callbacks import Fault
 
+pytestmark = pytest.mark.long
+
 EPOCH = 4  # steps
 
 

@@ -23,6 +23,8 @@ from torch.utils.data import Dataset
 
 from lightning_recycle.callbacks import Fault
 
+pytestmark = pytest.mark.long
+
 DeviceLost = getattr(torch, "AcceleratorError", RuntimeError)  # torch before 2.8 has no class of its own
 
 SAMPLE = 4 * GLOBAL_BATCH + 5  # belongs to step 4

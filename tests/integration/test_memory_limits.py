@@ -14,6 +14,8 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.planning.contingencies import usual_limit
 
+pytestmark = pytest.mark.long
+
 
 def no_plans_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan is made when it is needed, for what has been measured by then."""

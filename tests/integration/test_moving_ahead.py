@@ -14,6 +14,8 @@ from test_moving_layers import KilledWhileLayersMove, Move, moves
 
 from lightning_recycle.callbacks import Fault
 
+pytestmark = pytest.mark.long
+
 
 class Slowly(Callback):
     """Lets steps last, so that copies are there before the training ends."""

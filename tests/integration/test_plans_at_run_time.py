@@ -34,6 +34,8 @@ from lightning_recycle.planning.coded import CodedSchedule, coded
 from lightning_recycle.planning.lanes import Lane, lane_problem
 from lightning_recycle.planning.profile import load_profile
 
+pytestmark = pytest.mark.long
+
 
 def test_the_first_steps_measure_a_profile_that_plans_later_runs(tmp_path: Path) -> None:
     exact_fit(Regression().double(), 2, 2, default_root_dir=tmp_path, strategy={"profile": "auto"})

@@ -20,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_recycle import ReCycleError, ReCycleStrategy
 
+pytestmark = pytest.mark.long
+
 BATCH, LENGTH, WIDTH, TOKENS, EPOCH = 12, 5, 8, 11, 3
 EARLY = ("on_fit_start", "on_train_start")
 LATE = ("on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_end", "on_validation_epoch_end")

@@ -12,6 +12,8 @@ from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import ConfigurationError
 
+pytestmark = pytest.mark.long
+
 
 def test_weights_equal_after_a_kill_in_the_middle_of_payloads_and_sums_by_nccl() -> None:
     faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=5, at="reduce")]

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
 
+pytestmark = pytest.mark.long
+
 TIMEOUT = 1.5  # seconds
 LONG = 2.5 * TIMEOUT
 STEP = 5  # the one that takes long

@@ -17,6 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
+pytestmark = pytest.mark.long
+
 BATCHES = 5
 
 

@@ -9,6 +9,8 @@ from same_script import LEADER, STEPS_PER_EPOCH
 from support.scripts import output_of
 from takeover_script import CASES, SEPARATOR
 
+pytestmark = pytest.mark.long
+
 SAMPLED = {"TQDM-fit-validation-4", "Rich-fit-forward-2", "Rich-test-batch-1"}
 
 
