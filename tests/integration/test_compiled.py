@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.launch.launcher import SupervisorLauncher
 
+pytestmark = pytest.mark.long
+
 
 def compiled(layer: nn.Module) -> Any:
     return torch.compile(layer, backend="aot_eager", fullgraph=True)

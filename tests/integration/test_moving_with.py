@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
 
+pytestmark = pytest.mark.long
+
 EPOCH = 4  # steps
 
 

@@ -23,6 +23,8 @@ from torchmetrics import Accuracy
 from lightning_recycle import ConfigurationError, PipelineModule, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
+pytestmark = pytest.mark.long
+
 BATCH, LENGTH, WIDTH, TOKENS = 24, 5, 8, 11
 STEPS = 6
 

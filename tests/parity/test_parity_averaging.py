@@ -41,6 +41,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_recycle import LayerSpec, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
+pytestmark = pytest.mark.long
+
 EPOCHS = 4
 AT_EPOCH_END = 12  # steps
 
