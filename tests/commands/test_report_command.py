@@ -193,8 +193,10 @@ def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
     found = re.search(r'<p class="conclusion".*?</p>', text, re.DOTALL)
     assert found
     shown = found[0]
+    entered = Counter(name for *_, name in ratios) + Counter(trace.keys())
     for name, count in wins.items():
-        assert f"{name.replace('Recycle', 'ReCycle')} in {count}" in shown
+        some = "" if entered[name] == 9 else f" of the {entered[name]} with it"
+        assert re.search(f"{name.replace('Recycle', 'ReCycle')} in {count}{some}[,;]", shown)
     gains = [
         100 * (ratios[(*scene, "Recycle")] - ratios[(*scene, "Merge")]) for scene in scenes if scene[2] == "planned"
     ]

@@ -53,19 +53,25 @@ def _scenes(results: Results) -> Scenes:
 def _leaders(scenes: Scenes) -> str:
     """Who is fastest, among at least three policies with the same schedule."""
     leads: Counter[str] = Counter()
+    entered: Counter[str] = Counter()
     narrow = 0
     for found in scenes.values():
         for schedule in sorted({schedule for _, schedule in found}):
             ratios = {name: record["ratio"] for (name, kind), record in found.items() if kind == schedule}
             if len(ratios) >= 3:
+                entered.update(ratios.keys())
                 leads[max(ratios, key=lambda name: ratios[name])] += 1
                 first, second = sorted(ratios.values(), reverse=True)[:2]
                 narrow += first - second < _NARROW
     if not leads:
         return "No three policies have run with the same schedule, so these results do not say which policy is best."
-    names = ", ".join(f"{POLICIES.get(name, name)} in {count}" for name, count in leads.most_common())
+    total = sum(leads.values())
+    names = ", ".join(
+        f"{POLICIES.get(name, name)} in {count}" + (f" of the {entered[name]} with it" if entered[name] < total else "")
+        for name, count in leads.most_common()
+    )
     return (
-        f"With the same schedule for all, of {_count(sum(leads.values()), 'comparison')} the fastest is {names}; in "
+        f"With the same schedule for all, of {_count(total, 'comparison')} the fastest is {names}; in "
         f"{narrow} of them by less than half a point."
     )
 
