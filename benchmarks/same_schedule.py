@@ -197,8 +197,6 @@ def batch_table() -> Iterable[Table]:
                 "policy", *map(str, batches),
             )  # fmt: skip
             for label, kind in POLICIES.items():
-                if kind is Auto:
-                    continue  # minutes for a cell, and both batches that matter are in its own table
                 cells = []
                 for batch in batches:
                     model = get_model(name, throughput=None, efficiency=usual.efficiency, global_batch=batch)
