@@ -36,6 +36,7 @@ _OTHERS_SECONDS = 15.0  # for the others to end by themselves after one failed, 
 _COORDINATOR_SECONDS = 10.0  # for the coordinator to end
 _GRACE_SECONDS = 60.0  # for processes to end after a failure, if nobody says how long
 _PRINT_SECONDS = 1.0  # for what the processes printed last
+_LOOK_SECONDS = 1.0  # the longest wait; a signal that comes just before one has its handler run only after it
 _BAD_OPTIONS = 2  # of the coordinator: no use in starting it again
 
 
@@ -159,7 +160,7 @@ class Agent:
         waits = [running.start_at for running in everybody if not running.child and not running.final]
         until = min([*waits, self._ask_at, self._kill_at])
         try:
-            kind, what = self._events.get(timeout=None if until == math.inf else max(0.0, until - time.monotonic()))
+            kind, what = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
         except queue.Empty:
             return
         if kind == "asked":

@@ -271,9 +271,9 @@ class SupervisorLauncher(_Launcher):
 
     def _await_end(self, coordinator: Coordinator, signals: EndSignals) -> Outcome | None:
         """How the run ended; None if a signal ends it and its checkpoint is not complete in time."""
-        if not signals.gracefully:
-            return coordinator.wait()
-        while signals.received is None:  # a handler may run at any point of this thread, so it can only leave a note
+        # A graceful handler only leaves a note. The handler of a signal that comes just before a wait runs after it, so
+        # no wait is long.
+        while not signals.gracefully or signals.received is None:
             outcome = coordinator.wait(_LOOK_SECONDS)
             if outcome is not None:
                 return outcome

@@ -1,6 +1,7 @@
 """Workers that the launching process did not start: they wait as spares, and take the place of a lost one."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -91,20 +92,26 @@ def connections(port: int) -> int:
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
-class AwaitSpare(L.Callback):
-    """In the middle of the training, waits until a fifth process is connected."""
+def spares(coordinator: int) -> int:
+    """How many wait, by the run of the process ``coordinator``."""
+    command = [str(Path(sys.executable).with_name("recycle-status")), "--json", str(coordinator)]
+    return len(json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["spares"])
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+
+class AwaitSpare(L.Callback):
+    """In the middle of the training, waits until a fifth process is let in; a connection alone may come too late."""
+
+    def __init__(self) -> None:
+        self._coordinator = os.getpid()
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        wait_for(lambda: trainer.global_step != 8 or connections(self._port) >= 5, 60)
+        wait_for(lambda: trainer.global_step != 8 or spares(self._coordinator) == 1, 60)
 
 
 @pytest.mark.long
 def test_a_spare_that_nobody_needed_ends_with_the_run(port: int) -> None:
     with spare(port) as process:
-        _, run = train(callbacks=[AwaitSpare(port)])
+        _, run = train(callbacks=[AwaitSpare()])
         _, errors = process.communicate(timeout=30)
     assert undisturbed(run)
     assert process.returncode == 0, errors
