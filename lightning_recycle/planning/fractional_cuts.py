@@ -1,0 +1,87 @@
+"""Cuts at a part of a layer: neighbouring stages share it, and take turns in running it.
+
+Concept: with whole layers the work of a stage changes by a layer at least, which is a quarter of it where stages have
+four. A bound may lie within a layer instead: behind 4.25 layers means that the stages on both sides hold layer 4, and
+that a quarter of the micro-batches run it on the earlier one. Each micro-batch has whole bounds of its own, so nothing
+within a layer is cut. With f the part, the micro-batch m of pipeline d of D runs the layer on the earlier stage if
+
+    floor((m + 1) f + d / D)  >  floor(m f + d / D)
+
+which spreads these evenly over the step and over the pipelines, so that every worker has its part of them, whoever
+runs whose micro-batches.
+
+A bound is a whole number, or one with two decimals. Each stage has at least one layer of its own, so a layer has two
+holders at most.
+
+Contract: pure; on all workers the same.
+
+Must not know: what a layer is, who holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+from lightning_recycle.arguments import is_number
+
+__all__ = ["PARTS", "Bounds", "are_bounds", "are_whole", "bounds_of", "held_ranges", "rounded", "shared_layers"]
+
+Bounds: TypeAlias = tuple[float, ...]
+"""Stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``; see the module."""
+
+PARTS = 100
+"""Into how many parts the micro-batches of a layer can be divided."""
+
+
+def are_bounds(bounds: Sequence[float]) -> bool:
+    """Whether these are the bounds of stages: from 0 to a whole number, with a layer of its own for each stage."""
+    if len(bounds) < 2 or not all(is_number(bound, 0) and rounded(bound) == bound for bound in bounds):
+        return False
+    own = all(math.ceil(begin) < math.floor(end) for begin, end in pairwise(bounds))
+    return own and bounds[0] == 0 and bounds[-1] == math.floor(bounds[-1])
+
+
+def rounded(bound: float) -> float:
+    """The nearest bound that can be; whole ones are integers."""
+    hundredths = round(bound * PARTS)
+    return hundredths // PARTS if hundredths % PARTS == 0 else hundredths / PARTS
+
+
+def are_whole(bounds: Sequence[float]) -> bool:
+    """Whether no layer is shared."""
+    return all(bound == math.floor(bound) for bound in bounds)
+
+
+def held_ranges(bounds: Sequence[float]) -> tuple[range, ...]:
+    """The layers that each stage holds; those of neighbours overlap where they share one."""
+    return tuple(range(math.floor(begin), math.ceil(end)) for begin, end in pairwise(bounds))
+
+
+def shared_layers(bounds: Sequence[float]) -> dict[int, tuple[int, float]]:
+    """Of each layer that two stages share the earlier one, and the part of the micro-batches that run it there."""
+    return {
+        math.floor(bound): (stage, bound - math.floor(bound))
+        for stage, bound in enumerate(bounds[1:-1])
+        if bound != math.floor(bound)
+    }
+
+
+def bounds_of(bounds: Sequence[float], microbatch: int, pipelines: int) -> tuple[int, ...]:
+    """The whole bounds of one micro-batch.
+
+    Args:
+        bounds: of the stages.
+        microbatch: its index in the global batch, m * D + d.
+        pipelines: D.
+    """
+    index, pipeline = divmod(microbatch, pipelines)
+    return tuple(math.floor(bound) + _is_earlier(bound, index, pipeline, pipelines) for bound in bounds)
+
+
+def _is_earlier(bound: float, index: int, pipeline: int, pipelines: int) -> bool:
+    part = round((bound - math.floor(bound)) * PARTS) * pipelines  # in units of 1 / (PARTS * pipelines)
+    shift, whole = pipeline * PARTS, PARTS * pipelines
+    return ((index + 1) * part + shift) // whole > (index * part + shift) // whole
