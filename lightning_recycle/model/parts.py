@@ -158,6 +158,17 @@ class ModelParts(ABC):
     def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
         """What runs in a call of the model outside of steps, in order, where a worker has one stage of it."""
 
+    def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
+        """Of ``modules``, which run the parts ``held``, what runs only ``own`` of them, until this is called again: of
+        a layer that two stages share, each runs the micro-batches of its own.
+
+        Args:
+            modules: as :meth:`training_parts` and the others return them.
+            held: for which parts.
+            own: which of them are to run; contiguous.
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs all of its parts")
+
     @abstractmethod
     def record_forward(self, recorder: Recorder, output: Any) -> bytes:
         """What the last of these parts returned, for all workers: its ``result``, and what the user's code did."""
@@ -320,6 +331,10 @@ class LayerParts(ModelParts):
     @override
     def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
         return self.training_parts(owned, recorder)
+
+    @override
+    def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
+        return modules[own.start - held.start : own.stop - held.start]
 
     @override
     def record_forward(self, recorder: Recorder, output: Any) -> bytes:

@@ -51,12 +51,17 @@ def test_neighbours_hold_what_they_share() -> None:
 
 def test_rounded_bounds_can_be() -> None:
     assert rounded(4.1290322) == 4.13
-    assert rounded(3.9999) == 4 and isinstance(rounded(3.9999), int)
+    assert rounded(3.9999) == 4
+    assert isinstance(rounded(3.9999), int)
 
 
-bounds_strategy = st.lists(st.integers(101, 600), min_size=1, max_size=8).map(
-    lambda widths: tuple(rounded(sum(widths[:stage]) / 100) for stage in range(len(widths))) + (sum(widths) // 100 + 2,)
-)
+def _bounds(widths: list[int]) -> tuple[float, ...]:
+    """Of stages that are that many hundredths wide."""
+    starts = (rounded(sum(widths[:stage]) / 100) for stage in range(len(widths)))
+    return (*starts, sum(widths) // 100 + 2)
+
+
+bounds_strategy = st.lists(st.integers(101, 600), min_size=1, max_size=8).map(_bounds)
 
 
 @given(bounds=bounds_strategy, pipelines=st.integers(1, 5), microbatches=st.integers(1, 40))
@@ -65,9 +70,11 @@ def test_every_micro_batch_has_whole_bounds_of_its_own(
 ) -> None:
     for index in range(pipelines * microbatches):
         own = bounds_of(bounds, index, pipelines)
-        assert own[0] == 0 and own[-1] == bounds[-1]
+        assert own[0] == 0
+        assert own[-1] == bounds[-1]
         for bound, (stage, held) in zip(own, enumerate(held_ranges(bounds)), strict=False):
-            assert held.start <= bound and own[stage + 1] <= held.stop
+            assert held.start <= bound
+            assert own[stage + 1] <= held.stop
     runs = [[bounds_of(bounds, m * pipelines + d, pipelines) for m in range(microbatches)] for d in range(pipelines)]
     for number, bound in enumerate(bounds):
         part = Fraction(round(bound * 100), 100) % 1
