@@ -7,7 +7,7 @@ Must not know: Hydra, files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -87,14 +87,14 @@ def layout_table(found: Iterable[tuple[Worker, LayoutPlan]]) -> Table:
     return table
 
 
-def _short(values: tuple[int, ...]) -> str:
+def _short(values: Sequence[float]) -> str:
     """All values, or runs of equal ones if there are many."""
     if len(values) <= 12:
         return "/".join(map(str, values))
-    runs: list[list[int]] = []
+    runs: list[tuple[float, int]] = []
     for value in values:
         if runs and runs[-1][0] == value:
-            runs[-1][1] += 1
+            runs[-1] = value, runs[-1][1] + 1
         else:
-            runs.append([value, 1])
+            runs.append((value, 1))
     return "/".join(f"{value}" if times == 1 else f"{times} x {value}" for value, times in runs)

@@ -53,6 +53,8 @@ class ChainParts(StepParts):
         ConfigurationError: if there is no such chain.
     """
 
+    whole = "its own step calls them"
+
     def __init__(self, module: pl.LightningModule, num_stages: int, pipeline: Pipeline = None) -> None:
         super().__init__(module)
         self._chain = find_chain(module, num_stages, pipeline)

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -69,6 +70,8 @@ class ModelParts(ABC):
     """Whether a micro-batch may have no loss, and then adds nothing to the gradient."""
     takes_target = False
     """Whether the parts of this stage take the message of the one before as one argument, and the target behind it."""
+    whole: str = ""
+    """Why neighbouring stages cannot share a part; empty if they can."""
     optimizes_itself: bool = False
     """Whether the step runs backward passes and steps optimizers: then its parts are one, and no schedule's."""
 
@@ -144,7 +147,9 @@ class ModelParts(ABC):
 
     @abstractmethod
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
-        """The parameters that several stages hold; ``stages``: the parts of each."""
+        """The parameters that several stages hold; ``stages``: the parts of each. Of parts that neighbouring stages
+        share those that are here, at least.
+        """
 
     @abstractmethod
     def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
@@ -215,6 +220,11 @@ class ModelParts(ABC):
         """Makes a module that holds only one stage whole again, with ``state``."""
 
 
+def _shared_with_the_one_before(stages: Sequence[range], stage: int) -> tuple[int, ...]:
+    """The parts of ``stage`` that the stage before holds, too."""
+    return tuple(part for part in stages[stage] if stage and part in stages[stage - 1])
+
+
 _REPLACED_STEPS = {  # method of a PipelineModule -> what to override instead
     "training_step": "loss(), split_batch() and on_training_output()",
     "validation_step": "on_validation_output()",
@@ -241,6 +251,7 @@ class LayerParts(ModelParts):
 
     def __init__(self, module: PipelineModule) -> None:
         self.module = module
+        self._of_others: tuple[int, ...] = ()  # parts that an earlier stage holds, too
 
     @override
     def check(self) -> None:
@@ -266,11 +277,16 @@ class LayerParts(ModelParts):
 
     @override
     def keep(self, stages: Sequence[range], stage: int) -> None:
+        self._of_others = _shared_with_the_one_before(stages, stage)
         self.module.keep_layers(stages[stage])
 
     @override
     def path(self, index: int) -> str:
         return f"layers.{index}"
+
+    @override
+    def writes(self, name: str) -> bool:
+        return not any(name.startswith(f"{self.path(index)}.") for index in self._of_others)
 
     @override
     def shared_layers(self) -> tuple[tuple[int, ...], ...]:
@@ -282,6 +298,7 @@ class LayerParts(ModelParts):
 
     @override
     def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
+        self._of_others = _shared_with_the_one_before(stages, stage)
         self.module.exchange_layers(stages[stage], layers)
 
     @override
@@ -318,7 +335,11 @@ class LayerParts(ModelParts):
 
     @override
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
-        return ties_between_stages(self.module.tied_groups(), stages)
+        groups = self.module.tied_groups()
+        known = {name for group in groups for name in group}
+        shared = [layer for before, after in pairwise(stages) for layer in before if layer in after]
+        found = [name for i in shared for name, _ in self.module.layers[i].named_parameters(prefix=self.path(i))]
+        return ties_between_stages([*groups, *((name,) for name in found if name not in known)], stages)
 
     @override
     def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:

@@ -2,7 +2,8 @@
 
 Concept: a *group* is the names of one parameter, in the order of the layers. On one device all of them are one object.
 On a grid the layers may lie on different stages; then every such stage owns a *copy*, and the copies stay equal because
-they start equal, see the same gradient, and step with the same options.
+they start equal, see the same gradient, and step with the same options. So it is with the parameters of a layer that
+neighbouring stages share (:mod:`~lightning_recycle.planning.fractional_cuts`): each of its names is a group of its own.
 
 What the runtime must do for each :class:`Tie`:
 
@@ -18,7 +19,8 @@ What the runtime must do for each :class:`Tie`:
    holds the state of the owner's copy at the owner's position and skips the others, in ``params`` and ``state`` alike;
    when a state is loaded, every copy gets that of the group. The copies must be in parameter groups with equal options
    (a rule by shape, such as "matrices decay", is safe; a rule by name is not).
-5. **State dict.** Nothing: every stage writes its own names, with equal values, as one device does.
+5. **State dict.** Nothing: every stage writes its own names, with equal values, as one device does; names of a layer
+   that two stages share, the earlier one.
 6. **Rejoin, adoption of parameters.** Nothing: a copy is a parameter of its stage like any other.
 
 Must not know: where layers come from, processes.
@@ -63,7 +65,8 @@ def ties_between_stages(groups: Iterable[Sequence[str]], parts: Sequence[range])
     """The ties across stages; within a stage the parameter is one object and needs nothing.
 
     Args:
-        groups: as :meth:`~lightning_recycle.PipelineModule.tied_groups` returns them.
+        groups: as :meth:`~lightning_recycle.PipelineModule.tied_groups` returns them; a name of a layer that several
+            stages share may be alone.
         parts: the layers of each stage.
     """
     found = []
@@ -71,7 +74,8 @@ def ties_between_stages(groups: Iterable[Sequence[str]], parts: Sequence[range])
         copies: dict[int, str] = {}
         for name in group:
             layer, _ = split_name(name)
-            copies.setdefault(next(stage for stage, part in enumerate(parts) if layer in part), name)
+            for stage in (stage for stage, part in enumerate(parts) if layer in part):
+                copies.setdefault(stage, name)
         if len(copies) > 1:
             found.append(Tie(tuple(group), tuple(sorted(copies.items()))))
     return tuple(found)

@@ -166,7 +166,7 @@ def choose(
         PlanningError: when there is no plan that moves nothing.
     """
 
-    def technique(bounds: Sequence[int], failed: frozenset) -> TechniqueChoice:
+    def technique(bounds: Sequence[float], failed: frozenset) -> TechniqueChoice:
         at = replace(
             problem,
             failed=failed,

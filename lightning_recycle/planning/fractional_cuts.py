@@ -27,7 +27,17 @@ from typing import TypeAlias
 
 from lightning_recycle.arguments import is_number
 
-__all__ = ["PARTS", "Bounds", "are_bounds", "are_whole", "bounds_of", "held_ranges", "rounded", "shared_layers"]
+__all__ = [
+    "PARTS",
+    "Bounds",
+    "are_bounds",
+    "are_whole",
+    "bounds_of",
+    "held_ranges",
+    "parts_of",
+    "rounded",
+    "shared_layers",
+]
 
 Bounds: TypeAlias = tuple[float, ...]
 """Stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``; see the module."""
@@ -67,6 +77,19 @@ def shared_layers(bounds: Sequence[float]) -> dict[int, tuple[int, float]]:
         for stage, bound in enumerate(bounds[1:-1])
         if bound != math.floor(bound)
     }
+
+
+def parts_of(bounds: Sequence[float]) -> tuple[dict[int, float], ...]:
+    """For each stage, of each layer that it holds, the part of the micro-batches that run it there."""
+    found = []
+    for begin, end in pairwise(bounds):
+        parts = dict.fromkeys(range(math.floor(begin), math.ceil(end)), 1.0)
+        if begin != math.floor(begin):
+            parts[math.floor(begin)] = math.ceil(begin) - begin
+        if end != math.floor(end):
+            parts[math.floor(end)] = end - math.floor(end)
+        found.append(parts)
+    return tuple(found)
 
 
 def bounds_of(bounds: Sequence[float], microbatch: int, pipelines: int) -> tuple[int, ...]:

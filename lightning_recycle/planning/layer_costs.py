@@ -2,7 +2,9 @@
 
 Concept: the layers of a model are cut into S contiguous stages. A cut is a tuple of S + 1 bounds: stage s holds the
 layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one, in all pipelines alike. A stage takes the sum of its layers'
-seconds, and each of its operations takes ``overhead`` besides.
+seconds, and each of its operations takes ``overhead`` besides. Where a bound lies within a layer, the stages on both
+sides hold it, and each takes its part of the layer's seconds in the mean over the micro-batches
+(:mod:`~lightning_recycle.planning.fractional_cuts`).
 
 Contract: frozen, validated; every error names the wrong value and the remedy.
 
@@ -13,14 +15,17 @@ Units: seconds per micro-batch (F, B, W, BW) or per step (REDUCE, STEP); bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from lightning_recycle.arguments import at_least, is_integer
+from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.costs import Costs, communication_seconds
+from lightning_recycle.planning.fractional_cuts import Bounds, are_bounds, bounds_of, held_ranges, parts_of
+from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.ops import OpKind
 
@@ -30,19 +35,19 @@ _SECONDS = ("forward", "backward_input", "backward_weight", "backward", "reduce"
 _BYTES = ("output_bytes", "held_bytes", "waiting_bytes", "parameter_bytes", "optimizer_bytes")
 
 
-def check_cuts(cuts: Sequence[int], layers: int | None = None) -> tuple[int, ...]:
+def check_cuts(cuts: Sequence[float], layers: int | None = None) -> Bounds:
     """``cuts`` as a tuple.
 
     Raises:
-        ConfigurationError: unless they rise strictly from 0 (to ``layers``, if given).
+        ConfigurationError: unless they rise from 0 (to ``layers``, if given) and leave each stage a layer of its own.
     """
     found = tuple(cuts)
-    rising = len(found) > 1 and all(map(is_integer, found)) and all(a < b for a, b in pairwise(found))
-    if not rising or found[0] != 0 or (layers is not None and found[-1] != layers):
+    if not are_bounds(found) or (layers is not None and found[-1] != layers):
         end = "the number of layers" if layers is None else str(layers)
         raise ConfigurationError(
             f"cuts={found!r}: give the first layer of each stage and {end} at the end, e.g. (0, 3, 6), so that every "
-            "stage holds at least one layer."
+            "stage holds at least one layer. Where stages share a layer, as in (0, 3.25, 6), each has another of its "
+            "own, and a part is a whole number of hundredths."
         )
     return found
 
@@ -130,7 +135,7 @@ class LayerCosts:
     def from_stages(
         cls,
         costs: Costs,
-        cuts: Sequence[int],
+        cuts: Sequence[float],
         *,
         weights: Sequence[float] | None = None,
         backward: Sequence[float] = (),
@@ -161,24 +166,28 @@ class LayerCosts:
                 f"costs are given for {costs.stages} stages, cuts={bounds!r} for {len(bounds) - 1}: "
                 "give the cuts under which they were measured."
             )
-        parts = [1.0] * bounds[-1] if weights is None else [at_least("", "weights", weight) for weight in weights]
-        if len(parts) != bounds[-1]:
-            raise ConfigurationError(f"weights has {len(parts)} values for {bounds[-1]} layers: give one per layer.")
+        count = int(bounds[-1])
+        by_layer = [1.0] * count if weights is None else [at_least("", "weights", weight) for weight in weights]
+        if len(by_layer) != count:
+            raise ConfigurationError(f"weights has {len(by_layer)} values for {count} layers: give one per layer.")
 
-        def spread(values: Sequence[float]) -> tuple[float, ...]:
-            found: list[float] = []
-            for (begin, end), value in zip(pairwise(bounds), values, strict=True):
-                total = sum(parts[begin:end])
-                found += [value * (part / total if total else 1 / (end - begin)) for part in parts[begin:end]]
-            return tuple(found)
+        def spread(values: Sequence[float], held: bool = False) -> tuple[float, ...]:
+            """By layer what is known by stage, in the mean over micro-batches or for all layers that are ``held``."""
+            found: list[list[float]] = [[] for _ in range(count)]
+            for parts, value in zip(parts_of(bounds), values, strict=True):
+                own = {layer: by_layer[layer] * (1.0 if held else part) for layer, part in parts.items()}
+                total = sum(own.values())
+                for layer, weight in own.items():
+                    found[layer].append(value * (weight / total if total else 1 / len(own)))
+            return tuple(sum(each) / (len(each) if held else 1) for each in found)
 
         return cls(
             forward=spread(costs.forward),
             backward_input=spread(costs.backward_input),
             backward_weight=spread(costs.backward_weight),
             backward=spread(backward) if backward else (),
-            reduce=spread([costs.of(OpKind.REDUCE, stage) for stage in range(costs.stages)]),
-            optimizer=spread(costs.optimizer),
+            reduce=spread([costs.of(OpKind.REDUCE, stage) for stage in range(costs.stages)], held=True),
+            optimizer=spread(costs.optimizer, held=True),
             output_bytes=tuple(output_bytes),
             held_bytes=spread(held_bytes) if held_bytes else (),
             waiting_bytes=spread(waiting_bytes) if waiting_bytes else (),
@@ -205,10 +214,11 @@ class LayerCosts:
             return tuple(map(sum, zip(self.forward, self.backward, strict=True)))
         return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
 
-    def costs(self, cuts: Sequence[int], *, decoupled: bool = True) -> Costs:
-        """The planner's costs of the stages between ``cuts``.
+    def costs(self, cuts: Sequence[float], *, decoupled: bool = True) -> Costs:
+        """The planner's costs of the stages between ``cuts``, in the mean over micro-batches.
 
-        With ``decoupled=False`` they are those of fused backwards: B and W together take what BW takes.
+        With ``decoupled=False`` they are those of fused backwards: B and W together take what BW takes. A layer that
+        stages share is counted twice in REDUCE: its gradients are summed within each stage, then exchanged.
 
         Raises:
             ConfigurationError: when the cuts are none of these layers.
@@ -225,25 +235,49 @@ class LayerCosts:
             forward=tuple(value + extra for value in forward),
             backward_input=tuple(value + extra for value in inputs),
             backward_weight=tuple(value + extra for value in weights) if decoupled else weights,
-            reduce=self._stages(self.reduce, bounds),
-            optimizer=self._stages(self.optimizer, bounds),
+            reduce=tuple(
+                sum(self.reduce[layer] * (1 if part == 1 else 2) for layer, part in parts.items())
+                for parts in parts_of(bounds)
+            ),
+            optimizer=self._held(self.optimizer, bounds),
             communication=self._communication(bounds),
         )
 
-    def memory(self, cuts: Sequence[int]) -> Memory | None:
-        """The memory of a worker of each stage between ``cuts``; None without a limit."""
+    def memory(self, cuts: Sequence[float]) -> Memory | None:
+        """The memory of a worker of each stage between ``cuts``; None without a limit. A micro-batch counts as the mean
+        of all. Those in flight run a shared layer at most once more often than that, for which there is room.
+        """
         if self.memory_limit is None:
             return None
         bounds = check_cuts(cuts, self.layers)
         return Memory(
             capacity=(self.memory_limit,) * (len(bounds) - 1),
-            fixed=self._stages(self.state_bytes, bounds),
+            fixed=tuple(
+                sum(
+                    self.state_bytes[layer] + (self.held_bytes[layer] if part < 1 else 0)
+                    for layer, part in parts.items()
+                )
+                for parts in parts_of(bounds)
+            ),
             after_forward=self._stages(self.held_bytes, bounds),
             after_backward=self._stages(self.waiting_bytes, bounds),
         )
 
-    def _communication(self, bounds: tuple[int, ...]) -> float:
-        sizes = [self.output_bytes[bound - 1] for bound in bounds[1:-1]]
+    def by_microbatch(self, cuts: Sequence[float], grid: Grid, *, decoupled: bool = True) -> tuple[Costs, ...]:
+        """The costs of each micro-batch between whole bounds of its own, pipeline after pipeline."""
+        known: dict[Bounds, Costs] = {}
+        found = []
+        for microbatch in grid.all_microbatches():
+            own = bounds_of(cuts, microbatch.index * grid.pipelines + microbatch.pipeline, grid.pipelines)
+            if own not in known:
+                known[own] = self.costs(own, decoupled=decoupled)
+            found.append(known[own])
+        return tuple(found)
+
+    def _communication(self, bounds: Bounds) -> float:
+        sizes = [
+            self.output_bytes[layer - 1] for bound in bounds[1:-1] for layer in {math.floor(bound), math.ceil(bound)}
+        ]
         if not sizes:
             return 0.0
         if not self.bandwidth:
@@ -251,5 +285,9 @@ class LayerCosts:
         return communication_seconds(sizes, latency_seconds=self.latency, bandwidth_bytes_per_second=self.bandwidth)
 
     @staticmethod
-    def _stages(values: Sequence[float], bounds: tuple[int, ...]) -> tuple[float, ...]:
-        return tuple(sum(values[begin:end]) for begin, end in pairwise(bounds))
+    def _stages(values: Sequence[float], bounds: Bounds) -> tuple[float, ...]:
+        return tuple(sum(values[layer] * part for layer, part in parts.items()) for parts in parts_of(bounds))
+
+    @staticmethod
+    def _held(values: Sequence[float], bounds: Bounds) -> tuple[float, ...]:
+        return tuple(sum(values[held.start : held.stop]) for held in held_ranges(bounds))

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.fractional_cuts import held_ranges
 from lightning_recycle.planning.grid import Grid, Worker
 
 __all__ = ["LayerMove", "Traffic", "layer_moves", "traffic"]
@@ -64,8 +65,8 @@ class Traffic:
 def layer_moves(
     grid: Grid,
     failed: Collection[Worker],
-    before: Sequence[int],
-    after: Sequence[int],
+    before: Sequence[float],
+    after: Sequence[float],
     roles: Mapping[Worker, Worker] | None = None,
     state_bytes: Sequence[float] | None = None,
 ) -> tuple[LayerMove, ...]:
@@ -86,20 +87,21 @@ def layer_moves(
     for worker in grid.workers():
         if worker not in gone:
             owners[worker.stage].append(worker)
-    stage_of = [stage for stage in range(grid.stages) for _ in range(before[stage], before[stage + 1])]
+    had, gets = held_ranges(before), held_ranges(after)
     sent: defaultdict[Worker, float] = defaultdict(float)
     found = []
     for stage in range(grid.stages):
         for worker in owners[stage]:
             target = (roles or {}).get(worker, worker).stage
-            for layer in range(after[target], after[target + 1]):
-                if before[stage] <= layer < before[stage + 1]:
+            for layer in gets[target]:
+                if layer in had[stage]:
                     continue
-                holders = owners[stage_of[layer]]
+                stages = [other for other in range(grid.stages) if layer in had[other]]
+                holders = [holder for other in stages for holder in owners[other]]
                 if not holders:
                     raise PlanningError(
-                        f"layer {layer} has no live owner: all {grid.pipelines} replicas of stage {stage_of[layer]} "
-                        "have failed. Restart from a checkpoint."
+                        f"layer {layer} has no live owner: all {grid.pipelines} replicas of stage "
+                        f"{' and '.join(map(str, stages))} have failed. Restart from a checkpoint."
                     )
                 source = min(holders, key=lambda holder: (sent[holder], holder))
                 sent[source] += 1 if state_bytes is None else state_bytes[layer]

@@ -14,13 +14,14 @@ Must not know: layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.coded import CodedSchedule
+from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic import DEFAULT_EFFORT, heuristic
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
@@ -28,8 +29,9 @@ from lightning_recycle.planning.lanes import lane_problem
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.timing import retime
 
-__all__ = ["Judge", "Judgement", "judged", "rate_problem"]
+__all__ = ["Judge", "Judgement", "by_microbatch", "judged", "rate_problem"]
 
 _EFFORT = DEFAULT_EFFORT // 4
 _LARGE_EFFORT = 120_000  # of a pipeline that stands for a large grid, whose plan is made again once it is chosen
@@ -74,6 +76,20 @@ def _judged(problem: Problem, effort: int) -> Judgement:
         return replace(_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
     rate = _of(heuristic(rate_problem(problem), _LARGE_EFFORT))
     return Judgement(max(rate.period, bound), rate.fill, rate.lead)
+
+
+def by_microbatch(judgement: Judgement, costs: Callable[[], Sequence[Costs]]) -> Judgement:
+    """What a step takes if micro-batches differ: by the same orders of operations. Of a plan by lanes, or none, it is
+    what they take in the mean.
+
+    Args:
+        judgement: by the mean of the costs.
+        costs: returns those of each micro-batch, pipeline after pipeline.
+    """
+    schedule = judgement.schedule
+    if schedule is None or isinstance(schedule, CodedSchedule):
+        return judgement
+    return replace(_of(retime(schedule, schedule.problem.costs, by_microbatch=costs())), schedule=schedule)
 
 
 def _of(schedule: Schedule) -> Judgement:

@@ -27,6 +27,7 @@ Units: seconds, bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -37,11 +38,12 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.cuts import Cut, Stages, cheapest, fastest, shares
+from lightning_recycle.planning.fractional_cuts import Bounds, are_whole, held_ranges, rounded, shared_layers
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
 from lightning_recycle.planning.layer_moves import Traffic, layer_moves, traffic
-from lightning_recycle.planning.layout_judging import Judge, Judgement, judged
+from lightning_recycle.planning.layout_judging import Judge, Judgement, by_microbatch, judged
 from lightning_recycle.planning.normalization import (
     distribution_of,
     normalize,
@@ -49,13 +51,15 @@ from lightning_recycle.planning.normalization import (
     roles,
 )
 from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.shared_cuts import SharedStages, fastest_shared
 
 __all__ = ["Candidate", "Changing", "Layout", "LayoutPlan", "Way", "plan_layout"]
 
 Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
 
-_TRIED = 3  # layouts of a way that are planned
+_TRIED = 3  # layouts of a way that are planned, with layers that stages share and without
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
+_SHARED_SLACKS = (0.0, 0.005, 0.02)  # likewise, where stages share layers: it may share fewer
 _LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
 
 
@@ -64,14 +68,15 @@ class Layout:
     """Which layers each stage holds, in all pipelines alike, and how many live workers serve it.
 
     Args:
-        cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one.
+        cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one. Bounds
+            within a layer: see :mod:`~lightning_recycle.planning.fractional_cuts`.
         workers: live workers of each stage, at least one.
 
     Raises:
         ConfigurationError: when a stage has no layer, or no worker.
     """
 
-    cuts: tuple[int, ...]
+    cuts: Bounds
     workers: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -84,13 +89,13 @@ class Layout:
             )
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return tuple(end - begin for begin, end in pairwise(self.cuts))
+    def sizes(self) -> tuple[float, ...]:
+        """Layers of each stage; of one that it shares its part."""
+        return tuple(rounded(end - begin) for begin, end in pairwise(self.cuts))
 
-    def stage_of(self, layer: int) -> int:
-        """The stage that holds ``layer``."""
-        return next(stage for stage, end in enumerate(self.cuts[1:]) if layer < end)
+    def stages_of(self, layer: int) -> tuple[int, ...]:
+        """The stages that hold ``layer``: one, or two that share it."""
+        return tuple(stage for stage, held in enumerate(held_ranges(self.cuts)) if layer in held)
 
     def __str__(self) -> str:
         sizes = "/".join(map(str, self.sizes))
@@ -236,11 +241,12 @@ class LayoutPlan:
 def plan_layout(
     problem: Problem,
     layers: LayerCosts,
-    cuts: Sequence[int],
+    cuts: Sequence[float],
     *,
     next_change: float,
     changing: Changing | None = None,
     fixed: str = "",
+    whole: str = "",
     ways: Collection[Way] = ("workers", "layers", "both"),
     judge: Judge = judged,
 ) -> LayoutPlan:
@@ -255,6 +261,7 @@ def plan_layout(
             :meth:`~lightning_recycle.planning.change_rate.FailureRecord.next_change`.
         changing: what a change costs besides its copies.
         fixed: why layers cannot move, e.g. "layer 3 has no LayerSpec"; empty if they can.
+        whole: why neighbouring stages cannot share a layer; empty if they can.
         ways: what to consider besides re-routing.
         judge: plans a problem; by default the heuristic, on large grids by lanes.
 
@@ -262,7 +269,8 @@ def plan_layout(
         ConfigurationError: when the cuts are none of these layers.
         PlanningError: when there is no plan that moves nothing.
     """
-    search = _Search(problem, layers, check_cuts(cuts, layers.layers), changing or Changing(), next_change, judge)
+    changing = changing or Changing()
+    search = _Search(problem, layers, check_cuts(cuts, layers.layers), changing, next_change, judge, not whole)
     first = search.reroute()
     found = [first]
     makers: dict[Way, Callable[[], Candidate]] = {
@@ -283,6 +291,15 @@ def _chosen(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that saves most; of those that save as much the first, which needs least."""
     best = max((each for each in candidates if not each.refused), key=lambda each: each.saved)
     return best if best.saved > 0 else candidates[0]
+
+
+def _is_better(one: Candidate, other: Candidate) -> bool:
+    """Whether ``one`` saves more; not if it shares more layers and is hardly faster."""
+    shared = [len(shared_layers(each.layout.cuts)) for each in (one, other)]
+    if shared[0] != shared[1]:
+        least = _LEAST_GAIN * (1 if shared[0] > shared[1] else -1)
+        return one.period < other.period * (1 - least)
+    return (one.saved, -one.bytes) > (other.saved, -other.bytes)
 
 
 def _weighed(candidate: Candidate, first: Candidate, next_change: float, least_gain: float) -> Candidate:
@@ -309,12 +326,13 @@ class _Search:
         self,
         problem: Problem,
         layers: LayerCosts,
-        cuts: tuple[int, ...],
+        cuts: Bounds,
         changing: Changing,
         next_change: float,
         judge: Judge,
+        shares_layers: bool,
     ) -> None:
-        self.problem, self.layers, self.cuts = problem, layers, cuts
+        self.problem, self.layers, self.cuts, self.shares_layers = problem, layers, cuts, shares_layers
         self.changing, self.next_change, self.judge = changing, next_change, judge
         self.grid, self.live = problem.grid, problem.live_counts()
         self.decoupled = problem.technique.decoupled
@@ -327,7 +345,7 @@ class _Search:
     def reroute(self) -> Candidate:
         """Nothing moves."""
         problem = self.at(self.cuts, self.problem.failed)
-        judgement = self.judge(problem)
+        judgement = self.judged(self.cuts, problem)
         layout = Layout(self.cuts, self.live)
         self.first = Candidate(
             "reroute",
@@ -356,7 +374,9 @@ class _Search:
             technique=self.problem.technique,
             in_flight_limit=self.problem.in_flight_limit,
             memory=memory,
-            period=(lambda spread: self.judge(self.at(self.cuts, normalized_failures(self.grid, spread))).period)
+            period=(
+                lambda spread: self.judged(self.cuts, self.at(self.cuts, normalized_failures(self.grid, spread))).period
+            )
             if small
             else None,
         )
@@ -378,7 +398,7 @@ class _Search:
             return self.refused(way, "no worker has failed")
         if way == "both" and self.problem.worker_factors:
             return self.refused(way, "workers of unequal speed keep their stages")
-        rivals: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        rivals: dict[tuple[Bounds, tuple[int, ...]], None] = {}
         for spare in _spares(self.grid) if self.layers.memory_limit is not None else (_HARD,):
             stages = self.stages(way, spare)
             best = fastest(stages)
@@ -390,7 +410,11 @@ class _Search:
                 goal = self.live if way == "layers" else self.spread(stages, cut)
                 distribution = tuple(self.grid.pipelines - count for count in goal)
                 if cut.cuts != self.cuts or (way == "both" and goal != self.live):
-                    rivals[cut.cuts, distribution] = 0.0
+                    rivals[cut.cuts, distribution] = None
+            goals = [self.live] if way == "layers" else [self.live, self.spread(stages, best)]
+            for cuts, goal in self.shared(goals, spare) if self.shares_layers else ():
+                if cuts != self.cuts or goal != self.live:
+                    rivals[cuts, tuple(self.grid.pipelines - count for count in goal)] = None
         if not rivals and self.layers.memory_limit is not None:
             free = fastest(self.stages(way, None))
             if free is not None and free.cuts != self.cuts:
@@ -405,7 +429,28 @@ class _Search:
                 if found is not None:
                     yield found
 
-    def best(self, way: Way, rivals: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Candidate:
+    def shared(self, goals: Sequence[tuple[int, ...]], spare: float) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
+        """Cuts in which stages share layers, for these numbers of workers in the stages."""
+        layers, total = self.layers, self.grid.global_microbatches
+        for goal in dict.fromkeys(goals):
+            if goal == self.live:
+                factors = [sorted(self.problem.live_factors(stage), reverse=True) for stage in range(self.grid.stages)]
+            else:
+                factors = [[1.0] * count for count in goal]
+            stages = SharedStages(
+                layers.work(decoupled=self.decoupled),
+                layers.reduce,
+                layers.optimizer,
+                layers.overhead * (3 if self.decoupled else 2),
+                [shares(total, each)[len(each)] for each in factors],
+                self.fits(spare),
+            )
+            for slack in _SHARED_SLACKS:
+                found = fastest_shared(stages, slack)
+                if found is not None:
+                    yield found[0], goal
+
+    def best(self, way: Way, rivals: list[tuple[Bounds, tuple[int, ...]]]) -> Candidate:
         """The one that saves most, of the few with the least bounds."""
         assert self.first is not None
         ranked = []
@@ -424,23 +469,45 @@ class _Search:
             return self.refused(way, f"no cut is faster: {_at_least(ranked[0][0], self.first)}")
         best: Candidate | None = None
         tried = 1 if worth_coding(self.problem, CODED_FROM) else _TRIED
-        for bound, cuts, distribution in ranked[:tried]:
+        kinds = [[each for each in ranked if are_whole(each[1]) is whole] for whole in (True, False)]
+        for bound, cuts, distribution in (each for kind in kinds for each in kind[:tried]):
             if best is not None and bound > best.period:
-                break
+                continue
             try:
                 found = self.weighed(self.candidate(way, cuts, distribution))
             except PlanningError as error:
                 refused = str(error)
                 continue
-            if best is None or (found.saved, -found.bytes) > (best.saved, -best.bytes):
+            if best is None or _is_better(found, best):
                 best = found
         return self.refused(way, refused) if best is None else best
 
-    def candidate(self, way: Way, cuts: tuple[int, ...], distribution: tuple[int, ...]) -> Candidate:
+    def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
+        """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
+        found = self.judge(problem)
+        if are_whole(cuts):
+            return found
+        return by_microbatch(found, lambda: self.layers.by_microbatch(cuts, self.grid, decoupled=self.decoupled))
+
+    def shared_bound(self, cuts: Bounds, problem: Problem) -> float:
+        """A step is no shorter where stages share layers: the work of all micro-batches, over the workers. For plans
+        whose operations are not listed, those of the mean micro-batch.
+        """
+        if worth_coding(problem, CODED_FROM):
+            return lower_bound(problem)
+        costs = self.layers.by_microbatch(cuts, self.grid, decoupled=self.decoupled)
+        loads = [0.0]
+        for stage in range(self.grid.stages):
+            work = sum(each.forward[stage] + each.backward_input[stage] + each.backward_weight[stage] for each in costs)
+            loads.append(work / sum(1 / factor for factor in problem.live_factors(stage)))
+        return max(loads)
+
+    def candidate(self, way: Way, cuts: Bounds, distribution: tuple[int, ...]) -> Candidate:
         """A layout with its plan, and what has to be sent for it."""
         taken = self.roles(distribution)
         problem = self.at(cuts, self.failed(distribution), distribution)
-        judgement = self.judge(problem)
+        judgement = self.judged(cuts, problem)
+        bound = lower_bound(problem) if are_whole(cuts) else self.shared_bound(cuts, problem)
         state = self.layers.state_bytes
         sent = traffic(layer_moves(self.grid, self.problem.failed, self.cuts, cuts, taken, state), state)
         copying, stall, delay = self.times(cuts, sent, judgement)
@@ -449,7 +516,7 @@ class _Search:
             Layout(cuts, tuple(self.grid.pipelines - count for count in distribution)),
             problem.failed,
             judgement.period,
-            lower_bound(problem),
+            bound,
             tuple(sorted((worker, place) for worker, place in taken.items() if worker != place)),
             sent.total,
             sent.busiest,
@@ -474,10 +541,8 @@ class _Search:
 
     # -- what they are made of -------------------------------------------------------------------------------------
 
-    def at(
-        self, cuts: tuple[int, ...], failed: frozenset[Worker], distribution: tuple[int, ...] | None = None
-    ) -> Problem:
-        """The problem under a layout."""
+    def at(self, cuts: Bounds, failed: frozenset[Worker], distribution: tuple[int, ...] | None = None) -> Problem:
+        """The problem under a layout; its costs are the mean of all micro-batches."""
         factors = dict(self.problem.worker_factors)
         if factors and distribution is not None and distribution != distribution_of(self.grid, self.problem.failed):
             taken = self.roles(distribution)
@@ -521,8 +586,8 @@ class _Search:
         fits = None if spare is None else self.fits(spare)
         return Stages(layers.work(decoupled=self.decoupled), once, options, sum(self.live), fits, overhead)
 
-    def fits(self, spare: float) -> Callable[[int, int, int], bool] | None:
-        """Whether the layers of a range fit into a worker of a stage, with some micro-batches."""
+    def fits(self, spare: float) -> Callable[[int, float, float], bool] | None:
+        """Whether the layers between two bounds fit into a worker of a stage, with some micro-batches."""
         layers, limit = self.layers, self.layers.memory_limit
         if limit is None:
             return None
@@ -532,9 +597,17 @@ class _Search:
             held.append(held[-1] + each)
         stages = self.grid.stages
 
-        def fits(stage: int, begin: int, end: int) -> bool:
+        def of_microbatches(bound: float) -> float:
+            layer = math.floor(bound)
+            return held[layer] + (bound - layer) * (layers.held_bytes[layer] if bound > layer else 0.0)
+
+        def fits(stage: int, begin: float, end: float) -> bool:
             most = max(1.0, spare * min(stages - stage, self.grid.global_microbatches))
-            return state[end] - state[begin] + most * (held[end] - held[begin]) <= limit * (1 + 1e-9)
+            first, last = math.floor(begin), math.ceil(end)
+            needed = state[last] - state[first] + most * (of_microbatches(end) - of_microbatches(begin))
+            needed += layers.held_bytes[first] if begin > first else 0.0
+            needed += layers.held_bytes[last - 1] if end < last else 0.0
+            return needed <= limit * (1 + 1e-9)
 
         return fits
 
@@ -552,16 +625,16 @@ class _Search:
 
     def moved(self, stages: Stages, stage: int, begin: int, end: int, workers: int) -> float:
         """Bytes that the workers of a stage get for these layers."""
-        state, first, last = self.layers.state_bytes, self.cuts[stage], self.cuts[stage + 1]
+        state, held = self.layers.state_bytes, held_ranges(self.cuts)[stage]
         whole = sum(state[begin:end])
-        kept = sum(state[max(begin, first) : max(begin, first, min(end, last))])
+        kept = sum(state[layer] for layer in range(begin, end) if layer in held)
         return self.live[stage] * (whole - kept) + max(0, workers - self.live[stage]) * whole
 
     def squares(self, stages: Stages, stage: int, begin: int, end: int, workers: int) -> float:
         """The square of the load: the sum over the stages is least where they are even."""
         return stages.load(stage, begin, end, workers) ** 2
 
-    def times(self, cuts: tuple[int, ...], sent: Traffic, judgement: Judgement) -> tuple[float, float, float]:
+    def times(self, cuts: Bounds, sent: Traffic, judgement: Judgement) -> tuple[float, float, float]:
         """Seconds of the copies, of the stall and of the delay before it."""
         layers, changing = self.layers, self.changing
         copying = sent.seconds(layers.bandwidth, layers.latency)
@@ -589,7 +662,7 @@ _HARD = 0.0
 
 def _spares(grid: Grid) -> tuple[float, ...]:
     """How much room for micro-batches a cut leaves, relative to 1F1B: the least room has the least load."""
-    return (_HARD, 1.0, 2.0) if grid.stages > 1 else (_HARD,)
+    return (_HARD, 1.0, 1.5, 2.0) if grid.stages > 1 else (_HARD,)
 
 
 def _at_least(bound: float, first: Candidate) -> str:

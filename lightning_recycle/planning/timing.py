@@ -62,7 +62,14 @@ class Codes:
     So far from a RECOMPUTE is the WEIGHT, for which nothing waits.
     """
 
-    def __init__(self, problem: Problem, routes: Sequence[Mapping[Microbatch, Worker]], *, fused: bool) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        routes: Sequence[Mapping[Microbatch, Worker]],
+        *,
+        fused: bool,
+        by_microbatch: Sequence[Costs] = (),
+    ) -> None:
         grid, costs = problem.grid, problem.costs
         self.problem = problem
         self.fused = fused
@@ -76,16 +83,13 @@ class Codes:
         self.routes = routes
         rank_of = [[grid.rank(routes[s][mb]) for mb in self.microbatches] for s in range(self.stages)]
         self.ranks: list[list[int]] = rank_of * 5
-        both = tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))
-        backward = both if fused else costs.backward_input
-        self.durations: list[float] = [
-            *(*costs.forward, *backward, *costs.backward_weight, *both),
-            *costs.forward,
-        ]
+        self.durations = _durations(costs, fused)
         factors = {grid.rank(worker): factor for worker, factor in problem.worker_factors}
+        each = zip(*(_durations(own, fused) for own in by_microbatch), strict=True) if by_microbatch else None
+        rows = [list(row) for row in each] if each is not None else [[d] * self.n for d in self.durations]
         self.times: list[list[float]] = [
-            [duration * factors.get(rank, 1.0) for rank in ranks] if factors else [duration] * self.n
-            for duration, ranks in zip(self.durations, self.ranks, strict=True)
+            [duration * factors.get(rank, 1.0) for duration, rank in zip(row, ranks, strict=True)] if factors else row
+            for row, ranks in zip(rows, self.ranks, strict=True)
         ]
         """By key and micro-batch: the duration on the worker that executes it."""
         slowest = [max(problem.live_factors(s)) for s in range(self.stages)]
@@ -110,6 +114,13 @@ class Codes:
     def rank(self, code: int) -> int:
         """Rank of the worker that executes ``code``."""
         return self.ranks[code // self.n][code % self.n]
+
+
+def _durations(costs: Costs, fused: bool) -> list[float]:
+    """By key."""
+    both = tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))
+    backward = both if fused else costs.backward_input
+    return [*costs.forward, *backward, *costs.backward_weight, *both, *costs.forward]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +280,20 @@ def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
     return schedule
 
 
-def retime(schedule: Schedule, costs: Costs, worker_factors: WorkerFactors | None = None) -> Schedule:
+def retime(
+    schedule: Schedule,
+    costs: Costs,
+    worker_factors: WorkerFactors | None = None,
+    by_microbatch: Sequence[Costs] = (),
+) -> Schedule:
     """The same orders of operations under other costs: the value of a plan once its operations have been measured.
 
     Args:
         schedule: the schedule whose orders to keep.
         costs: the new costs of the operations.
         worker_factors: factors by which operations take longer on a worker; by default those of the schedule's problem.
+        by_microbatch: the costs of each micro-batch, pipeline after pipeline, if they differ; then ``costs`` are those
+            of the operations that have none. Not for coded schedules.
 
     Raises:
         PlanningError: when a coded schedule is too large to be timed for workers of unequal speed.
@@ -296,7 +314,7 @@ def retime(schedule: Schedule, costs: Costs, worker_factors: WorkerFactors | Non
     microbatches = tuple(grid.all_microbatches())
     routes = [{mb: schedule.route(stage, mb) for mb in microbatches} for stage in range(grid.stages)]
     fused = not problem.technique.decoupled
-    codes = Codes(problem, routes, fused=fused)
+    codes = Codes(problem, routes, fused=fused, by_microbatch=by_microbatch)
     kind_codes = {
         OpKind.FORWARD: FORWARD,
         OpKind.BACKWARD: BACKWARD if fused else FUSED,

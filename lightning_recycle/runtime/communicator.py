@@ -233,7 +233,7 @@ class Communicator:
         generation: int,
         neighbours: Collection[int],
         stage_roster: Sequence[int],
-        tie_rosters: Mapping[int, Sequence[int]] | None = None,
+        tie_rosters: Mapping[tuple[int, ...], Sequence[int]] | None = None,
         check_links: bool = False,
     ) -> None:
         """Connects this worker with those that it exchanges messages with, each of whom does the same, and for
@@ -243,7 +243,8 @@ class Communicator:
             generation: the generation.
             neighbours: ranks of the grid that this worker exchanges messages with; its own does not matter.
             stage_roster: ranks of the workers of its stage, itself included.
-            tie_rosters: for the sum of tied gradients, the ranks that hold a tie, by its number (this worker's only).
+            tie_rosters: for the sums of tied gradients, the ranks of the stages that hold a tie, by these stages (this
+                worker's only).
             check_links: whether each worker, all or none of them, first checks whether it can reach the others.
 
         Raises:
@@ -259,7 +260,7 @@ class Communicator:
             self._generation = generation
             if self._aborted_generation >= generation:
                 cancelled.set()
-        ties = {_tie(index): tuple(sorted(ranks)) for index, ranks in sorted((tie_rosters or {}).items())}
+        ties = {_tie(stages): tuple(sorted(ranks)) for stages, ranks in sorted((tie_rosters or {}).items())}
         stage = self._stage_name = f"stage{min(stage_roster)}"
         rosters = {stage: tuple(sorted(stage_roster)), **ties}
         reached = tuple(sorted({*neighbours, self._rank}))
@@ -543,9 +544,9 @@ class Communicator:
         """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
         self._broadcast(self._stage_name, tensor, source)
 
-    def broadcast_tied(self, tie: int, tensor: Tensor, source: int) -> None:
-        """Overwrites ``tensor`` in place with that of rank ``source``, on all members of tie number ``tie``."""
-        self._broadcast(_tie(tie), tensor, source)
+    def broadcast_tied(self, stages: tuple[int, ...], tensor: Tensor, source: int) -> None:
+        """Overwrites ``tensor`` in place with that of rank ``source``, on all workers of the tied ``stages``."""
+        self._broadcast(_tie(stages), tensor, source)
 
     def _broadcast(self, roster: str, tensor: Tensor, source: int) -> None:
         self._check()
@@ -689,9 +690,9 @@ def _keep_for_ever(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _tie(index: int) -> str:
-    """The name of the group of a tie."""
-    return f"tie{index}"
+def _tie(stages: tuple[int, ...]) -> str:
+    """The name of the group of the ties that ``stages`` hold."""
+    return "-".join(["tie", *map(str, stages)])
 
 
 def _parts(tensor: Tensor, most_bytes: int = _CHUNK_BYTES) -> tuple[Tensor, ...]:

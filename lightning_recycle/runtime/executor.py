@@ -178,8 +178,11 @@ class Executor:
         self._trials = SplitTrials(communicator.device) if tries_splitting else None
         self._tried: SplitTrial | None = None
         self._leads: dict[int, int] = {}
+        self._ahead: tuple[int, frozenset[int]] = (-1, frozenset())  # a step that is run again, and stages done with it
         ties = ties or TieExchange()
-        self._moving = LayerMoves(layers or FixedLayers(ties.ties), grid, worker, client, communicator)
+        self._moving = LayerMoves(
+            layers or FixedLayers({tie.stages for tie in ties.ties}), grid, worker, client, communicator
+        )
         waits = needs_overflow or not staggered or bool(ties.ties)
         self._guesses = None if waits or presumes is None else Guesses(client, worker.stage, grid.stages, presumes)
         self._commits = waits or (needs_norm and presumes is None)
@@ -286,7 +289,8 @@ class Executor:
         self._verifier.begin(step, part.reduces and step == self.version)
         program = self._verifier.tasks
         if not part.reduces:
-            program = tuple(t for t in program if t.op.kind not in (OpKind.BACKWARD_WEIGHT, OpKind.REDUCE))
+            left_out = [OpKind.BACKWARD_WEIGHT, *([] if self._gives_sums(step) else [OpKind.REDUCE])]
+            program = tuple(t for t in program if t.op.kind not in left_out)
         self._stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
@@ -337,8 +341,11 @@ class Executor:
                     self._stage.backward_weight(task.index, self._reduction.during_weights(task))
             elif kind is OpKind.CHECK:
                 self._verifier.check(step)
-            elif kind is OpKind.REDUCE:
+            elif kind is OpKind.REDUCE and part.reduces:
                 self._reduce(step)
+            elif kind is OpKind.REDUCE:
+                with self._client.waiting("stages with the same weights"):
+                    self._sum_ties(step)
             elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
             for after in self.after_operation:
@@ -422,10 +429,25 @@ class Executor:
         self._timings.await_device(self._client.progressed)
         with self._client.waiting("peers"), self._measured(OpKind.REDUCE):
             self._reduction.finish()
-            self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads)
+            self._sum_ties(step)
         told = self._told(step)
         self._finite.gradient(step, told.squared_norm, self._gradients.of_step(step))
         self._payload, self._reduced = told, True
+
+    def _gives_sums(self, step: int) -> bool:
+        """Whether this stage, which is done with ``step``, may be asked for the gradients of weights that other stages
+        hold as well.
+        """
+        return bool(self._ties.ties) and self.worker.stage in self._ahead_in(step)
+
+    def _ahead_in(self, step: int) -> frozenset[int]:
+        again, ahead = self._ahead
+        return ahead if step == again else frozenset()
+
+    def _sum_ties(self, step: int) -> None:
+        """Adds the gradients of weights that other stages hold as well; a stage that has the sums gives them."""
+        ahead = self._ahead_in(step)
+        self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads, ahead)
 
     def _told(self, step: int) -> CommitPayload:
         """What others must know of this stage's reduced gradient of ``step``."""
@@ -694,6 +716,8 @@ class Executor:
             rank, pair = self._client.rank, self._communicator.exchange
             with self._client.waiting("its neighbours"):
                 self._profiler.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
+        ahead = frozenset() if self._redoes_whole_steps else resume.decision.ahead
+        self._ahead = resume.decision.version, ahead
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         if self._guesses is not None and commits:
             self._guesses.known = commits
@@ -740,9 +764,9 @@ class Executor:
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
         self._leads = stage_leads(self.grid, resume.roster)
         tie_rosters = {
-            index: [rank for rank, stage in stages.items() if stage in tie.stages]
-            for index, tie in enumerate(self._moving.ties(resume.cuts))
-            if self.worker.stage in tie.stages
+            tied: [rank for rank, stage in stages.items() if stage in tied]
+            for tied in self._moving.tied_stages(resume.cuts)
+            if self.worker.stage in tied
         }
         rank = self._client.rank
         exchanges: list[tuple[int, ...]] = [*resume.donors.items(), *resume.heals.items()]

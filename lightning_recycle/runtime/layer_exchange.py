@@ -7,7 +7,7 @@ this module knows who gives it to whom, and what is decided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import Cuts, Resume
 from lightning_recycle.control.protocol.relayout import Transfer, ranges, transfers
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.model.tying import Tie
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.holding import Holding
@@ -34,8 +33,8 @@ class LayerKeeper(Copier, Protocol):
     def cuts(self) -> Cuts:
         """The layout whose layers this worker has."""
 
-    def ties(self, cuts: Cuts) -> tuple[Tie, ...]:
-        """The weights that several stages hold under the layout ``cuts``."""
+    def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
+        """Which stages hold the same weights under the layout ``cuts``, whoever of them this worker's is."""
 
     def take_up(self, cuts: Cuts, given: Sequence[Any]) -> Holding:
         """From now on this worker has the layers of its stage under ``cuts``: those of them that it has, and those that
@@ -47,16 +46,16 @@ class FixedLayers:
     """Keeps the layers that a worker has: a :class:`LayerKeeper` of a run in which none move.
 
     Args:
-        ties: the weights that several stages hold.
+        tied_stages: the stages that hold the same weights.
     """
 
     cuts: Cuts = ()
 
-    def __init__(self, ties: tuple[Tie, ...]) -> None:
-        self._ties = ties
+    def __init__(self, tied_stages: Collection[tuple[int, ...]]) -> None:
+        self._tied_stages = tied_stages
 
-    def ties(self, cuts: Cuts) -> tuple[Tie, ...]:
-        return self._ties
+    def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
+        return self._tied_stages
 
     def give(self, layers: Iterable[int]) -> Any:
         raise ReCycleError("This worker cannot give layers away, and was asked to.")
@@ -104,8 +103,9 @@ class LayerMoves:
         """The layout whose layers this worker has."""
         return self._keeper.cuts
 
-    def ties(self, cuts: Cuts) -> tuple[Tie, ...]:
-        return self._keeper.ties(cuts or self._start)
+    def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
+        """Which stages hold the same weights under the layout ``cuts``."""
+        return self._keeper.tied_stages(cuts or self._start)
 
     def partners(self, resume: Resume) -> set[int]:
         """The ranks with which this worker exchanges layers."""

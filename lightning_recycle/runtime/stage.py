@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,14 @@ from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.kept_inputs import Kept
 
-__all__ = ["Stage"]
+__all__ = ["Sharing", "Stage"]
 
 Value = Tensor | tuple[Tensor | None, ...]
+Sharing: TypeAlias = Callable[[Sequence[nn.Module], int | None], tuple[Sequence[nn.Module], int]]
+"""(layers of a stage, index of a micro-batch, or None for what is none) -> (those of them that it runs there, the index
+of the first of these in the whole model)
+"""
+
 _NOTHING = nullcontext()
 
 
@@ -76,6 +81,7 @@ class Stage:
         scale_loss: what makes of a loss the one that is differentiated.
         takes_target: whether the layers take the message of the previous stage, as one argument, and behind it what is
             the target elsewhere.
+        sharing: which of the layers a micro-batch runs here, if neighbouring stages share some; None: all.
     """
 
     def __init__(
@@ -93,8 +99,10 @@ class Stage:
         loss_is_optional: bool = False,
         takes_target: bool = False,
         scale_loss: Callable[[Tensor], Tensor] | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._scale_loss = scale_loss
+        self._sharing = sharing
         self._takes_target = takes_target
         self._layers = list(layers)
         self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
@@ -227,15 +235,21 @@ class Stage:
         inputs = value if isinstance(value, tuple) else (value,)
         if self._takes_target:
             inputs = (inputs, *target)
-        output = self._run(self._forward_layers, step, draw, inputs)
+        output = self._run(self._forward_layers, step, draw, inputs, is_one=False)
         if self._loss is None:
             self._check_output(output)
         return output  # type: ignore[no-any-return]
 
-    def _run(self, layers: Sequence[nn.Module], step: int, microbatch: int, inputs: tuple[Any, ...]) -> Any:
+    def _run(
+        self, layers: Sequence[nn.Module], step: int, microbatch: int, inputs: tuple[Any, ...], is_one: bool = True
+    ) -> Any:
+        """Runs those of ``layers`` that ``microbatch`` runs here; of a whole batch all micro-batches do the same."""
         value: Any = inputs
+        first = self._first_layer
+        if self._sharing is not None:
+            layers, first = self._sharing(layers, microbatch if is_one else None)
         with self._randomness(step, microbatch) as draw_for:
-            for index, layer in enumerate(layers, self._first_layer):
+            for index, layer in enumerate(layers, first):
                 draw_for(index)
                 value = layer(*value) if isinstance(value, tuple) else layer(value)
         return value

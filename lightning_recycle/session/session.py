@@ -8,6 +8,7 @@ object, its host, for what only Lightning and the user's module know.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.protocol.messages import AfterStep, Facts, LayoutWanted, Restored
+from lightning_recycle.control.protocol.messages import AfterStep, Cuts, Facts, LayoutWanted, Restored
+from lightning_recycle.control.protocol.relayout import ranges
 from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
@@ -40,6 +42,7 @@ from lightning_recycle.model.module import global_seed
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.numpy_state import quicken
+from lightning_recycle.planning.fractional_cuts import are_whole, bounds_of
 from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.communicator import Communicator
@@ -297,10 +300,10 @@ class Session:
             strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _hold(
-        self, owned: range, ties: TieExchange, accumulated: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+        self, cuts: Cuts, ties: TieExchange, accumulated: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     ) -> Holding:
-        """What runs the parts ``owned``, which are there."""
-        device = self.trainer.strategy.root_device
+        """What runs the parts of this worker under the layout ``cuts``, which are there."""
+        device, owned = self.trainer.strategy.root_device, ranges(cuts)[self.worker.stage]
         by_itself = self._fitting and self.parts.optimizes_itself
         # Only fit trains them, and only by the schedule has this strategy something to keep for each.
         parameters = list(self.module.parameters()) if self._fitting and not by_itself else []
@@ -320,15 +323,25 @@ class Session:
             loss_is_optional=self.parts.loss_is_optional,
             takes_target=self.parts.takes_target,
             scale_loss=None if scaler is None else scaler.scale,
+            sharing=None if are_whole(cuts) else partial(self._among, cuts, owned),
         )
         gradients = GradientBuffers(parameters, device, self.options.bucket_bytes)
         return Holding(stage, parameters, gradients, ties, accumulated)
 
+    def _among(
+        self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
+    ) -> tuple[Sequence[nn.Module], int]:
+        """Of ``modules``, which run the parts ``held``, those of a micro-batch under the layout ``cuts``."""
+        bounds = [math.floor(bound) for bound in cuts]
+        if microbatch is not None:
+            bounds = [*bounds_of(cuts, microbatch, self.grid.pipelines)]
+        own = range(*bounds[self.worker.stage : self.worker.stage + 2])
+        return self.parts.among(modules, held, own), own.start
+
     def _build_executor(self, ties: TieExchange) -> Executor:
         trainer, module, device = self.trainer, self.module, self.trainer.strategy.root_device
-        owned = self.run.parts[self.worker.stage]
         by_itself = self._fitting and self.parts.optimizes_itself
-        held = self._hold(owned, ties)
+        held = self._hold((0, *(part.stop for part in self.run.parts)), ties)
         common = (
             self.worker,
             self.grid,
@@ -540,7 +553,7 @@ class Session:
         """Returns when the parameters are what they will be."""
         self.executor.settle_newest()
 
-    def move_layers(self, sizes: Sequence[int], ahead: bool) -> None:
+    def move_layers(self, sizes: Sequence[float], ahead: bool) -> None:
         if self._layers is None:
             raise ConfigurationError(
                 "Layers move while fit trains a module in several stages by a schedule, only then."

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -31,7 +31,7 @@ from lightning_recycle.control.protocol.relayout import has_ties, is_layout, ran
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.tying import Tie
+from lightning_recycle.planning.fractional_cuts import are_whole, rounded, shared_layers
 from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.layer_streams import Parcel
 from lightning_recycle.runtime.machine_memory import free_bytes
@@ -164,7 +164,8 @@ class StageLayers:
         stage: the stage of this worker.
         stages: the parts of each stage at the start.
         device: where the layers are.
-        hold: what runs the parts of a range, given the weights that stages share, and what was accumulated.
+        hold: what runs the parts of this stage under a layout, given the weights that stages share, and what was
+            accumulated.
         sums: returns what was accumulated, by parameter.
         changed: called when this worker has other layers.
         rank: of this worker.
@@ -179,7 +180,7 @@ class StageLayers:
         stage: int,
         stages: Sequence[range],
         device: torch.device,
-        hold: Callable[[range, TieExchange, Mapping[nn.Parameter, Tensor]], Holding],
+        hold: Callable[[Cuts, TieExchange, Mapping[nn.Parameter, Tensor]], Holding],
         sums: Callable[[], Mapping[nn.Parameter, Tensor]],
         changed: Callable[[Holding], None],
         rank: int,
@@ -199,26 +200,32 @@ class StageLayers:
         """The parts that this worker has."""
         return ranges(self.cuts)[self._stage]
 
-    def ties(self, cuts: Cuts) -> tuple[Tie, ...]:
-        return self._parts.ties(ranges(cuts))
+    def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
+        shared = {(stage, stage + 1) for stage, _ in shared_layers(cuts).values()}
+        return shared | {tie.stages for tie in self._parts.ties(ranges(cuts))}
 
-    def layout_of(self, sizes: Sequence[int]) -> Cuts:
+    def layout_of(self, sizes: Sequence[float]) -> Cuts:
         """The layout in which the stages have that many layers.
 
         Raises:
             ConfigurationError: if there is none, or layers cannot move.
         """
-        cuts = (0, *accumulate(sizes))
+        cuts = (0, *(rounded(bound) for bound in accumulate(sizes)))
         if not is_layout(cuts, len(self.cuts) - 1) or cuts[-1] != self.cuts[-1]:
             raise ConfigurationError(
                 f"{list(sizes)} is no layout of {self.cuts[-1]} layers over {len(self.cuts) - 1} stages: give each"
-                " stage one number of at least 1; together they are all layers."
+                " stage one number of at least 1; together they are all layers. Where numbers are not whole, as in"
+                " [2.5, 3.5], each stage still has a whole layer of its own."
             )
         tied = self._parts.shared_layers()
         if has_ties(tied, cuts) != has_ties(tied, self.cuts):
             raise ConfigurationError(
                 f"With {list(sizes)} layers, layers that share a weight would come to lie on one stage, or on several:"
                 " the way in which stages step would change. Keep them together, or apart."
+            )
+        if not are_whole(cuts) and self._parts.whole:
+            raise ConfigurationError(
+                f"Stages cannot share layers of {type(self._parts.module).__name__}: {self._parts.whole}."
             )
         why = why_layers_stay(self._trainer, self._parts, self.owned)
         if why:
@@ -280,6 +287,7 @@ class StageLayers:
             trains=tuple(any(p.requires_grad for p in own) for own in parameters),
             tied=self._parts.shared_layers(),
             fixed=why_layers_stay(self._trainer, self._parts, owned),
+            whole=self._parts.whole,
         )
 
     # ------------------------------------------------------------------ giving
@@ -359,8 +367,8 @@ class StageLayers:
         held = set(by_name.values())
         sums = {parameter: total for parameter, total in sums.items() if parameter in held}
         sums.update((by_name[name], total) for name, total in accumulated.items() if by_name[name] not in sums)
-        ties = TieExchange(self.ties(cuts), self._stage, dict(self._parts.module.named_parameters()))
-        holding = self._hold(self.owned, ties, sums)
+        ties = TieExchange(self._parts.ties(stages), self._stage, dict(self._parts.module.named_parameters()))
+        holding = self._hold(cuts, ties, sums)
         self._changed(holding)
         return holding
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from lightning_recycle.planning import LayerCosts, Problem, Technique
 from lightning_recycle.planning.layout_judging import Judgement
 from lightning_recycle.simulation.measured import MeasuredModel
-from lightning_recycle.simulation.planned_steps import planned_step
+from lightning_recycle.simulation.planned_steps import planned_schedule, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 
 __all__ = ["layer_costs", "step_judgement", "unmovable"]
@@ -51,4 +51,4 @@ def step_judgement(problem: Problem, effort: int) -> Judgement:
         usual = one_f_one_b_seconds(problem.costs, problem.grid.microbatches)
         if usual < step.seconds:
             return Judgement(usual)
-    return Judgement(step.seconds, step.fill, step.lead)
+    return Judgement(step.seconds, step.fill, step.lead, planned_schedule(problem, effort))

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from lightning_recycle.planning import HeuristicPlanner, Problem, normalize, normalized_failures
 from lightning_recycle.planning.coded import CodedSchedule
+from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["DEFAULT_EFFORT", "PlannedStep", "distribution", "planned_seconds", "planned_step"]
+__all__ = ["DEFAULT_EFFORT", "PlannedStep", "distribution", "planned_schedule", "planned_seconds", "planned_step"]
 
 DEFAULT_EFFORT = 100_000
 """Operations the planner plays in search of a better schedule: at most 0.2 s for the paper's models on 32 GPUs,
@@ -48,10 +49,16 @@ class PlannedStep(NamedTuple):
         return self._replace(seconds=self.seconds + seconds)
 
 
+@lru_cache(maxsize=16)
+def planned_schedule(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
+    """The heuristic's plan of ``problem``."""
+    return HeuristicPlanner(effort).plan(problem)
+
+
 @lru_cache(maxsize=65536)
 def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> PlannedStep:
     """A step under the heuristic's plan of ``problem``."""
-    schedule = HeuristicPlanner(effort).plan(problem)
+    schedule = planned_schedule(problem, effort)
     if not problem.technique.staggered:
         return PlannedStep(schedule.period)
     if isinstance(schedule, CodedSchedule):  # its lanes are alike

@@ -242,7 +242,7 @@ def test_layouts_after_the_next_failure_are_shown_and_kept(tmp_path: Path) -> No
     ]  # fmt: skip
     first = table[2].split()
     assert first[:3] == ["(0,", "0)", "layers"]
-    sizes = [int(size) for size in first[3].split("/")]
+    sizes = [float(size) for size in first[3].split("/")]
     assert sum(sizes) == 32
     assert sizes[0] < sizes[1]
     assert float(first[6]) > 1.05

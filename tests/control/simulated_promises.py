@@ -70,6 +70,7 @@ class Promises:
         self.full = full_gradient(grid)
         self.moves: list[tuple[SimulatedWorker, SimulatedWorker]] = []  # the joining worker, and the mover
         self.applied: dict[tuple[int, int], int] = {}  # (stage, step) -> gradient
+        self._shared: dict[tuple[int, int], Any] = {}  # (step, the first of two stages) -> what both have added up
         self._acting: dict[tuple[int, int], SimulatedWorker] = {}  # (generation, rank) -> the process that acts there
         self._leader = -1
         self._rosters: dict[int, tuple[int, ...]] = {}
@@ -137,6 +138,17 @@ class Promises:
         for stage in range(self.grid.stages):
             if step and (stage, step - 1) not in self.applied:
                 raise Violation(f"stage {worker.stage} applies step {step} before stage {stage} step {step - 1}")
+
+    def on_shared(self, worker: SimulatedWorker, step: int, shared: Mapping[int, Any], expected: bool) -> None:
+        """``worker`` applies ``step`` with these sums for layers that its stage shares with a neighbour."""
+        pairs = [first for first in (worker.stage - 1, worker.stage) if 0 <= first < self.grid.stages - 1]
+        if sorted(shared) != (pairs if expected else []):
+            raise Violation(f"{worker} applies step {step} with sums for {sorted(shared)} instead of {pairs}")
+        for first, parts in shared.items():
+            if {stage for _, stage in parts} != {first, first + 1} or len(parts) != 2:
+                raise Violation(f"{worker} applies step {step} with {parts} for the layers of {first} and {first + 1}")
+            if self._shared.setdefault((step, first), parts) != parts:
+                raise Violation(f"{worker} applies step {step} with {parts}, others with {self._shared[step, first]}")
 
     def _latest_stop(self) -> int:
         """The stop point at which all stop, at the latest, as some wanted to and others did not; -1 if none did."""

@@ -34,6 +34,7 @@ from simulated_workers import (
     Interrupted,
     Schedule,
     SimulatedWorker,
+    Sums,
     first_layout,
     linked_with,
 )
@@ -136,6 +137,7 @@ class Run:
         self.whole = self.grid.stages == 1 and random.Random(f"whole {seed}").random() < 0.5
         self.commits = self.commits or self.whole
         self.tied = self.commits and not self.whole and random.Random(f"ties {seed}").random() < 0.5
+        self.shares = not self.whole and random.Random(f"shares {seed}").random() < 0.3
         guesses = random.Random(f"guesses {seed}")
         self.guesses = not self.commits and guesses.random() < 0.5
         self._wrong = frozenset(step for step in range(4) if guesses.random() < 0.4)  # where guesses turn out wrong
@@ -185,7 +187,7 @@ class Run:
             self._at(self.random() * FAULTS_END, self._fault)
         self._follow_ups = self.chance.choice((0, 1, 2, 3))  # faults right after what the machine does about one
         # Whether all connect with all, or with those alone whom the plan needs; with ties all are needed.
-        self.meshed = self.tied or random.Random(f"meshed {seed}").random() < 0.3
+        self.meshed = self.tied or self.shares or random.Random(f"meshed {seed}").random() < 0.3
         self._linked_by: Schedule = ((), 0)  # the plan of the newest generation
         self._plans: dict[tuple[int, ...], int] = {}  # the schedule that the coordinator chooses for a roster
         replans = random.Random(f"replans {seed}")
@@ -308,11 +310,12 @@ class Run:
             raise Violation(f"worker {worker.rank} begins step {step} while layers are under way")
         self.promises.on_begin(worker, step)
 
-    def applied(self, worker: SimulatedWorker, step: int, gradient: int) -> None:
+    def applied(self, worker: SimulatedWorker, step: int, gradient: int, shared: Sums) -> None:
         if (worker.stage, step) not in self.promises.applied and self._follow_ups and self.random() < 0.2:
             self._follow_ups -= 1  # the first of its stage, before the others
             self._at(self.delay() * 0.5, self._fault)
         self.promises.on_applied(worker, step, gradient, self.state.summed if self._is_up else step + 1)
+        self.promises.on_shared(worker, step, shared, self.shares)
 
     def has(self, worker: SimulatedWorker, fact: Fact) -> bool:
         """Whether ``fact`` has arrived at ``worker``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.blame import OUTSIDE
@@ -57,6 +57,10 @@ class CommunicationError(Exception):
         self.ranks = ranks
 
 
+Sums: TypeAlias = dict[int, frozenset[tuple[int, int]]]
+"""Of layers that a stage shares with the next, by that stage: generations and stages whose gradients were added."""
+
+
 class Mishap(Exception):
     """An exception that a fault of the machine may explain; ``sticky``: its device is lost."""
 
@@ -75,6 +79,7 @@ class Network(Protocol):
     grid: Grid
     commits: bool
     tied: bool
+    shares: bool
     whole: bool
     meshed: bool
     guesses: bool
@@ -89,7 +94,7 @@ class Network(Protocol):
 
     def begins(self, worker: SimulatedWorker, step: int) -> None: ...
 
-    def applied(self, worker: SimulatedWorker, step: int, gradient: int) -> None: ...
+    def applied(self, worker: SimulatedWorker, step: int, gradient: int, shared: Sums) -> None: ...
 
     def has(self, worker: SimulatedWorker, fact: Fact) -> bool: ...
 
@@ -237,6 +242,8 @@ class SimulatedWorker:
         self.cuts = first_layout(network.grid)  # the layout of the layers that it has
         self.beside: tuple[Any, int] | None = None  # the one for which it holds layers, and their version
         self.buffers: list[tuple[int, int]] = [(-1, 0), (-1, 0)]  # (step, reduced gradient), of even and odd steps
+        self.shared: list[Sums] = [{}, {}]  # the same for layers that neighbouring stages share
+        self.ahead: tuple[int, frozenset[int]] = (-1, frozenset())  # a step that is run again, and stages done with it
         self.place = (OUTSIDE, "set-up")  # of an exception
         self.is_past = False
         self.position = 0  # in the script
@@ -527,6 +534,7 @@ class SimulatedWorker:
         self.tell("connects", 0)
         yield from self.exchange("connects", 0, sorted(self.linked))
         self.payloads = resume.commits
+        self.ahead = (resume.decision.version, frozenset() if network.tied else resume.decision.ahead)
         for action in recovery.actions(
             self.rank, status, resume.decision, resume.donors, network.commits, network.tied or network.whole
         ):
@@ -613,10 +621,10 @@ class SimulatedWorker:
             case recovery.Adopt():
                 step = action.step
                 if self.rank == action.donor:
-                    self.tell("gives", step, self.gradient_of(step))
+                    self.tell("gives", step, (self.gradient_of(step), self.shared[step % 2]))
                 yield from self.exchange("gives", step, (action.donor,))
-                (gradient,) = self.received("gives", step, (action.donor,))
-                self.buffers[step % 2] = (step, gradient)
+                ((gradient, shared),) = self.received("gives", step, (action.donor,))
+                self.buffers[step % 2], self.shared[step % 2] = (step, gradient), dict(shared)
                 if action.lacks:
                     self.reduced, self.payload = True, (self.stage, step)
             case recovery.AwaitPeers():
@@ -638,7 +646,7 @@ class SimulatedWorker:
             yield from self.whole_step(step, plan)
             return
         part = recovery.part_of(step, self.version, self.reduced, plan.idle_peer)
-        self.buffers[part.buffers % 2] = (-1, 0)
+        self.buffers[part.buffers % 2], self.shared[part.buffers % 2] = (-1, 0), {}
         has = self.version if step == self.version else self.shadow
         assert has == step, f"it computes step {step} with the parameters of version {has}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
@@ -682,7 +690,10 @@ class SimulatedWorker:
             if self.network.tied:  # the stages that hold copies add their gradients: all or none
                 self.tell("ties", step)
                 yield from self.exchange("ties", step, self.roster)
+            yield from self.sum_shared(step)
             self.reduced, self.payload = True, (self.stage, step)
+        else:
+            yield from self.sum_shared(step)
         if part.applies:
             if self.network.commits:
                 yield from self.commit(step)
@@ -690,6 +701,24 @@ class SimulatedWorker:
                 yield from self.step_on_a_guess(step)
             else:
                 yield from self.apply()
+
+    def sum_shared(self, step: int) -> Waits:
+        """Executor._sum_ties, of layers that neighbouring stages share; here each stage and the next share one."""
+        again, ahead = self.ahead
+        ahead = ahead if step == again else frozenset()
+        leads = stage_leads(self.grid, self.roster)
+        for first in (self.stage - 1, self.stage):
+            stages = (first, first + 1)
+            if not self.network.shares or first < 0 or first + 1 == self.grid.stages or ahead.issuperset(stages):
+                continue
+            what = f"layers of {first} and {first + 1}"
+            have_sums = [stage for stage in stages if stage in ahead]
+            mine = self.shared[step % 2][first] if self.stage in ahead else frozenset({(self.generation, self.stage)})
+            self.tell(what, step, mine)
+            givers = [leads[stage] for stage in have_sums[:1] or stages]
+            yield from self.exchange(what, step, givers)
+            if self.stage not in ahead:
+                self.shared[step % 2][first] = frozenset().union(*self.received(what, step, givers))
 
     # ------------------------------------------------------------------ guesses
 
@@ -791,7 +820,7 @@ class SimulatedWorker:
             assert dict(self.payloads) == expected, f"it applies step {step} with the norms {dict(self.payloads)}"
         self.is_past = True
         gradient = self.gradient_of(step)
-        self.network.applied(self, step, gradient)
+        self.network.applied(self, step, gradient, self.shared[step % 2])
         self.parameters.append(gradient)
         self.shadow, self.version, self.reduced = step, step + 1, False
         self.payload, self.unsettled = (self.payload, True) if guess else (None, False)

@@ -29,7 +29,6 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "answers to an earlier pause count": 5_300,
     "the dead arrive where nobody else does": 10_500,
     "what was on its way to the last holder is forgotten": 37_600,
-    "nobody waits for a worker without micro-batches": 33_100,
 }
 MEETS = {  # what the sample must have met, or it says nothing about it
     "Crashed",
@@ -272,6 +271,10 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
     ("nobody waits for a worker without micro-batches", recovery, "part_of", "idle_peer)", "False)"),
     ("a worker goes on without the others' redo", recovery, "actions", "version > decision.version", "False"),
     ("a worker keeps its part of a sum over tied stages", recovery, "actions", "if tied and", "if False and"),
+    ("a sum over stages that share layers is made again", SimulatedWorker, "sum_shared",
+     "ahead = ahead if step == again else frozenset()", "ahead = frozenset()"),
+    ("a stage adopts a gradient without the sums over others", SimulatedWorker, "carry_out",
+     "self.shared[step % 2] = (step, gradient), dict(shared)", "_ = (step, gradient), dict(shared)"),
     ("a guess is settled before all have told", recovery, "actions",
      "status.unsettled and version == decision.version", "status.unsettled"),
     ("a guess is never settled in a recovery", recovery, "actions", "if status.unsettled and", "if False and"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.change_rate import LLAMA3_WORKER_SECONDS, FailureRecord
+from lightning_recycle.planning.fractional_cuts import are_whole
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts, even_cuts
 from lightning_recycle.planning.layer_moves import layer_moves, traffic
 from lightning_recycle.planning.layout_judging import Judgement, judged
@@ -121,16 +122,20 @@ def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(
 
 
 def test_layers_leave_the_stage_that_lost_a_worker() -> None:
-    """16 layers a stage, one of 4 x 4 dead: whole layers allow 1.23 times the throughput of re-routing."""
+    """16 layers a stage, one of 4 x 4 dead: whole layers allow 1.23 times the throughput of re-routing, and shared
+    ones 1.25, the ideal.
+    """
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (1, 2))
-    plan = plan_layout(problem, layers, cuts, next_change=HOUR, ways=("layers",))
-    assert plan.chosen.way == "layers"
-    assert plan.chosen.layout.sizes[2] == 13
-    assert plan.chosen.layout.workers == (4, 4, 3, 4)
-    assert plan.reroute.period / plan.chosen.period > 1.22
-    assert plan.chosen.failed == problem.failed
-    assert not plan.chosen.roles
+    for whole, least in (("they do not", 1.22), ("", 1.235)):
+        plan = plan_layout(problem, layers, cuts, next_change=HOUR, ways=("layers",), whole=whole)
+        assert plan.chosen.way == "layers"
+        assert plan.reroute.period / plan.chosen.period > least
+        assert 12 < plan.chosen.layout.sizes[2] <= 13
+        assert are_whole(plan.chosen.layout.cuts) is bool(whole)
+        assert plan.chosen.layout.workers == (4, 4, 3, 4)
+        assert plan.chosen.failed == problem.failed
+        assert not plan.chosen.roles
 
 
 def test_half_of_a_stage_gone() -> None:
@@ -263,7 +268,7 @@ def test_cuts_rise_from_0(cuts: tuple) -> None:
 
 def test_a_layout_says_what_it_is() -> None:
     layout = Layout((0, 3, 5), (4, 2))
-    assert (layout.sizes, layout.stage_of(2), layout.stage_of(3)) == ((3, 2), 0, 1)
+    assert (layout.sizes, layout.stages_of(2), layout.stages_of(3)) == ((3, 2), (0,), (1,))
     assert str(layout) == "3/2 layers on 4/2 workers"
     with pytest.raises(ConfigurationError, match="at least one"):
         Layout((0, 3, 5), (4, 0))
@@ -275,7 +280,7 @@ def test_a_large_grid_is_judged_by_the_rate_of_its_stages() -> None:
     problem, cuts = after(layers, grid, *((d, 3) for d in range(12)))
     plan: LayoutPlan = plan_layout(problem, layers, cuts, next_change=HOUR, ways=("layers",))
     assert plan.chosen.way == "layers"
-    assert plan.chosen.period >= plan.chosen.bound
+    assert plan.chosen.period >= plan.chosen.bound * (1 - 1e-9)
     assert plan.reroute.period >= 1.5 * plan.chosen.period
     assert judged(problem).period == pytest.approx(plan.reroute.period)
 

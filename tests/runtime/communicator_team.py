@@ -239,14 +239,12 @@ def configure(
 
 
 def configure_tied(
-    communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, ties: dict[int, Sequence[int]]
+    communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, ties: Sequence[tuple[int, ...]]
 ) -> None:
     """As :func:`configure`; ``ties``: the stages that hold each."""
     rank = communicator._rank
     mine = [other for other in ranks if other % stages == rank % stages]
-    rosters = {
-        tie: [other for other in ranks if other % stages in of] for tie, of in ties.items() if rank % stages in of
-    }
+    rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
     communicator.configure(generation, ranks, mine, rosters)
 
@@ -343,11 +341,13 @@ def reduce_in_buckets(communicator: Communicator, sizes: Sequence[int]) -> list[
     return [tensor[:: max(1, len(tensor) // 100)].cpu() for tensor in tensors]
 
 
-def broadcast_tied(communicator: Communicator, ties: Sequence[int], sources: Sequence[int], size: int) -> list[float]:
+def broadcast_tied(
+    communicator: Communicator, ties: Sequence[tuple[int, ...]], sources: Sequence[int], size: int
+) -> list[float]:
     """What each tie's source has."""
     found = []
     for tie, source in zip(ties, sources, strict=True):
-        tensor = torch.full((size,), float(10 * tie + communicator._rank), device=communicator.device)
+        tensor = torch.full((size,), float(10 * len(tie) + communicator._rank), device=communicator.device)
         communicator.broadcast_tied(tie, tensor, source)
         (value,) = tensor.unique().tolist()
         found.append(value)

@@ -250,12 +250,18 @@ def test_sums_that_were_begun_together_are_each_their_own(four: Team) -> None:
 @pytest.mark.parametrize("size", [10, 100_000])
 def test_members_of_a_tie_are_told_what_a_member_of_whatever_stage_has(four: Team, size: int) -> None:
     four.generation += 1
-    four.run(tasks.configure_tied, four.generation, (0, 1, 2, 3), 4, {0: [0, 3], 1: [0, 1, 3], 2: [1, 2]})
-    members = {0: ([0, 1], [3, 1]), 1: ([1, 2], [1, 2]), 2: ([2], [2]), 3: ([0, 1], [3, 1])}
+    four.run(tasks.configure_tied, four.generation, (0, 1, 2, 3), 4, [(0, 3), (0, 1, 3), (1, 2)])
+    outer, three, inner = (0, 3), (0, 1, 3), (1, 2)
+    members = {
+        0: ([three, outer], [1, 3]),
+        1: ([three, inner], [1, 2]),
+        2: ([inner], [2]),
+        3: ([three, outer], [1, 3]),
+    }
     for rank, (ties, sources) in members.items():
         four.members[rank].start(tasks.broadcast_tied, ties, sources, size)
     found = four.collect(four.members)
-    assert found == [[3.0, 11.0], [11.0, 22.0], [22.0], [3.0, 11.0]]
+    assert found == [[31.0, 23.0], [31.0, 22.0], [22.0], [31.0, 23.0]]
 
 
 def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:

@@ -64,7 +64,11 @@ class ForeseenLayouts:
 
 def _serves(known: LayoutQuestion, question: LayoutQuestion) -> bool:
     """Whether the answer to the one is an answer to the other."""
-    if known.cuts != question.cuts or known.fixed != question.fixed or not _close(known.layers, question.layers):
+    if (
+        known.cuts != question.cuts
+        or (known.fixed, known.whole) != (question.fixed, question.whole)
+        or not _close(known.layers, question.layers)
+    ):
         return False
     # What a layout costs follows from its layers.
     return alike(*(replace(each.problem, costs=known.problem.costs, memory=None) for each in (known, question)))

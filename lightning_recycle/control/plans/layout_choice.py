@@ -30,6 +30,7 @@ from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.relayout import has_ties, ranges
 from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.fractional_cuts import parts_of
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.layer_costs import LayerCosts
 from lightning_recycle.planning.layouts import LayoutPlan
@@ -100,6 +101,7 @@ class LayoutChoice:
         self._adapt = adapt
         self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: who told of it, and its place there
         self._fixed = ""  # why layers cannot move
+        self._whole = ""  # why stages cannot share them
         self._newest: LayoutAnswer | None = None
         self._declined: LayoutAnswer | None = None
         self._asked = False  # something that nobody has answered yet
@@ -109,7 +111,7 @@ class LayoutChoice:
     def told(self, facts: LayerFacts) -> None:
         """A worker has measured its layers."""
         start = facts.first
-        self._fixed = self._fixed or facts.fixed
+        self._fixed, self._whole = self._fixed or facts.fixed, self._whole or facts.whole
         for place in range(len(facts.seconds)):
             self._facts[start + place] = facts, place
         if not self.cuts:
@@ -156,18 +158,18 @@ class LayoutChoice:
     def _question(self, problem: Problem, measured: Surroundings) -> LayoutQuestion:
         layers = self._costs(problem.costs, measured.backward, problem.memory, measured.link)
         next_change = measured.record.next_change(sum(problem.live_counts())) if self._adapt == "auto" else _NEVER
-        return LayoutQuestion(problem, layers, self.cuts, next_change, self._fixed)
+        return LayoutQuestion(problem, layers, self.cuts, next_change, self._fixed, self._whole)
 
     def seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """What operations will take under the layout ``cuts``, of which ``seconds`` is known under that of now."""
         assert self.layers is not None, "a layout was chosen"
         parts = self.layers.forward, self.layers.backward_input, self.layers.backward_weight, self.layers.backward
         found: dict[int, dict[str, float]] = {}
-        for stage, part in enumerate(ranges(cuts)):
-            f, b, w, both = (sum(values[layer] for layer in part) for values in parts)
+        whole = self.layers.costs(cuts)
+        for stage, part in enumerate(parts_of(cuts)):
+            f, b, w, both = (sum(values[layer] * share for layer, share in part.items()) for values in parts)
             known = {"F": f, "R": f, "B": b, "W": w, "BW": both}
-            known["REDUCE"] = sum(self.layers.reduce[layer] for layer in part)
-            known["STEP"] = sum(self.layers.optimizer[layer] for layer in part)
+            known["REDUCE"], known["STEP"] = whole.reduce[stage], whole.optimizer[stage]
             found[stage] = {name: known[name] for name in seconds[stage] if name in known}
         return found
 
@@ -186,10 +188,11 @@ class LayoutChoice:
 
     def objection(self, cuts: Cuts) -> str:
         """Why the layout ``cuts`` cannot be, empty if it can: what the planner does not look at."""
-        facts = [self._facts[layer][0] for layer in range(cuts[-1])]
-        trains = [self._facts[layer][0].trains[self._facts[layer][1]] for layer in range(cuts[-1])]
-        for stage, part in enumerate(ranges(cuts)):
-            if not any(trains[layer] for layer in part):
+        layers = range(int(cuts[-1]))
+        facts = [self._facts[layer][0] for layer in layers]
+        trains = [self._facts[layer][0].trains[self._facts[layer][1]] for layer in layers]
+        for stage, part in enumerate(parts_of(cuts)):
+            if not any(trains[layer] for layer, share in part.items() if share == 1):
                 return f"stage {stage} would have nothing to train"
         if has_ties(facts[0].tied, cuts) != has_ties(facts[0].tied, self.cuts):
             return "layers that share a weight would come to lie on one stage, or on several"

@@ -39,6 +39,7 @@ class LayoutQuestion:
         cuts: the layout of now.
         next_change: seconds until the next failure, as expected.
         fixed: why layers cannot move; empty if they can.
+        whole: why stages cannot share layers; empty if they can.
     """
 
     problem: Problem
@@ -46,6 +47,7 @@ class LayoutQuestion:
     cuts: Cuts
     next_change: float
     fixed: str = ""
+    whole: str = ""
 
 
 def find_layouts(
@@ -85,6 +87,7 @@ def _child(questions: tuple[LayoutQuestion, ...], report: Report) -> None:
                 next_change=question.next_change,
                 changing=CHANGING,
                 fixed=question.fixed,
+                whole=question.whole,
                 ways=_WAYS,
             )
         except ReCycleError as error:

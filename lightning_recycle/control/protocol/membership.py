@@ -361,7 +361,7 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
         "redone": any(report.begun >= decision.version for report in state.reports.values()),
     }
     strangers = tuple(sorted(rank for rank in joining if state.cuts and state.reports[rank].cuts != state.cuts))
-    layers = {"cuts": state.cuts, "becomes": state.becomes, "strangers": strangers}
+    layers: dict[str, Any] = {"cuts": state.cuts, "becomes": state.becomes, "strangers": strangers}
     resume = Send(
         state.roster,
         messages.Resume(

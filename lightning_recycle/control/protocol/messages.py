@@ -27,8 +27,10 @@ Number: TypeAlias = bool | int | float
 Payload: TypeAlias = tuple[bytes, ...]
 """A pickled value that the coordinator passes on unread, in pieces (see :mod:`lightning_recycle.control.payload`)."""
 
-Cuts: TypeAlias = tuple[int, ...]
-"""A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Empty: as at the start."""
+Cuts: TypeAlias = tuple[int | float, ...]
+"""A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Where a bound lies within a
+part, the stages on both sides share it (:mod:`~lightning_recycle.planning.fractional_cuts`). Empty: as at the start.
+"""
 
 # ---------------------------------------------------------------------- worker -> coordinator
 
@@ -550,6 +552,7 @@ class LayerFacts:
         optimizer_bytes: of the optimizer's state.
         trains: whether it has parameters that are trained.
         tied: of the whole model, groups of layers that share a weight.
+        whole: why stages cannot share a layer; empty if they can.
         fixed: why they cannot go to another worker; empty if they can.
     """
 
@@ -563,6 +566,7 @@ class LayerFacts:
     trains: tuple[bool, ...]
     tied: tuple[tuple[int, ...], ...] = ()
     fixed: str = ""
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from lightning_recycle.control.protocol.messages import CopyLayers, Cuts, LayersCopied
 from lightning_recycle.control.protocol.state import Command, LayoutReady, MembershipState, Send
+from lightning_recycle.planning.fractional_cuts import are_bounds, held_ranges
 from lightning_recycle.planning.grid import Grid, Worker
 
 __all__ = [
@@ -48,19 +48,22 @@ class Transfer:
 
 
 def is_layout(cuts: Cuts, stages: int) -> bool:
-    """Whether ``cuts`` gives each of ``stages`` stages at least one part."""
-    return len(cuts) == stages + 1 and cuts[0] == 0 and all(start < end for start, end in pairwise(cuts))
+    """Whether ``cuts`` gives each of ``stages`` stages at least one part of its own."""
+    return len(cuts) == stages + 1 and are_bounds(cuts)
 
 
 def ranges(cuts: Cuts) -> tuple[range, ...]:
-    """The parts of each stage."""
-    return tuple(range(start, end) for start, end in pairwise(cuts))
+    """The parts that each stage has; neighbours may share one."""
+    return held_ranges(cuts)
 
 
 def has_ties(groups: Iterable[Iterable[int]], cuts: Cuts) -> bool:
     """Whether some of the parts of one of ``groups``, which share a weight, lie on several stages."""
-    stages = {part: stage for stage, parts in enumerate(ranges(cuts)) for part in parts}
-    return any(len({stages[part] for part in group}) > 1 for group in groups)
+    stages: dict[int, set[int]] = {}
+    for stage, parts in enumerate(ranges(cuts)):
+        for part in parts:
+            stages.setdefault(part, set()).add(stage)
+    return any(len(set().union(*(stages[part] for part in group))) > 1 for group in groups)
 
 
 def wanted(state: MembershipState, event: LayoutReady) -> tuple[MembershipState, tuple[Command, ...]]:
@@ -104,11 +107,13 @@ def transfers(grid: Grid, roster: Collection[int], before: Cuts, after: Cuts) ->
     workers: Mapping[int, list[int]] = {
         stage: sorted(rank for rank in roster if grid.worker(rank).stage == stage) for stage in range(grid.stages)
     }
+    had = ranges(before)
+    giver_of = {layer: giver for giver, layers in reversed(list(enumerate(had))) for layer in layers}
     found = []
-    for giver, had in enumerate(ranges(before)):
+    for giver in range(grid.stages):
         for taker, gets in enumerate(ranges(after)):
-            layers = tuple(layer for layer in had if layer in gets)
-            if giver == taker or not layers:
+            layers = tuple(layer for layer in gets if giver_of[layer] == giver and layer not in had[taker])
+            if not layers:
                 continue
             for turn, receiver in enumerate(workers[taker]):
                 own = grid.rank(Worker(grid.worker(receiver).pipeline, giver))

@@ -27,7 +27,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 from lightning_recycle.errors import PlanningError
@@ -42,7 +42,8 @@ from lightning_recycle.planning import (
 )
 from lightning_recycle.planning.cuts import Stages, fastest, shares
 from lightning_recycle.planning.depths import Form, form_of, forms, judged_form
-from lightning_recycle.planning.layout_judging import Judgement
+from lightning_recycle.planning.fractional_cuts import Bounds, are_whole, held_ranges
+from lightning_recycle.planning.layout_judging import Judgement, by_microbatch
 from lightning_recycle.simulation.layer_models import layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
@@ -74,7 +75,7 @@ class _Way:
     choice: str
     slots: tuple[Range, ...]
     step: Judgement
-    cuts: tuple[int, ...]
+    cuts: Bounds
     counts: tuple[int, ...]
 
 
@@ -106,12 +107,14 @@ class Auto(CommonPolicy):
     Args:
         schedule: "planned": split backwards and the staggered optimizer; "1f1b": neither.
         layers: whether layers may move.
+        shares: whether neighbouring stages may share layers.
         depths: whether pipelines may have different depths.
         prior_events: failures that the prior rate, Llama 3's, counts for.
     """
 
     schedule: ScheduleName = "planned"
     layers: bool = True
+    shares: bool = True
     depths: bool = True
     prior_events: float = 0.001
 
@@ -179,7 +182,8 @@ class Auto(CommonPolicy):
         counts: tuple[int, ...] | None = None
         if way is not None and way.cuts:
             left = Counter(alive.values())
-            counts = _filled(tuple(left[layers] for layers in pairwise(cuts)), free, model.pipelines)
+            held = [(part.start, part.stop) for part in held_ranges(cuts)]
+            counts = _filled(tuple(left[layers] for layers in held), free, model.pipelines)
         if counts is None or min(counts) < 1:
             counts = _filled((0,) * model.stages, len(workers), model.pipelines)
         goal = math.inf
@@ -189,9 +193,10 @@ class Auto(CommonPolicy):
                 goal = min(goal, found.step.period)
                 yield found
         if min(counts) >= 1:
-            bound = _least_load(model, self.technique.decoupled, len(workers))
+            bound = _least_load(model, self.technique.decoupled, len(workers), self.shares)
             moving = bound < _WORTH_PLANNING * goal
-            yield from _grid_ways(model, self.technique, self.effort, cuts, counts, self.layers, moving)
+            moved = self.layers, self.shares, moving
+            yield from _grid_ways(model, self.technique, self.effort, cuts, counts, *moved)
 
     def _own_depths(self, state: _State, alive: Mapping[int, Range], free: int) -> tuple[int, ...]:
         """The present pipelines without the dead; workers without a place join the shortest one."""
@@ -264,9 +269,10 @@ def _grid_ways(
     model: TrainingModel,
     technique: Technique,
     effort: int,
-    cuts: tuple[int, ...],
+    cuts: Bounds,
     counts: tuple[int, ...],
     layers: bool,
+    shares_layers: bool,
     moving: bool,
 ) -> tuple[_Way, ...]:
     """Re-routing, and with ``moving`` what the planner of a run would move, whether or not it pays."""
@@ -282,6 +288,7 @@ def _grid_ways(
             cuts,
             next_change=1e12,
             fixed=reason,
+            whole="" if shares_layers else "layers are not shared",
             ways=("workers", "layers", "both") if moving else (),
             judge=lambda other: step_judgement(other, effort // _LAYOUT_SHARE),
         )
@@ -291,24 +298,34 @@ def _grid_ways(
     for candidate in plan.candidates:
         if candidate.judgement is not None:
             layout = candidate.layout
-            stages = list(zip(pairwise(layout.cuts), layout.workers, strict=True))
+            held = [(part.start, part.stop) for part in held_ranges(layout.cuts)]
+            stages = list(zip(held, layout.workers, strict=True))
             # As ranks are numbered, so that the workers of a node belong to different stages.
             slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
-            found.append(_Way(candidate.way, slots, candidate.judgement, layout.cuts, layout.workers))
+            step = replace(candidate.judgement, schedule=None)
+            found.append(_Way(candidate.way, slots, step, layout.cuts, layout.workers))
     best = min(range(len(found)), key=lambda number: found[number].step.period)
     for number in {0, best}:
         chosen = found[number]
         gone = normalized_failures(grid, tuple(model.pipelines - count for count in chosen.counts))
         stage_costs = costs.costs(chosen.cuts, decoupled=technique.decoupled)
         exact = Problem(grid, stage_costs, gone, technique, memory=costs.memory(chosen.cuts))
-        found[number] = replace(chosen, step=min(chosen.step, step_judgement(exact, effort), key=lambda s: s.period))
+        step = step_judgement(exact, effort)
+        if not are_whole(chosen.cuts):
+            each = partial(costs.by_microbatch, chosen.cuts, grid, decoupled=technique.decoupled)
+            step = by_microbatch(step, each)
+        found[number] = replace(
+            chosen, step=min(chosen.step, replace(step, schedule=None), key=lambda each: each.period)
+        )
     return tuple(found)
 
 
 @lru_cache(maxsize=4096)
-def _least_load(model: TrainingModel, decoupled: bool, workers: int) -> float:
+def _least_load(model: TrainingModel, decoupled: bool, workers: int, shares_layers: bool) -> float:
     """Seconds of a step that no layout with the same cut for all pipelines can be faster than."""
     costs = layer_costs(model)
+    if shares_layers:
+        return model.grid.global_microbatches * sum(costs.work(decoupled=decoupled)) / workers
     table = shares(model.grid.global_microbatches, (1.0,) * model.pipelines)
     options = [[(count, table[count]) for count in range(1, model.pipelines + 1)]] * model.stages
     found = fastest(Stages(costs.work(decoupled=decoupled), (0.0,) * costs.layers, options, workers))
