@@ -72,7 +72,7 @@ class AccumulatedGradients:
 
     def attach(self, step: int) -> None:
         """Makes each ``parameter.grad`` again what it was after :meth:`add`, of which ``step`` was the newest."""
-        self._gradients.hand_over(step)
+        self._gradients.hand_over(step, again=True)
         self._attach()
 
     def _attach(self) -> None:

@@ -493,6 +493,8 @@ class Executor:
             self._is_past = True
             with self._client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
                 step.apply(result)
+            if not self._commits and self._guesses is None:  # otherwise nobody needs them once they have been clipped
+                self._gradients.look_for_changes()
         step.result = result
         measured, facts = self._timings.take_step(), self._host.describe_step(number)
         seconds, peak = dict(self._timings.seconds), peak_bytes(self._communicator.device)

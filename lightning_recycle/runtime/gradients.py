@@ -17,6 +17,7 @@ after the sum over all workers was never written, or is zero wherever it was.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from torch import Tensor, nn
 from lightning_recycle.errors import UnsupportedFeatureError
 
 __all__ = ["Bucket", "GradientBuffers"]
+
+log = logging.getLogger(__name__)
 
 _ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor
 
@@ -86,14 +89,31 @@ def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
 
 
 class GradientBuffers:
-    """Flat gradients of those of ``parameters`` that require one when a step begins, in buckets of ``bucket_bytes``."""
+    """Flat gradients of those of ``parameters`` that require one when a step begins, in buckets of ``bucket_bytes``.
+
+    After a failure others may want the reduced gradient of a step that this worker has applied. So where hooks or the
+    optimizer change gradients in place, they get copies.
+
+    Args:
+        parameters: whose.
+        device: where they are.
+        bucket_bytes: the size of a bucket.
+        lends_copies: whether somebody may change gradients. If somebody is seen to do so, copies are lent from then on.
+    """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], device: torch.device, bucket_bytes: float = math.inf
+        self,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        bucket_bytes: float = math.inf,
+        lends_copies: bool = False,
     ) -> None:
         self._all, self._device, self._bucket_bytes = list(parameters), device, bucket_bytes
         self._sets = [self._empty(self._trained()) for _ in range(2)]
         self._attached = self._sets[0]
+        self._lends_copies = lends_copies
+        self._lent: _Set | None = None
+        self._versions: list[int] = []  # of the buffers that are lent themselves
 
     def _empty(self, parameters: Sequence[nn.Parameter]) -> _Set:
         return _Set(parameters, self._device, self._bucket_bytes)
@@ -112,14 +132,14 @@ class GradientBuffers:
     def renew(self, step: int) -> None:
         """Takes other memory for the gradients of ``step``, since somebody may still write to what they have."""
         old = self._sets[step % 2]
-        place = {id(parameter): number for number, parameter in enumerate(self._all)}
-        new = self._sets[step % 2] = self._empty(sorted(old.parameters, key=lambda p: place[id(p)]))
+        new = self._sets[step % 2] = self._like(old, None)
         if self._attached is old:
             self._attached = new
 
     def tensors(self) -> list[Tensor]:
         """All buffers."""
-        return [buffer for each in self._sets for buffer in each.buffers]
+        lent = [] if self._lent is None else [self._lent]
+        return [buffer for each in (*self._sets, *lent) for buffer in each.buffers]
 
     def begin(self, step: int) -> None:
         """Empties the buffers of ``step`` and makes each ``parameter.grad`` a view into them."""
@@ -132,7 +152,9 @@ class GradientBuffers:
 
     def attach(self, step: int) -> None:
         """Makes each ``parameter.grad`` a view into the buffers of ``step``; what they do not hold has no gradient."""
-        chosen = self._sets[step % 2]
+        self._attach(self._sets[step % 2])
+
+    def _attach(self, chosen: _Set) -> None:
         if chosen.holds != self._attached.holds:
             for parameter in self._attached.parameters:
                 parameter.grad = None
@@ -140,16 +162,41 @@ class GradientBuffers:
         for parameter, view in zip(chosen.parameters, chosen.views, strict=True):
             parameter.grad = view
 
-    def hand_over(self, step: int) -> None:
-        """Makes each ``parameter.grad`` what it is on one device after a backward of the whole batch of ``step``."""
-        self.attach(step)
+    def hand_over(self, step: int, again: bool = False) -> None:
+        """Makes each ``parameter.grad`` what it is on one device after a backward of the whole batch of ``step``.
+
+        Args:
+            step: its number.
+            again: whether it was handed over before; what has been changed of it since stays so.
+        """
         chosen = self._sets[step % 2]
+        if self._lends_copies:
+            known, self._lent = self._lent, self._like(chosen, self._lent)
+            if not again or self._lent is not known:
+                for buffer, copy in zip(chosen.buffers, self._lent.buffers, strict=True):
+                    copy.copy_(buffer)
+            chosen = self._lent
+        self._attach(chosen)
+        self._versions = [buffer._version for buffer in chosen.buffers]
         index = 0
         for buffer, firsts in zip(chosen.buffers, chosen.firsts, strict=True):
             for suspected in _is_empty(buffer[firsts]).tolist():
                 if suspected and bool(_is_empty(chosen.views[index]).all()):
                     chosen.parameters[index].grad = None
                 index += 1
+
+    def _like(self, chosen: _Set, known: _Set | None) -> _Set:
+        """Buffers for the same parameters: those that are ``known``, or new ones."""
+        if known is not None and known.holds == chosen.holds:
+            return known
+        place = {id(parameter): number for number, parameter in enumerate(self._all)}
+        return self._empty(sorted(chosen.parameters, key=lambda p: place[id(p)]))
+
+    def look_for_changes(self) -> None:
+        """What was handed over has been used. If it was changed, copies are handed over from now on."""
+        if not self._lends_copies and self._versions != [buffer._version for buffer in self._attached.buffers]:
+            self._lends_copies = True
+            log.info("Hooks or the optimizer change gradients in place; from now on they get copies.")
 
     def check(self, step: int) -> None:
         """Raises UnsupportedFeatureError if a gradient left its buffer (sparse, or replaced by a hook)."""

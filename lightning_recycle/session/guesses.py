@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_recycle.session.step_state import OptimizerState
 
-__all__ = ["OptimizerStep", "clip_factor", "may_guess"]
+__all__ = ["OptimizerStep", "clip_factor", "may_change_gradients", "may_guess"]
 
 _HOOKS = (
     "on_before_backward",
@@ -67,6 +67,21 @@ def _may_look(callback: pl.Callback) -> bool:
     if type(callback) in _BLIND or type(callback).__module__.startswith("lightning_recycle."):
         return False
     return any(is_overridden(hook, callback, pl.Callback) for hook in _HOOKS)
+
+
+def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether the user's code may change gradients between the backward and the optimizer; clipping aside, before which
+    all stages hold theirs, or which changes nothing the second time.
+    """
+    hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+    if any(is_overridden(hook, module, pl.LightningModule) for hook in (*hooks, *_OF_STEP[:2])):
+        return True
+    return any(
+        is_overridden(hook, callback, pl.Callback)
+        for hook in hooks
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if type(callback) not in _BLIND and not type(callback).__module__.startswith("lightning_recycle.")
+    )
 
 
 def clip_factor(clip_val: float, norm: float) -> float:

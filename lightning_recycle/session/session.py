@@ -64,7 +64,7 @@ from lightning_recycle.session.comparison import optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
 from lightning_recycle.session.gradient_norms import complete_norms
-from lightning_recycle.session.guesses import OptimizerStep, clip_factor
+from lightning_recycle.session.guesses import OptimizerStep, clip_factor, may_change_gradients
 from lightning_recycle.session.interruption import SaveAndEnd
 from lightning_recycle.session.lightning_callbacks import (
     keep_monitors_going,
@@ -325,7 +325,9 @@ class Session:
             scale_loss=None if scaler is None else scaler.scale,
             sharing=None if are_whole(cuts) else partial(self._among, cuts, owned),
         )
-        gradients = GradientBuffers(parameters, device, self.options.bucket_bytes)
+        several = self.grid.num_workers > 1  # otherwise nobody ever wants them
+        lends_copies = several and self._fitting and may_change_gradients(self.trainer, self.module)
+        gradients = GradientBuffers(parameters, device, self.options.bucket_bytes, lends_copies)
         return Holding(stage, parameters, gradients, ties, accumulated)
 
     def _among(

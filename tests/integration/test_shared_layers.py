@@ -1,6 +1,9 @@
 """Neighbouring stages share layers: nothing changes but who runs them."""
 
+import os
 import random
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.runtime.communicator import CommunicationError
+from lightning_recycle.runtime.ties import TieExchange
 
 STAY: dict[str, Any] = {"adapt": "reroute"}
 MOMENTS = 36
@@ -209,3 +214,46 @@ class Asks(Callback):
 
 def test_each_stage_keeps_a_layer_of_its_own() -> None:
     fit(Regression().double(), 1, 3, callbacks=[Asks()], max_steps=1, strategy=STAY)
+
+
+class Halves(Callback):
+    """Changes gradients in place, where users do."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class DiesOnceItHasGiven(Callback):
+    """In a step, the first worker of the second stage gives its part of a sum and is killed; its peer lacks the sum."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.executor is None or strategy.grid_rank % 2 == 0:
+            return
+        original, is_first = TieExchange.sum_gradients, strategy.grid_rank == 1
+
+        def sums(exchange: TieExchange, *args: Any) -> None:
+            due = trainer.global_step == self.step and strategy.generation == 1 + is_moved
+            original(exchange, *args)
+            if due:
+                time.sleep(0.3)  # the first stage steps
+                if not is_first:
+                    raise CommunicationError("as if the last part had not arrived")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        is_moved = 1  # the layers, which takes two generations
+        TieExchange.sum_gradients = sums  # type: ignore[method-assign, assignment]
+
+
+def test_a_sum_is_given_as_it_was_before_hooks_changed_it() -> None:
+    still, moved = Scheduled().double(), Scheduled().double()
+    fit(still, 2, 2, strategy=STAY, callbacks=[Halves()])
+    moving = Move({1: (2.5, 3.5)})
+    run = fit(moved, 2, 2, strategy=STAY, callbacks=[moving, Halves(), DiesOnceItHasGiven(5)])
+    assert failures(run) == [(0, 1)]
+    assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
