@@ -5,7 +5,8 @@
 
 Three models on 32 GPUs, 1 to 12 of them lost, batches of 128 and 1,024: throughput over (live GPUs x bubble-free rate),
 mean and least. *By load*: no schedule of any layout with one cut for all pipelines is faster. *Reached*: planned
-schedules, by the policy ``Auto`` with one cut for all pipelines, as in a run, and with pipelines of different depth.
+schedules, by the policy ``Auto`` with one cut for all pipelines, of whole layers and with layers that stages share, as
+in a run, and with pipelines of different depth.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--bounds", action="store_true", help="only what loads allow")
     bounds = parser.parse_args().bounds
     table = Table(title="Fraction of ideal, mean and least over 1 to 12 of 32 lost", title_justify="left", box=None)
-    for name in ("model", "batch", "layers", "by load", *(() if bounds else ("reached", "other depths"))):
+    for name in ("model", "batch", "layers", "by load", *(() if bounds else ("whole", "shared", "other depths"))):
         table.add_column(name, no_wrap=True)
     for name in MODELS:
         for batch in (128, 1024):
@@ -63,8 +64,8 @@ def main() -> None:
                 model = cut_in(name, batch, parts)
                 cells = [shown(by_load(model))]
                 if not bounds:
-                    policies = (Auto(depths=False, checkpoint="memory"), Auto(checkpoint="memory"))
-                    cells += [shown(ideal(model, policy)) for policy in policies]
+                    ways = ({"depths": False}, {"depths": False, "shares": True}, {})
+                    cells += [shown(ideal(model, Auto(checkpoint="memory", **way))) for way in ways]
                 table.add_row(name, str(batch), label, *cells)
                 print(name, batch, label, *cells, flush=True)
     Console(width=120).print(table)

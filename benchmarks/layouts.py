@@ -7,7 +7,8 @@ Layers whose F, B and W sleep, under the real strategy, 4 pipelines x 4 stages x
 layers a stage; a few cores carry all workers. Workers are killed at one step, and steps are timed once nothing changes
 any more: with ``adapt="reroute"`` and with ``adapt="auto"``, which decides by what it has measured. Goals: 1.2 times
 the throughput with one worker dead (whole layers allow 1.23), 1.35 times with half of a stage gone, and the steps that
-were predicted, within 3 %.
+were predicted, within 3 %. A third case has stages of four layers, of which whole ones allow 1.07 times and shared
+ones 1.25, the ideal.
 
 A move of some bytes: a model of large layers on 2 x 2 workers, of which one goes to the other stage and back, besides
 the state of AdamW, sent while all wait or copied ahead. The stall is how much longer the step with the move takes than
@@ -21,6 +22,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -65,16 +67,18 @@ class Sleeping(PipelineModule):
 
 @dataclass(frozen=True)
 class Case:
-    """A loss, and how many times the throughput of re-routing is the goal."""
+    """A loss, how many times the throughput of re-routing is the goal, and how many of ``LAYERS`` are one."""
 
     name: str
     failed: tuple[Worker, ...]
     goal: float
+    thick: int = 1
 
 
 CASES = (
     Case("one worker dead", (Worker(1, 2),), 1.2),
     Case("half of a stage gone", (Worker(1, 2), Worker(3, 2)), 1.35),
+    Case("one worker dead, four layers a stage", (Worker(1, 2),), 1.2, thick=4),
 )
 
 
@@ -93,7 +97,7 @@ class Measurement:
     seconds: float
     before: float
     predicted: float = 0.0
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[float, ...] = ()
     stall: float = 0.0
 
 
@@ -103,7 +107,7 @@ def measure(case: Case, adapt: str, grid: Grid = GRID, layers: int = LAYERS, slo
     faults = [Fault("kill", worker.pipeline, worker.stage, step=KILLED_AT) for worker in case.failed]
     samples = torch.zeros((first + STEPS) * grid.global_microbatches, 4)
     trainer = fit(
-        Sleeping(grid.stages * layers, slot),
+        Sleeping(grid.stages * layers // case.thick, slot * case.thick),
         DataLoader(TensorDataset(samples, samples), batch_size=grid.microbatches),
         ReCycleStrategy(grid.stages, grid.microbatches, adapt=adapt),
         devices=grid.num_workers,
@@ -230,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in CASES:
         rerouted = measure(case, "reroute", slot=options.slot)
         moved = measure(case, "auto", slot=options.slot)
-        sizes = "/".join(str(end - start) for start, end in zip(moved.cuts, moved.cuts[1:], strict=False))
+        sizes = "/".join(f"{round(end - start, 2):g}" for start, end in pairwise(moved.cuts))
         table.add_row(
             case.name,
             f"{rerouted.before:.3f} s",

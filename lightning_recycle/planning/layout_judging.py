@@ -14,24 +14,25 @@ Must not know: layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.coded import CodedSchedule
-from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.fractional_cuts import Bounds, shared_layers
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic import DEFAULT_EFFORT, heuristic
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.lanes import lane_problem
+from lightning_recycle.planning.layer_costs import LayerCosts
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 
-__all__ = ["Judge", "Judgement", "by_microbatch", "judged", "rate_problem"]
+__all__ = ["Judge", "Judgement", "judged", "rate_problem", "with_shared_layers"]
 
 _EFFORT = DEFAULT_EFFORT // 4
 _LARGE_EFFORT = 120_000  # of a pipeline that stands for a large grid, whose plan is made again once it is chosen
@@ -78,18 +79,29 @@ def _judged(problem: Problem, effort: int) -> Judgement:
     return Judgement(max(rate.period, bound), rate.fill, rate.lead)
 
 
-def by_microbatch(judgement: Judgement, costs: Callable[[], Sequence[Costs]]) -> Judgement:
-    """What a step takes if micro-batches differ: by the same orders of operations. Of a plan by lanes, or none, it is
-    what they take in the mean.
+def with_shared_layers(judgement: Judgement, problem: Problem, layers: LayerCosts, cuts: Bounds) -> Judgement:
+    """What a step takes if stages share layers: by the same orders of operations, timed by what each micro-batch takes.
+
+    With the staggered optimizer a stage ends a step about an F later than the one before, which waits for its gradients
+    of what they share.
 
     Args:
-        judgement: by the mean of the costs.
-        costs: returns those of each micro-batch, pipeline after pipeline.
+        judgement: of ``problem``. Without a plan, or with one by lanes, the mean of all micro-batches stands for each.
+        problem: with the mean costs of micro-batches.
+        layers: what layers cost.
+        cuts: the bounds of the stages.
     """
-    schedule = judgement.schedule
-    if schedule is None or isinstance(schedule, CodedSchedule):
+    shared = shared_layers(cuts)
+    if not shared:
         return judgement
-    return replace(_of(retime(schedule, schedule.problem.costs, by_microbatch=costs())), schedule=schedule)
+    schedule, found = judgement.schedule, judgement
+    if schedule is not None and not isinstance(schedule, CodedSchedule):
+        each = layers.by_microbatch(cuts, problem.grid, decoupled=problem.technique.decoupled)
+        found = _of(retime(schedule, problem.costs, by_microbatch=each))
+    wait = 0.0
+    if problem.technique.staggered:
+        wait = max(problem.costs.forward[stage] for stage, _ in shared.values()) + problem.costs.communication
+    return replace(found, period=found.period + wait, schedule=schedule)
 
 
 def _of(schedule: Schedule) -> Judgement:

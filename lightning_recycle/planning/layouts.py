@@ -43,7 +43,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
 from lightning_recycle.planning.layer_moves import Traffic, layer_moves, traffic
-from lightning_recycle.planning.layout_judging import Judge, Judgement, by_microbatch, judged
+from lightning_recycle.planning.layout_judging import Judge, Judgement, judged, with_shared_layers
 from lightning_recycle.planning.normalization import (
     distribution_of,
     normalize,
@@ -484,10 +484,7 @@ class _Search:
 
     def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
         """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
-        found = self.judge(problem)
-        if are_whole(cuts):
-            return found
-        return by_microbatch(found, lambda: self.layers.by_microbatch(cuts, self.grid, decoupled=self.decoupled))
+        return with_shared_layers(self.judge(problem), problem, self.layers, cuts)
 
     def shared_bound(self, cuts: Bounds, problem: Problem) -> float:
         """A step is no shorter where stages share layers: the work of all micro-batches, over the workers. For plans

@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from lightning_recycle.planning.fractional_cuts import PARTS, Bounds, rounded
 
@@ -50,11 +52,18 @@ class SharedStages:
     shares: Sequence[float]
     fits: Callable[[int, float, float], bool] | None = None
 
+    @cached_property
+    def _before(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What all layers before each one take, for a micro-batch and once in a step."""
+        once = map(sum, zip(self.reduce, self.optimizer, strict=True))
+        return tuple(accumulate(self.work, initial=0.0)), tuple(accumulate(once, initial=0.0))
+
     def load(self, stage: int, begin: float, end: float) -> float:
         """Seconds of the busiest worker of ``stage`` between these bounds."""
         first, last = math.floor(begin), math.ceil(end)
-        work = sum(self.work[first:last]) - self.work[first] * (begin - first)
-        once = sum(self.reduce[first:last]) + sum(self.optimizer[first:last])
+        of_microbatches, of_steps = self._before
+        work = of_microbatches[last] - of_microbatches[first] - self.work[first] * (begin - first)
+        once = of_steps[last] - of_steps[first]
         if begin != first:
             once += self.reduce[first]
         if end != last:
@@ -85,15 +94,24 @@ class SharedStages:
         has_room = self.fits is None or self.fits(stage, begin, end)
         return has_room and self.load(stage, begin, end) <= limit
 
-    def within(self, limit: float) -> Bounds | None:
-        """The bounds with the fewest shared layers among those with no load above ``limit``; None if there are none."""
+    def within(self, limit: float, farthest: bool = False) -> Bounds | None:
+        """The bounds with the fewest shared layers among those with no load above ``limit``; None if there are none.
+        With ``farthest`` any, if there are some: it is enough to look at the last bounds that a stage can reach.
+        """
         limit *= 1 + 1e-12  # sums are not exact
-        count, stages = len(self.work), len(self.shares)
+        count, stages, before = len(self.work), len(self.shares), self._before[0]
+        room = [0.0]  # for work of a micro-batch, in the stages from each one on
+        for share in reversed(self.shares):
+            room.append(room[-1] + limit / share - self.overhead)
+        room = [each * (1 + 1e-9) for each in reversed(room)]
         reached: dict[float, tuple[int, Bounds]] = {0: (0, (0,))}
         for stage in range(stages):
             after: dict[float, tuple[int, Bounds]] = {}
             for begin, (shared, bounds) in reached.items():
-                for end in self.ends(stage, begin, limit):
+                ends = self.ends(stage, begin, limit)
+                for end in ends[-2:] if farthest and stage < stages - 1 else ends:
+                    if before[count] - before[math.ceil(end)] > room[stage + 1]:
+                        continue  # too much is left for the stages behind
                     cost = shared + (end != math.floor(end))
                     if end not in after or (cost, bounds) < (after[end][0], after[end][1][:-1]):
                         after[end] = cost, (*bounds, end)
@@ -117,12 +135,15 @@ def fastest_shared(stages: SharedStages, slack: float = 0.0) -> tuple[Bounds, fl
     """
     count = len(stages.shares)
     most = max(stages.load(stage, 0, len(stages.work)) for stage in range(count))
-    if stages.within(most) is None:
-        return None
-    low, high = 0.0, most
+    low = sum(stages.work) / sum(1 / share for share in stages.shares)  # everybody busy all the time
+    high = low * 1.01
+    while stages.within(high, farthest=True) is None:
+        if high > most:
+            return None
+        low, high = high, high * 1.25
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
-        if stages.within(middle) is None:
+        if stages.within(middle, farthest=True) is None:
             low = middle
         else:
             high = middle

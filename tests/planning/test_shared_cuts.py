@@ -130,7 +130,8 @@ def test_a_shared_layer_is_chosen_where_steps_get_shorter_by_the_times_of_every_
     judgement = found.chosen.judgement
     assert judgement is not None
     assert judgement.schedule is not None
-    assert found.chosen.period == pytest.approx(judgement.schedule.period, rel=0.05)  # that of the mean
+    wait = problem.costs.forward[0] * 3.67 / 3  # for the gradients of the other stage
+    assert found.chosen.period == pytest.approx(judgement.schedule.period + wait, rel=0.02)
 
 
 def test_shared_layers_need_memory() -> None:

@@ -27,7 +27,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from lightning_recycle.errors import PlanningError
@@ -42,8 +42,8 @@ from lightning_recycle.planning import (
 )
 from lightning_recycle.planning.cuts import Stages, fastest, shares
 from lightning_recycle.planning.depths import Form, form_of, forms, judged_form
-from lightning_recycle.planning.fractional_cuts import Bounds, are_whole, held_ranges
-from lightning_recycle.planning.layout_judging import Judgement, by_microbatch
+from lightning_recycle.planning.fractional_cuts import Bounds, held_ranges
+from lightning_recycle.planning.layout_judging import Judgement, with_shared_layers
 from lightning_recycle.simulation.layer_models import layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
@@ -107,14 +107,14 @@ class Auto(CommonPolicy):
     Args:
         schedule: "planned": split backwards and the staggered optimizer; "1f1b": neither.
         layers: whether layers may move.
-        shares: whether neighbouring stages may share layers.
+        shares: whether neighbouring stages may share layers, as in a run; plans then take ten times as long to make.
         depths: whether pipelines may have different depths.
         prior_events: failures that the prior rate, Llama 3's, counts for.
     """
 
     schedule: ScheduleName = "planned"
     layers: bool = True
-    shares: bool = True
+    shares: bool = False
     depths: bool = True
     prior_events: float = 0.001
 
@@ -310,10 +310,7 @@ def _grid_ways(
         gone = normalized_failures(grid, tuple(model.pipelines - count for count in chosen.counts))
         stage_costs = costs.costs(chosen.cuts, decoupled=technique.decoupled)
         exact = Problem(grid, stage_costs, gone, technique, memory=costs.memory(chosen.cuts))
-        step = step_judgement(exact, effort)
-        if not are_whole(chosen.cuts):
-            each = partial(costs.by_microbatch, chosen.cuts, grid, decoupled=technique.decoupled)
-            step = by_microbatch(step, each)
+        step = with_shared_layers(step_judgement(exact, effort), exact, costs, chosen.cuts)
         found[number] = replace(
             chosen, step=min(chosen.step, replace(step, schedule=None), key=lambda each: each.period)
         )
