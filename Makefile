@@ -38,7 +38,7 @@ demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a fail
 test: $(STAMP) ## run the tests, JOBS files at a time, 3 by default (ARGS are passed on to pytest)
 	$(PYTEST_JOBS) $(ARGS)
 
-test-long: $(STAMP) ## run all tests that take long, half an hour; `make test` has a sample of them
+test-long: $(STAMP) ## run all tests that take long, 15 minutes; `make test` has a sample of them
 	$(PYTEST_JOBS) -m "long and not exhaustive" $(ARGS)
 
 test-ray: $(STAMP) ## run the tests on Ray clusters of several nodes, some minutes; needs the extra ray
