@@ -68,8 +68,8 @@ def layout_table(found: Iterable[tuple[Worker, LayoutPlan]]) -> Table:
     table = Table(title="Layouts after the next failure", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("lost", no_wrap=True)
     table.add_column("way", no_wrap=True)
-    table.add_column("layers by stage")
-    table.add_column("workers by stage")
+    table.add_column("layers by stage", overflow="fold")
+    table.add_column("workers by stage", overflow="fold")
     for name in ("period", "/re-routing", "bytes", "stall"):
         table.add_column(name, justify="right", no_wrap=True)
     for worker, plan in found:
