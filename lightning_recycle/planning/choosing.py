@@ -124,7 +124,7 @@ def choose_technique(
     for split in _possible("decoupled", decoupled):
         for apart in _possible("staggered", staggered):
             technique = Technique(decoupled=split, staggered=apart)
-            judgement = judge(replace(problem if split else whole, technique=technique))
+            judgement = judge(replace(problem if split else whole, technique=technique), None)
             schedule = judgement.schedule
             if split and len(_possible("decoupled", decoupled)) > 1 and schedule is not None:
                 operations = (each for worker in schedule.live_workers for each in schedule.workers[worker])

@@ -3,12 +3,13 @@
 Concept: with whole layers the work of a stage changes by a layer at least, which is a quarter of it where stages have
 four. A bound may lie within a layer instead: behind 4.25 layers means that the stages on both sides hold layer 4, and
 that a quarter of the micro-batches run it on the earlier one. Each micro-batch has whole bounds of its own, so nothing
-within a layer is cut. With f the part, the micro-batch m of pipeline d of D runs the layer on the earlier stage if
-
-    floor((m + 1) f + d / D)  >  floor(m f + d / D)
-
-which spreads these evenly over the step and over the pipelines, so that every worker has its part of them, whoever
-runs whose micro-batches.
+within a layer is cut. The last micro-batch of each pipeline runs it on the earlier stage: then the later one, which ends
+a step about an F after the other, has the layer's gradients before its last W, and the other one does not wait for
+them. Each of the others has a place in [0, 1), and runs it on the earlier stage if that is less than their part.
+Multiples of the golden section spread the places evenly over the step, and shifts by 1 / D over the pipelines, so that
+every worker has its part, whoever runs whose micro-batches. A micro-batch has the same place at all bounds: where all
+stages have 4.25 layers, it meets 4 or 5 at each, never 3. Where the part is less than one micro-batch of each pipeline,
+the last ones of some run the layer there.
 
 A bound is a whole number, or one with two decimals. Each stage has at least one layer of its own, so a layer has two
 holders at most.
@@ -22,10 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
 from lightning_recycle.arguments import is_number
+from lightning_recycle.planning.grid import Grid
 
 __all__ = [
     "PARTS",
@@ -92,19 +95,38 @@ def parts_of(bounds: Sequence[float]) -> tuple[dict[int, float], ...]:
     return tuple(found)
 
 
-def bounds_of(bounds: Sequence[float], microbatch: int, pipelines: int) -> tuple[int, ...]:
+def bounds_of(bounds: Sequence[float], microbatch: int, grid: Grid) -> tuple[int, ...]:
     """The whole bounds of one micro-batch.
 
     Args:
         bounds: of the stages.
         microbatch: its index in the global batch, m * D + d.
-        pipelines: D.
+        grid: with D and M.
     """
-    index, pipeline = divmod(microbatch, pipelines)
-    return tuple(math.floor(bound) + _is_earlier(bound, index, pipeline, pipelines) for bound in bounds)
+    index, pipeline = divmod(microbatch, grid.pipelines)
+    return tuple(
+        math.floor(bound) + (bound != math.floor(bound) and _is_earlier(bound, index, pipeline, grid))
+        for bound in bounds
+    )
 
 
-def _is_earlier(bound: float, index: int, pipeline: int, pipelines: int) -> bool:
-    part = round((bound - math.floor(bound)) * PARTS) * pipelines  # in units of 1 / (PARTS * pipelines)
-    shift, whole = pipeline * PARTS, PARTS * pipelines
-    return ((index + 1) * part + shift) // whole > (index * part + shift) // whole
+def _is_earlier(bound: float, index: int, pipeline: int, grid: Grid) -> bool:
+    last, pipelines = grid.microbatches - 1, grid.pipelines
+    # How many of the pipeline's micro-batches, and of all pipelines', in units of 1 / PARTS: whole numbers are exact.
+    mine = round((bound - math.floor(bound)) * PARTS) * grid.microbatches
+    if mine < PARTS:
+        return index >= last and (pipeline + 1) * mine // PARTS > pipeline * mine // PARTS
+    if index >= last:
+        return True
+    place = (index * _stride(last) + pipeline * last // pipelines) % last
+    return place * pipelines + pipeline < (mine - PARTS) * pipelines // PARTS
+
+
+@lru_cache(maxsize=64)
+def _stride(count: int) -> int:
+    """The number without a common divisor with ``count`` that is nearest to its golden section: its multiples are
+    spread evenly over ``count`` places, however few of them are looked at.
+    """
+    golden = count * (math.sqrt(5) - 1) / 2
+    candidates = (each for each in range(1, count + 1) if math.gcd(each, count) == 1)
+    return min(candidates, key=lambda each: abs(each - golden))

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import add, sub
 
 from lightning_recycle.arguments import is_integer, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
@@ -34,12 +35,13 @@ from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.recomputation import with_recomputation
 from lightning_recycle.planning.routing import reroute
-from lightning_recycle.planning.rule_search import Solution, search
+from lightning_recycle.planning.rule_search import Solution, goal_of, search
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Codes, assemble, best_timing, retime
+from lightning_recycle.planning.timing import Codes, Timing, assemble, best_timing, operations_of, retime
+from lightning_recycle.planning.turns import Turns
 from lightning_recycle.planning.zero_bubble import zero_bubble
 
-__all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "heuristic"]
+__all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "heuristic", "heuristic_in_turns"]
 
 DEFAULT_EFFORT = 800_000
 """Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
@@ -92,6 +94,31 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, coded_from: int = 
     with collector_paused():
         coded = _lanes.plan(problem, effort)
     return coded if good_enough(coded) else min(coded, _listed(problem, effort), key=_score)
+
+
+def heuristic_in_turns(schedule: Schedule, turns: Turns, effort: int = DEFAULT_EFFORT) -> tuple[Schedule, Timing]:
+    """A schedule where stages share layers, planned by what each micro-batch takes.
+
+    Args:
+        schedule: one for the mean micro-batch, which lists all operations; what is found is no worse.
+        turns: how micro-batches differ.
+        effort: see :func:`heuristic`.
+
+    Returns:
+        The schedule, with the times of the mean micro-batch, and the times of its operations as they are.
+    """
+    problem = exact = schedule.problem
+    if problem.memory is not None:
+        fixed = map(sub, problem.memory.fixed, turns.reserved)
+        exact = replace(problem, memory=replace(problem.memory, fixed=tuple(fixed)))
+    codes, sequence = operations_of(schedule, exact, turns)
+    timing, fits = best_timing(codes, sequence), _fits(codes, sequence)
+    with collector_paused():
+        codes, found = _best(codes, effort, [sequence] if fits else [])
+    if fits and (timing.period, timing.makespan) <= (found.timing.period, found.timing.makespan):
+        return schedule, timing
+    mean = Codes(problem, codes.routes, fused=codes.fused)
+    return assemble(mean, found.sequence, best_timing(mean, found.sequence)), found.timing
 
 
 def _listed(problem: Problem, effort: int) -> Schedule:
@@ -148,7 +175,7 @@ def _solve(codes: Codes, effort: int) -> Schedule:
 
 def _polished(codes: Codes, solution: Solution, effort: int) -> tuple[Codes, Solution]:
     """The solution after a local search, which may re-route, if it is not known to be optimal."""
-    goal = lower_bound(codes.problem) * (1 + 1e-9)
+    goal = goal_of(codes)
     tries = effort // (_LOCAL_SHARE * len(solution.sequence))
     if solution.score[0] <= goal or not tries:
         return codes, solution
@@ -185,42 +212,69 @@ def _list_schedule(problem: Problem, effort: int) -> Schedule:
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
-def _best(codes: Codes, effort: int) -> tuple[Codes, Solution]:
-    """The best routes and order of the operations, with backwards split where that is of use."""
-    codes, solution = _polished(codes, _within_memory(codes, effort), effort)
+def _best(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> tuple[Codes, Solution]:
+    """The best routes and order of the operations, with backwards split where that is of use; ``starts`` are orders
+    that fit into memory.
+    """
+    codes, solution = _polished(codes, _within_memory(codes, effort, starts), effort)
     sequence, timing = coupled(codes, solution.sequence, solution.timing)
     return codes, replace(solution, sequence=sequence, timing=timing)
 
 
-def _within_memory(codes: Codes, effort: int) -> Solution:
+def _within_memory(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Solution:
     """The best order that fits into memory: never worse than under the limit in micro-batches that bytes amount to."""
     problem = codes.problem
     memory = problem.memory
     if memory is None or not effort:
-        return _found(codes, effort)
+        return _found(codes, effort, starts)
     try:
-        counted = problem.counted()
+        if codes.turns is None:
+            counted = problem.counted()
+        else:  # so many micro-batches fit, whichever these are
+            fixed = map(add, memory.fixed, codes.turns.reserved)
+            counted = replace(problem, memory=replace(memory, fixed=tuple(fixed))).counted()
     except PlanningError:  # no backward of some stage can be split, which a number of micro-batches cannot express
-        return _found(codes, effort)
-    first = _found(Codes(counted, codes.routes, fused=codes.fused), effort)
-    met = first.score[0] <= lower_bound(problem) * (1 + 1e-9)
-    same = codes.fused or memory.after_forward == memory.after_backward
+        return _found(codes, effort, starts)
+    first = _found(codes.under(counted), effort, starts)
+    if not _fits(codes, first.sequence):  # they are not all alike
+        return _found(codes, effort, starts)
+    met = first.score[0] <= goal_of(codes)
+    same = codes.turns is None and (codes.fused or memory.after_forward == memory.after_backward)
     if met or same or counted.in_flight_limit == (codes.n,) * codes.stages:
         return first
     return _found(codes, effort // 2, [first.sequence])
+
+
+def _fits(codes: Codes, sequence: Sequence[int]) -> bool:
+    """Whether no worker holds more bytes than it has, whichever micro-batches these are of."""
+    memory = codes.problem.memory
+    if memory is None:
+        return True
+    stages, n = codes.stages, codes.n
+    of_kind = codes.bytes_of(memory)
+    room = [memory.room(rank % stages) for rank in range(codes.problem.grid.num_workers)]
+    for code in sequence:
+        key, number = divmod(code, n)
+        kind, stage = divmod(key, stages)
+        rank = codes.ranks[key][number]
+        room[rank] -= of_kind[kind][stage][number]
+        if room[rank] < 0:
+            return False
+    return True
 
 
 def _found(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Solution:
     """The result of the search; ``starts``: orders of all operations to compare with."""
     problem = codes.problem
     if not problem.failed and not problem.worker_factors and not codes.fused:
-        solution = search(codes, effort, chain(starts, _zero_bubble_starts(codes)))
+        usual = (order for order in _zero_bubble_starts(codes) if codes.turns is None or _fits(codes, order))
+        solution = search(codes, effort, chain(starts, usual))
     else:
         solution = search(codes, effort, starts)
     if problem.technique.staggered and effort and solution.score[0] > makespan_lower_bound(problem) * (1 + 1e-9):
         # The search without the staggered optimizer may have been luckier; its order is as good with it.
         barrier = replace(problem, technique=replace(problem.technique, staggered=False))
-        again = _found(Codes(barrier, codes.routes, fused=codes.fused), effort, starts)
+        again = _found(codes.under(barrier), effort, starts)
         timing = best_timing(codes, again.sequence)
         if round(timing.period, 9) < solution.score[0]:
             return replace(again, timing=timing)

@@ -24,10 +24,18 @@ from itertools import accumulate
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.costs import Costs, communication_seconds
-from lightning_recycle.planning.fractional_cuts import Bounds, are_bounds, bounds_of, held_ranges, parts_of
+from lightning_recycle.planning.fractional_cuts import (
+    Bounds,
+    are_bounds,
+    bounds_of,
+    held_ranges,
+    parts_of,
+    shared_layers,
+)
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.turns import SharedLayer, Turns
 
 __all__ = ["LayerCosts", "check_cuts", "even_cuts"]
 
@@ -235,10 +243,7 @@ class LayerCosts:
             forward=tuple(value + extra for value in forward),
             backward_input=tuple(value + extra for value in inputs),
             backward_weight=tuple(value + extra for value in weights) if decoupled else weights,
-            reduce=tuple(
-                sum(self.reduce[layer] * (1 if part == 1 else 2) for layer, part in parts.items())
-                for parts in parts_of(bounds)
-            ),
+            reduce=self._held(self.reduce, bounds),
             optimizer=self._held(self.optimizer, bounds),
             communication=self._communication(bounds),
         )
@@ -252,27 +257,50 @@ class LayerCosts:
         bounds = check_cuts(cuts, self.layers)
         return Memory(
             capacity=(self.memory_limit,) * (len(bounds) - 1),
-            fixed=tuple(
-                sum(
-                    self.state_bytes[layer] + (self.held_bytes[layer] if part < 1 else 0)
-                    for layer, part in parts.items()
-                )
-                for parts in parts_of(bounds)
-            ),
+            fixed=tuple(map(sum, zip(self._held(self.state_bytes, bounds), self._reserved(bounds), strict=True))),
             after_forward=self._stages(self.held_bytes, bounds),
             after_backward=self._stages(self.waiting_bytes, bounds),
         )
 
-    def by_microbatch(self, cuts: Sequence[float], grid: Grid, *, decoupled: bool = True) -> tuple[Costs, ...]:
-        """The costs of each micro-batch between whole bounds of its own, pipeline after pipeline."""
-        known: dict[Bounds, Costs] = {}
-        found = []
-        for microbatch in grid.all_microbatches():
-            own = bounds_of(cuts, microbatch.index * grid.pipelines + microbatch.pipeline, grid.pipelines)
-            if own not in known:
-                known[own] = self.costs(own, decoupled=decoupled)
-            found.append(known[own])
-        return tuple(found)
+    def turns(self, cuts: Sequence[float], grid: Grid, *, decoupled: bool = True) -> Turns | None:
+        """What differs between micro-batches, of which each has whole bounds of its own; None if no layer is shared."""
+        shared = shared_layers(cuts)
+        if not shared:
+            return None
+        indices = [each.index * grid.pipelines + each.pipeline for each in grid.all_microbatches()]
+        bounds = [bounds_of(cuts, index, grid) for index in indices]
+        costs = {own: self.costs(own, decoupled=decoupled) for own in set(bounds)}
+        layers = []
+        for layer, (stage, _) in shared.items():
+            earlier = tuple(number for number, own in enumerate(bounds) if own[stage + 1] > layer)
+            later = tuple(number for number, own in enumerate(bounds) if own[stage + 1] <= layer)
+            layers.append(SharedLayer(stage, self.reduce[layer], earlier, later))
+
+        def relative(values: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+            mean = self._stages(values, check_cuts(cuts))
+            known = {
+                own: tuple(
+                    mine / usual if usual else 1.0 for mine, usual in zip(self._stages(values, own), mean, strict=True)
+                )
+                for own in set(bounds)
+            }
+            return tuple(known[own] for own in bounds)
+
+        return Turns(
+            tuple(costs[own] for own in bounds),
+            tuple(layers),
+            relative(self.held_bytes),
+            relative(self.waiting_bytes),
+            self._reserved(cuts),
+        )
+
+    def _reserved(self, cuts: Sequence[float]) -> tuple[float, ...]:
+        """Bytes by stage that stand for micro-batches in flight running a shared layer more often than in the mean: at
+        most once.
+        """
+        return tuple(
+            sum(self.held_bytes[layer] for layer, part in parts.items() if part < 1) for parts in parts_of(cuts)
+        )
 
     def _communication(self, bounds: Bounds) -> float:
         sizes = [

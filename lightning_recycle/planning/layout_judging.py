@@ -21,18 +21,16 @@ from typing import TypeAlias
 
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.coded import CodedSchedule
-from lightning_recycle.planning.fractional_cuts import Bounds, shared_layers
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.heuristic import DEFAULT_EFFORT, heuristic
+from lightning_recycle.planning.heuristic import DEFAULT_EFFORT, heuristic, heuristic_in_turns
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.lanes import lane_problem
-from lightning_recycle.planning.layer_costs import LayerCosts
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import retime
+from lightning_recycle.planning.turns import Turns
 
-__all__ = ["Judge", "Judgement", "judged", "rate_problem", "with_shared_layers"]
+__all__ = ["Judge", "Judgement", "in_turns", "judged", "rate_problem"]
 
 _EFFORT = DEFAULT_EFFORT // 4
 _LARGE_EFFORT = 120_000  # of a pipeline that stands for a large grid, whose plan is made again once it is chosen
@@ -56,22 +54,27 @@ class Judgement:
     schedule: Schedule | None = None
 
 
-Judge: TypeAlias = Callable[[Problem], Judgement]
+Judge: TypeAlias = Callable[[Problem, Turns | None], Judgement]
 
 
-def judged(problem: Problem) -> Judgement:
+def judged(problem: Problem, turns: Turns | None = None) -> Judgement:
     """A step of ``problem``.
+
+    Args:
+        problem: with the mean costs of micro-batches.
+        turns: how these differ, where stages share layers. A plan that does not list all operations is made by the
+            mean.
 
     Raises:
         PlanningError: when there is no plan.
     """
-    return _judged(problem, _EFFORT)
+    return _judged(problem, turns, _EFFORT)
 
 
 @lru_cache(maxsize=256)
-def _judged(problem: Problem, effort: int) -> Judgement:
+def _judged(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
     if not worth_coding(problem, CODED_FROM):
-        return _of(heuristic(problem, effort))
+        return in_turns(_of(heuristic(problem, effort)), turns, effort)
     lane, bound = lane_problem(problem), lower_bound(problem)
     if lower_bound(lane) <= _GOOD * bound:
         return replace(_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
@@ -79,29 +82,22 @@ def _judged(problem: Problem, effort: int) -> Judgement:
     return Judgement(max(rate.period, bound), rate.fill, rate.lead)
 
 
-def with_shared_layers(judgement: Judgement, problem: Problem, layers: LayerCosts, cuts: Bounds) -> Judgement:
-    """What a step takes if stages share layers: by the same orders of operations, timed by what each micro-batch takes.
-
-    With the staggered optimizer a stage ends a step about an F later than the one before, which waits for its gradients
-    of what they share.
+def in_turns(judgement: Judgement, turns: Turns | None, effort: int) -> Judgement:
+    """What a step takes if micro-batches differ.
 
     Args:
-        judgement: of ``problem``. Without a plan, or with one by lanes, the mean of all micro-batches stands for each.
-        problem: with the mean costs of micro-batches.
-        layers: what layers cost.
-        cuts: the bounds of the stages.
+        judgement: for the mean micro-batch. Without a plan, or with one by lanes, it stands for each.
+        turns: how they differ; None if they do not.
+        effort: of the planner.
     """
-    shared = shared_layers(cuts)
-    if not shared:
+    schedule = judgement.schedule
+    if turns is None or schedule is None or isinstance(schedule, CodedSchedule):
         return judgement
-    schedule, found = judgement.schedule, judgement
-    if schedule is not None and not isinstance(schedule, CodedSchedule):
-        each = layers.by_microbatch(cuts, problem.grid, decoupled=problem.technique.decoupled)
-        found = _of(retime(schedule, problem.costs, by_microbatch=each))
-    wait = 0.0
-    if problem.technique.staggered:
-        wait = max(problem.costs.forward[stage] for stage, _ in shared.values()) + problem.costs.communication
-    return replace(found, period=found.period + wait, schedule=schedule)
+    schedule, timing = heuristic_in_turns(schedule, turns, effort)
+    staggered = schedule.problem.technique.staggered
+    period = timing.period if staggered else timing.makespan
+    lead = max(timing.stage_end) - min(timing.stage_end) if staggered else 0.0
+    return Judgement(period, timing.makespan - period, lead, schedule)
 
 
 def _of(schedule: Schedule) -> Judgement:

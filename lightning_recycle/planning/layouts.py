@@ -43,7 +43,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
 from lightning_recycle.planning.layer_moves import Traffic, layer_moves, traffic
-from lightning_recycle.planning.layout_judging import Judge, Judgement, judged, with_shared_layers
+from lightning_recycle.planning.layout_judging import Judge, Judgement, judged
 from lightning_recycle.planning.normalization import (
     distribution_of,
     normalize,
@@ -52,6 +52,7 @@ from lightning_recycle.planning.normalization import (
 )
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.shared_cuts import SharedStages, fastest_shared
+from lightning_recycle.planning.turns import Turns
 
 __all__ = ["Candidate", "Changing", "Layout", "LayoutPlan", "Way", "plan_layout"]
 
@@ -484,18 +485,26 @@ class _Search:
 
     def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
         """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
-        return with_shared_layers(self.judge(problem), problem, self.layers, cuts)
+        return self.judge(problem, self.turns(cuts))
 
-    def shared_bound(self, cuts: Bounds, problem: Problem) -> float:
-        """A step is no shorter where stages share layers: the work of all micro-batches, over the workers. For plans
-        whose operations are not listed, those of the mean micro-batch.
+    def turns(self, cuts: Bounds) -> Turns | None:
+        """How micro-batches differ under these cuts."""
+        return self.layers.turns(cuts, self.grid, decoupled=self.decoupled)
+
+    def bound(self, cuts: Bounds, problem: Problem) -> float:
+        """A step is no shorter: where stages share layers, than the work of all micro-batches over the workers. For
+        plans whose operations are not listed, those of the mean micro-batch.
         """
-        if worth_coding(problem, CODED_FROM):
+        turns = self.turns(cuts)
+        if turns is None or worth_coding(problem, CODED_FROM):
             return lower_bound(problem)
-        costs = self.layers.by_microbatch(cuts, self.grid, decoupled=self.decoupled)
         loads = [0.0]
         for stage in range(self.grid.stages):
-            work = sum(each.forward[stage] + each.backward_input[stage] + each.backward_weight[stage] for each in costs)
+            each = (
+                costs.forward[stage] + costs.backward_input[stage] + costs.backward_weight[stage]
+                for costs in turns.costs
+            )
+            work = sum(each)
             loads.append(work / sum(1 / factor for factor in problem.live_factors(stage)))
         return max(loads)
 
@@ -504,7 +513,7 @@ class _Search:
         taken = self.roles(distribution)
         problem = self.at(cuts, self.failed(distribution), distribution)
         judgement = self.judged(cuts, problem)
-        bound = lower_bound(problem) if are_whole(cuts) else self.shared_bound(cuts, problem)
+        bound = self.bound(cuts, problem)
         state = self.layers.state_bytes
         sent = traffic(layer_moves(self.grid, self.problem.failed, self.cuts, cuts, taken, state), state)
         copying, stall, delay = self.times(cuts, sent, judgement)

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes
 
 __all__ = ["FUSE", "FUSE_FOR_FORWARD", "NO_EXPRESS", "SPLIT", "Express", "Rule", "play"]
+
+_NO_BYTES: tuple[list[list[float]], list[list[float]], list[list[float]]] = [], [], []
 
 SPLIT, FUSE_FOR_FORWARD, FUSE = 0, 1, 2
 """How a backward is run where it may be split: as B and W if B fits into memory; only if an F still fits beside it; or
@@ -112,17 +113,13 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
     memory = codes.problem.memory
     bounded = memory is not None
     may_fuse = not fused and (bounded or rule.coupling is not None)
-    # By stage: bytes that F takes; those that B takes in addition; and what W frees.
-    for_forward, for_backward, for_weight = [0.0] * stages, [0.0] * stages, [0.0] * stages
-    room = [0.0] * workers
+    # By stage and micro-batch: bytes that F takes; those that B takes in addition; and what W frees.
+    for_forward, for_backward, for_weight = _NO_BYTES
+    room, usual = [0.0] * workers, [0.0] * stages
     if memory is not None:
-        for_forward = [memory.delta(OpKind.FORWARD, stage) for stage in range(stages)]
-        if fused:
-            for_backward = [memory.delta(OpKind.BACKWARD, stage) for stage in range(stages)]
-        else:
-            for_backward = [memory.delta(OpKind.BACKWARD_INPUT, stage) for stage in range(stages)]
-            for_weight = [memory.delta(OpKind.BACKWARD_WEIGHT, stage) for stage in range(stages)]
+        for_forward, for_backward, for_weight, _ = codes.bytes_of(memory)
         room = [memory.room(rank % stages) for rank in range(workers)]
+        usual = list(memory.after_forward)
     # When backwards will arrive that are under way, if anybody is to wait for them.
     express = rule.express
     expressed = express != NO_EXPRESS
@@ -163,19 +160,22 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             stage = rank % stages
             held = in_flight[rank]
             may_forward = forwards[rank] and credit[rank] > 0
-            fits = held < hard[rank] and (not bounded or for_forward[stage] <= room[rank])
+            fits, size_next = held < hard[rank], 0.0
+            if bounded:
+                size_next = for_forward[stage][forwards[rank][0] % n] if forwards[rank] else usual[stage]
+                fits = fits and size_next <= room[rank]
             urgent = credit[rank] > urgent_above[rank] or (expressed and forwards_left[rank] <= express.forward_first)
             if may_forward and urgent and (fits or weights[rank]):
                 kind = FORWARD if fits else WEIGHT
             elif backwards[rank]:
                 kind = BACKWARD
                 if may_fuse:
-                    left = room[rank] - for_backward[stage]
+                    left = room[rank] - (for_backward[stage][backwards[rank][0] % n] if bounded else 0.0)
                     how = coupling[stage]
                     if (
                         (bounded and left < min(0.0, room[rank]))
                         or how == FUSE
-                        or (how == FUSE_FOR_FORWARD and may_forward and left < for_forward[stage])
+                        or (how == FUSE_FOR_FORWARD and may_forward and left < size_next)
                     ):
                         kind = FUSED
             elif may_forward and fits and (held < soft[rank] or not weights[rank]):
@@ -219,20 +219,20 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                         heappush(coming[ranks[stage + 1][number]], now + times[kind * stages + stage][number] + comm)
                 in_flight[rank] = held = held + 1
                 if bounded:
-                    room[rank] -= for_forward[stage]
+                    room[rank] -= for_forward[stage][number]
                 if held > peak[rank]:
                     peak[rank] = held
             elif kind == WEIGHT:
                 number = heappop(weights[rank]) % n
                 if bounded:
-                    room[rank] -= for_weight[stage]
+                    room[rank] -= for_weight[stage][number]
             else:
                 number = heappop(backwards[rank]) % n
                 backwards_begun[rank] += 1
                 backwards_left[rank] -= 1
                 credit[rank] += 1
                 if bounded:  # a worker runs one operation at a time: what this one frees may as well count at once
-                    room[rank] -= for_backward[stage] if kind == BACKWARD else -for_forward[stage]
+                    room[rank] -= for_backward[stage][number] if kind == BACKWARD else -for_forward[stage][number]
             key = kind * stages + stage
             code = key * n + number
             if patient and stage and kind in (BACKWARD, FUSED):

@@ -23,7 +23,6 @@ from random import Random
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import cancellation
 from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing, interleave
 
 __all__ = ["local_search"]
@@ -54,7 +53,7 @@ def local_search(
 class _Search:
     def __init__(self, codes: Codes, sequence: list[int], timing: Timing, goal: float) -> None:
         self.staggered = codes.problem.technique.staggered
-        self.codes = Codes(codes.problem, [dict(route) for route in codes.routes], fused=codes.fused)
+        self.codes = codes.routed([dict(route) for route in codes.routes])
         self.start = codes, sequence, timing
         self.goal = goal
         # Random.random() gives the same numbers in every Python version; its other methods need not.
@@ -67,13 +66,8 @@ class _Search:
         self.allowed = self.score[0]
         """The length up to which the next change is kept."""
         self.kinds = (FORWARD, BACKWARD) if codes.fused else (FORWARD, BACKWARD, WEIGHT, FUSED)
-        fused = OpKind.BACKWARD
-        of_kind = (OpKind.FORWARD, fused if codes.fused else OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, fused)
-        self.memories = [
-            [(memory.room(stage), [memory.delta(kind, stage) for kind in of_kind]) for memory in codes.problem.memories]
-            for stage in range(codes.stages)
-        ]
-        """Per stage, for each limit: what there is, and what an operation of each kind takes."""
+        self.memories = [(memory.room, codes.bytes_of(memory)) for memory in codes.problem.memories]
+        """For each limit: what there is by stage, and what an operation takes by kind, stage and micro-batch."""
         self.movable = self._movable()
         self.movers = set(self.movable)
 
@@ -106,7 +100,7 @@ class _Search:
         grid = self.codes.problem.grid
         microbatches = self.codes.microbatches
         routes = [dict(zip(microbatches, map(grid.worker, row), strict=True)) for row in ranks]
-        return Codes(self.codes.problem, routes, fused=self.codes.fused)
+        return self.codes.routed(routes)
 
     def _score(self, timing: Timing) -> tuple[float, float]:
         """Length, then the sum of the stages' lengths: plans that leave room elsewhere lead further."""
@@ -203,7 +197,8 @@ class _Search:
     def _possible(self, rank: int, program: Sequence[int]) -> bool:
         """Whether each micro-batch has F, B and W, or F and BW, in this order, and memory suffices."""
         n, stages = self.codes.n, self.codes.stages
-        limits = self.memories[rank % stages]
+        stage = rank % stages
+        limits = [(room(stage), [of_kind[stage] for of_kind in taken]) for room, taken in self.memories]
         held = [0.0] * len(limits)
         done: dict[int, int] = {}
         for code in program:
@@ -213,7 +208,7 @@ class _Search:
                 return False
             done[number] = kind
             for at, (room, delta) in enumerate(limits):
-                held[at] += delta[kind]
+                held[at] += delta[kind][number]
                 if held[at] > room:
                     return False
         return True

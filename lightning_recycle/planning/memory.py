@@ -90,17 +90,24 @@ class Memory:
         """Bytes that a worker of ``stage`` holds more after an operation of ``kind`` than before it; ``recomputed``:
         whether its micro-batch has an R.
         """
-        held, waiting = self.after_forward[stage], self.after_backward[stage]
+        held = self.after_forward[stage]
         kept = held if self.checkpoint is None else self.checkpoint[stage]
-        if kind is OpKind.FORWARD:
-            return kept if recomputed else held
+        if kind is OpKind.FORWARD and recomputed:
+            return kept
         if kind is OpKind.RECOMPUTE:
             return held - kept
+        return sum(self.parts(kind, stage))
+
+    def parts(self, kind: OpKind, stage: int) -> tuple[float, float]:
+        """:meth:`delta` of a micro-batch that is not computed again: what is held from F to B, and from B to W."""
+        held, waiting = self.after_forward[stage], self.after_backward[stage]
+        if kind is OpKind.FORWARD:
+            return held, 0.0
         if kind is OpKind.BACKWARD_INPUT:
-            return waiting - held
+            return -held, waiting
         if kind is OpKind.BACKWARD_WEIGHT:
-            return -waiting
-        return -held if kind is OpKind.BACKWARD else 0.0
+            return 0.0, -waiting
+        return (-held if kind is OpKind.BACKWARD else 0.0), 0.0
 
     def needed(self, kind: OpKind, stage: int) -> float:
         """Bytes that a worker of ``stage`` holds more in an operation of ``kind`` than before it."""

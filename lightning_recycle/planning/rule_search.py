@@ -49,7 +49,7 @@ from lightning_recycle.planning.list_scheduling import (
 )
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing
 
-__all__ = ["Solution", "search"]
+__all__ = ["Solution", "goal_of", "search"]
 
 _SEED = 1
 _SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
@@ -106,12 +106,20 @@ def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solut
     return _Search(codes, effort).run(starts)
 
 
+def goal_of(codes: Codes) -> float:
+    """A length that is good enough: the lower bound. Where micro-batches differ, that of the mean one without a limit on
+    memory, as fewer or more of them fit into it.
+    """
+    problem = codes.problem if codes.turns is None else replace(codes.problem, memory=None)
+    return lower_bound(problem) * (1 + 1e-9)
+
+
 class _Search:
     def __init__(self, codes: Codes, effort: int) -> None:
         problem, grid = codes.problem, codes.problem.grid
         self.codes = codes
         self.stages = grid.stages
-        self.goal = lower_bound(problem) * (1 + 1e-9)
+        self.goal = goal_of(codes)
         operations = (2 if codes.fused else 3) * grid.stages * grid.global_microbatches
         self.few = 0 < effort < 10 * operations
         self.fruitless = 0
@@ -335,6 +343,9 @@ def _most_held(codes: Codes) -> tuple[int, ...]:
     for memory in codes.problem.memories:
         for stage, held in enumerate(memory.after_forward):
             each = held if codes.fused else min(held, memory.after_backward[stage])
+            if codes.turns is not None and memory is codes.problem.memory:
+                least = (min(ratios[stage] for ratios in part) for part in (codes.turns.held, codes.turns.waiting))
+                each *= min(least)
             most[stage] = min(most[stage], memory.most(stage, each))
     return tuple(map(int, most))
 

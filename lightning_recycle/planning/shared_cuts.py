@@ -37,8 +37,7 @@ class SharedStages:
 
     Args:
         work: seconds of each layer for one micro-batch, forward and backward.
-        reduce: seconds of REDUCE for each layer, per step; a shared one takes twice that in both of its stages, to be
-            summed within them and exchanged between them.
+        reduce: seconds of REDUCE for each layer, per step; a shared one takes them in both of its stages.
         optimizer: seconds of STEP for each layer.
         overhead: seconds of a stage for one micro-batch besides its layers.
         shares: of each stage, the micro-batches of its busiest worker.
@@ -63,13 +62,8 @@ class SharedStages:
         first, last = math.floor(begin), math.ceil(end)
         of_microbatches, of_steps = self._before
         work = of_microbatches[last] - of_microbatches[first] - self.work[first] * (begin - first)
-        once = of_steps[last] - of_steps[first]
-        if begin != first:
-            once += self.reduce[first]
-        if end != last:
-            work -= self.work[last - 1] * (last - end)
-            once += self.reduce[last - 1]
-        return self.shares[stage] * (work + self.overhead) + once
+        work -= self.work[last - 1] * (last - end)
+        return self.shares[stage] * (work + self.overhead) + of_steps[last] - of_steps[first]
 
     def ends(self, stage: int, begin: float, limit: float) -> list[float]:
         """Where the stage may end within ``limit``: at all whole bounds, and at the last one that is not."""
@@ -94,10 +88,8 @@ class SharedStages:
         has_room = self.fits is None or self.fits(stage, begin, end)
         return has_room and self.load(stage, begin, end) <= limit
 
-    def within(self, limit: float, farthest: bool = False) -> Bounds | None:
-        """The bounds with the fewest shared layers among those with no load above ``limit``; None if there are none.
-        With ``farthest`` any, if there are some: it is enough to look at the last bounds that a stage can reach.
-        """
+    def within(self, limit: float) -> Bounds | None:
+        """The bounds with the fewest shared layers among those with no load above ``limit``; None if there are none."""
         limit *= 1 + 1e-12  # sums are not exact
         count, stages, before = len(self.work), len(self.shares), self._before[0]
         room = [0.0]  # for work of a micro-batch, in the stages from each one on
@@ -108,8 +100,7 @@ class SharedStages:
         for stage in range(stages):
             after: dict[float, tuple[int, Bounds]] = {}
             for begin, (shared, bounds) in reached.items():
-                ends = self.ends(stage, begin, limit)
-                for end in ends[-2:] if farthest and stage < stages - 1 else ends:
+                for end in self.ends(stage, begin, limit):
                     if before[count] - before[math.ceil(end)] > room[stage + 1]:
                         continue  # too much is left for the stages behind
                     cost = shared + (end != math.floor(end))
@@ -137,13 +128,13 @@ def fastest_shared(stages: SharedStages, slack: float = 0.0) -> tuple[Bounds, fl
     most = max(stages.load(stage, 0, len(stages.work)) for stage in range(count))
     low = sum(stages.work) / sum(1 / share for share in stages.shares)  # everybody busy all the time
     high = low * 1.01
-    while stages.within(high, farthest=True) is None:
+    while stages.within(high) is None:
         if high > most:
             return None
         low, high = high, high * 1.25
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
-        if stages.within(middle, farthest=True) is None:
+        if stages.within(middle) is None:
             low = middle
         else:
             high = middle

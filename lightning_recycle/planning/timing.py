@@ -25,9 +25,11 @@ from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.coded import CodedSchedule, coded
 from lightning_recycle.planning.grid import Microbatch, Worker
 from lightning_recycle.planning.lanes import Lane
+from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem
 from lightning_recycle.planning.schedule import Schedule, staggered_period
+from lightning_recycle.planning.turns import Turns
 
 __all__ = [
     "BACKWARD",
@@ -40,6 +42,7 @@ __all__ = [
     "assemble",
     "best_timing",
     "interleave",
+    "operations_of",
     "retime",
 ]
 
@@ -68,11 +71,12 @@ class Codes:
         routes: Sequence[Mapping[Microbatch, Worker]],
         *,
         fused: bool,
-        by_microbatch: Sequence[Costs] = (),
+        turns: Turns | None = None,
     ) -> None:
         grid, costs = problem.grid, problem.costs
         self.problem = problem
         self.fused = fused
+        self.turns = turns
         self.stages = grid.stages
         self.n = grid.global_microbatches
         self.size = 5 * self.stages * self.n
@@ -85,17 +89,16 @@ class Codes:
         self.ranks: list[list[int]] = rank_of * 5
         self.durations = _durations(costs, fused)
         factors = {grid.rank(worker): factor for worker, factor in problem.worker_factors}
-        each = zip(*(_durations(own, fused) for own in by_microbatch), strict=True) if by_microbatch else None
+        each = None if turns is None else zip(*(_durations(own, fused) for own in turns.costs), strict=True)
         rows = [list(row) for row in each] if each is not None else [[d] * self.n for d in self.durations]
         self.times: list[list[float]] = [
             [duration * factors.get(rank, 1.0) for duration, rank in zip(row, ranks, strict=True)] if factors else row
             for row, ranks in zip(rows, self.ranks, strict=True)
         ]
         """By key and micro-batch: the duration on the worker that executes it."""
-        slowest = [max(problem.live_factors(s)) for s in range(self.stages)]
-        self.closing: list[float] = [
-            costs.of(OpKind.REDUCE, s) + costs.optimizer[s] * slowest[s] for s in range(self.stages)
-        ]
+        self.steps = [costs.optimizer[s] * max(problem.live_factors(s)) for s in range(self.stages)]
+        """Per stage, until the last worker has stepped."""
+        self.closing: list[float] = [costs.of(OpKind.REDUCE, s) + self.steps[s] for s in range(self.stages)]
         """Per stage, from the last gradient until the last worker has stepped."""
         # Where the input comes from, as an offset of the code; 0: from the same worker.
         last = self.stages - 1
@@ -106,6 +109,33 @@ class Codes:
             *(self.n + self.to_backward if s < last else 0 for s in range(self.stages)),
             *(0 for _ in range(self.stages)),
         ]
+
+    def bytes_of(self, memory: Memory) -> list[list[list[float]]]:
+        """What a worker holds more after an operation than before it, by kind (F, B, W, BW), stage and micro-batch.
+
+        Args:
+            memory: that of the problem in bytes, or in micro-batches, which are all alike.
+        """
+        found: list[list[list[float]]] = []
+        fused = OpKind.BACKWARD
+        for kind in (OpKind.FORWARD, fused if self.fused else OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, fused):
+            found.append([])
+            for stage in range(self.stages):
+                held, waiting = memory.parts(kind, stage)
+                if self.turns is None or memory is not self.problem.memory:
+                    found[-1].append([held + waiting] * self.n)
+                else:
+                    pairs = zip(self.turns.held, self.turns.waiting, strict=True)
+                    found[-1].append([held * h[stage] + waiting * w[stage] for h, w in pairs])
+        return found
+
+    def under(self, problem: Problem) -> Codes:
+        """The same operations on the same workers, of another problem."""
+        return Codes(problem, self.routes, fused=self.fused, turns=self.turns)
+
+    def routed(self, routes: Sequence[Mapping[Microbatch, Worker]]) -> Codes:
+        """The same operations on other workers."""
+        return Codes(self.problem, routes, fused=self.fused, turns=self.turns)
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
         """The code of an operation."""
@@ -214,7 +244,34 @@ def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> T
         stage_begin.append(min(first[rank] for rank in live))
         stage_end.append(free[slowest] + codes.closing[stage])
         stage_source.append(free_source[slowest])
+    if codes.turns is not None:
+        _await_others(codes, codes.turns, ends, sources, stage_end, stage_source)
     return Timing(starts, stage_begin, stage_end, stage_source)
+
+
+def _await_others(
+    codes: Codes,
+    turns: Turns,
+    ends: Sequence[float],
+    sources: Sequence[int],
+    stage_end: list[float],
+    stage_source: list[int],
+) -> None:
+    """Stages that share a layer step once both have its gradients; changes the last two arguments."""
+    n, stages = codes.n, codes.stages
+    for layer in turns.layers:
+        for stage, other, microbatches in (
+            (layer.stage, layer.stage + 1, layer.later),
+            (layer.stage + 1, layer.stage, layer.earlier),
+        ):
+            # A W is behind its B; a backward that is not split has the place of B alone.
+            kinds = ((WEIGHT * stages + other) * n, (BACKWARD * stages + other) * n)
+            last = max((kind + m for m in microbatches for kind in kinds), key=ends.__getitem__, default=-1)
+            if last < 0:
+                continue
+            end = ends[last] + layer.reduce + codes.steps[stage]
+            if end > stage_end[stage]:
+                stage_end[stage], stage_source[stage] = end, sources[last]
 
 
 def best_timing(codes: Codes, sequence: Sequence[int], hopeless: float | None = None) -> Timing:
@@ -284,7 +341,6 @@ def retime(
     schedule: Schedule,
     costs: Costs,
     worker_factors: WorkerFactors | None = None,
-    by_microbatch: Sequence[Costs] = (),
 ) -> Schedule:
     """The same orders of operations under other costs: the value of a plan once its operations have been measured.
 
@@ -292,8 +348,6 @@ def retime(
         schedule: the schedule whose orders to keep.
         costs: the new costs of the operations.
         worker_factors: factors by which operations take longer on a worker; by default those of the schedule's problem.
-        by_microbatch: the costs of each micro-batch, pipeline after pipeline, if they differ; then ``costs`` are those
-            of the operations that have none. Not for coded schedules.
 
     Raises:
         PlanningError: when a coded schedule is too large to be timed for workers of unequal speed.
@@ -310,11 +364,19 @@ def retime(
             )
         schedule = schedule.expand()
     problem = replace(schedule.problem, costs=costs, worker_factors=factors)  # type: ignore[arg-type]
+    codes, sequence = operations_of(schedule, problem)
+    return assemble(codes, sequence, best_timing(codes, sequence))
+
+
+def operations_of(schedule: Schedule, problem: Problem, turns: Turns | None = None) -> tuple[Codes, list[int]]:
+    """The operations of a schedule that lists all of them, on its workers and in its order, with the costs of
+    ``problem``.
+    """
     grid = schedule.grid
     microbatches = tuple(grid.all_microbatches())
     routes = [{mb: schedule.route(stage, mb) for mb in microbatches} for stage in range(grid.stages)]
     fused = not problem.technique.decoupled
-    codes = Codes(problem, routes, fused=fused, by_microbatch=by_microbatch)
+    codes = Codes(problem, routes, fused=fused, turns=turns)
     kind_codes = {
         OpKind.FORWARD: FORWARD,
         OpKind.BACKWARD: BACKWARD if fused else FUSED,
@@ -330,8 +392,7 @@ def retime(
         ]
         for worker in schedule.live_workers
     }
-    sequence = interleave(codes, programs)
-    return assemble(codes, sequence, best_timing(codes, sequence))
+    return codes, interleave(codes, programs)
 
 
 def _largest_cycle_mean(source: Sequence[int], weights: Sequence[float]) -> float:

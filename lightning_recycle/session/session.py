@@ -336,7 +336,7 @@ class Session:
         """Of ``modules``, which run the parts ``held``, those of a micro-batch under the layout ``cuts``."""
         bounds = [math.floor(bound) for bound in cuts]
         if microbatch is not None:
-            bounds = [*bounds_of(cuts, microbatch, self.grid.pipelines)]
+            bounds = [*bounds_of(cuts, microbatch, self.grid)]
         own = range(*bounds[self.worker.stage : self.worker.stage + 2])
         return self.parts.among(modules, held, own), own.start
 

@@ -7,10 +7,12 @@ Must not know: policies.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from lightning_recycle.planning import LayerCosts, Problem, Technique
-from lightning_recycle.planning.layout_judging import Judgement
+from lightning_recycle.planning.layout_judging import Judgement, in_turns
+from lightning_recycle.planning.turns import Turns
 from lightning_recycle.simulation.measured import MeasuredModel
 from lightning_recycle.simulation.planned_steps import planned_schedule, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
@@ -44,11 +46,24 @@ def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCost
     )
 
 
-def step_judgement(problem: Problem, effort: int) -> Judgement:
-    """A step of the planner's schedule, or of 1F1B where that is faster and nothing has failed."""
+def step_judgement(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
+    """A step of the planner's schedule, or of 1F1B where that is faster and nothing has failed.
+
+    Args:
+        problem: with the mean costs of micro-batches.
+        turns: how these differ, where stages share layers.
+        effort: of the planner.
+    """
     step = planned_step(problem, effort)
-    if not problem.failed and problem.technique == Technique():
+    if turns is None and not problem.failed and problem.technique == Technique():
         usual = one_f_one_b_seconds(problem.costs, problem.grid.microbatches)
         if usual < step.seconds:
             return Judgement(usual)
-    return Judgement(step.seconds, step.fill, step.lead, planned_schedule(problem, effort))
+    found = Judgement(step.seconds, step.fill, step.lead, planned_schedule(problem, effort))
+    return found if turns is None else _in_turns(problem, turns, effort)
+
+
+@lru_cache(maxsize=4096)
+def _in_turns(problem: Problem, turns: Turns, effort: int) -> Judgement:
+    schedule = planned_schedule(problem, effort)
+    return replace(in_turns(Judgement(schedule.period, schedule=schedule), turns, effort), schedule=None)

@@ -18,8 +18,9 @@ from lightning_recycle.control.protocol.messages import Applied, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, LayerCosts, LayoutPlan, Problem, Technique, Worker, even_cuts, plan_layout
 from lightning_recycle.planning.heuristic import heuristic
-from lightning_recycle.planning.layout_judging import Judgement
+from lightning_recycle.planning.layout_judging import Judgement, in_turns
 from lightning_recycle.planning.layouts_ahead import next_losses
+from lightning_recycle.planning.turns import Turns
 from lightning_recycle.planning.validation import validate
 
 GRID = Grid(3, 2, 6)
@@ -29,10 +30,10 @@ SECONDS = {"F": 0.08, "BW": 0.16, "REDUCE": 0.0, "STEP": 0.0}
 HELD = 10**6  # bytes of a layer
 
 
-def by_rule(problem: Problem) -> Judgement:
+def by_rule(problem: Problem, turns: Turns | None) -> Judgement:
     """By a plan that nobody has searched for a better one."""
     schedule = heuristic(problem, 0)
-    return Judgement(schedule.period, schedule=schedule)
+    return in_turns(Judgement(schedule.period, schedule=schedule), turns, 0)
 
 
 quick = partial(plan_layout, judge=by_rule, changing=CHANGING, ways=("layers",))

@@ -16,6 +16,7 @@ from lightning_recycle.planning.fractional_cuts import (
     rounded,
     shared_layers,
 )
+from lightning_recycle.planning.grid import Grid
 
 
 @pytest.mark.parametrize(
@@ -68,19 +69,22 @@ bounds_strategy = st.lists(st.integers(101, 600), min_size=1, max_size=8).map(_b
 def test_every_micro_batch_has_whole_bounds_of_its_own(
     bounds: tuple[float, ...], pipelines: int, microbatches: int
 ) -> None:
+    grid = Grid(pipelines, len(bounds) - 1, microbatches)
     for index in range(pipelines * microbatches):
-        own = bounds_of(bounds, index, pipelines)
+        own = bounds_of(bounds, index, grid)
         assert own[0] == 0
         assert own[-1] == bounds[-1]
         for bound, (stage, held) in zip(own, enumerate(held_ranges(bounds)), strict=False):
             assert held.start <= bound
             assert own[stage + 1] <= held.stop
-    runs = [[bounds_of(bounds, m * pipelines + d, pipelines) for m in range(microbatches)] for d in range(pipelines)]
+    runs = [[bounds_of(bounds, m * pipelines + d, grid) for m in range(microbatches)] for d in range(pipelines)]
     for number, bound in enumerate(bounds):
         part = Fraction(round(bound * 100), 100) % 1
         earlier = [sum(own[number] - math.floor(bound) for own in of_pipeline) for of_pipeline in runs]
         assert all(abs(taken - part * microbatches) < 1 for taken in earlier)
         assert sum(earlier) == math.floor(part * microbatches * pipelines)  # Hermite's identity
+        if part * microbatches >= 1:
+            assert all(of_pipeline[-1][number] > bound for of_pipeline in runs)  # the last one runs it there
 
 
 @given(bounds=bounds_strategy)

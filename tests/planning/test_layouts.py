@@ -14,15 +14,17 @@ from lightning_recycle.planning.change_rate import LLAMA3_WORKER_SECONDS, Failur
 from lightning_recycle.planning.fractional_cuts import are_whole
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts, even_cuts
 from lightning_recycle.planning.layer_moves import layer_moves, traffic
-from lightning_recycle.planning.layout_judging import Judgement, judged
+from lightning_recycle.planning.layout_judging import Judgement, in_turns, judged
 from lightning_recycle.planning.layouts import Changing, Layout, LayoutPlan, plan_layout
+from lightning_recycle.planning.turns import Turns
 
 HOUR = 3600.0
 
 
-def quick(problem: p.Problem) -> Judgement:
+def quick(problem: p.Problem, turns: Turns | None = None) -> Judgement:
     schedule = p.heuristic(problem, 2_000)
-    return Judgement(schedule.period, schedule.makespan - schedule.period, schedule=schedule)
+    found = Judgement(schedule.period, schedule.makespan - schedule.period, schedule=schedule)
+    return in_turns(found, turns, 2_000)
 
 
 def equal_layers(count: int, **changes: object) -> LayerCosts:

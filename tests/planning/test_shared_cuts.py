@@ -86,7 +86,7 @@ def test_stages_take_their_parts_and_hold_the_whole() -> None:
     costs = layers(6, reduce=(0.5,) * 6, optimizer=(0.25,) * 6, held_bytes=(2.0,) * 6, memory_limit=100.0)
     found = costs.costs((0, 2.25, 6))
     assert found.forward == (2.25, 3.75)
-    assert found.reduce == (0.5 * 4, 0.5 * 5)  # that of the shared layer counts twice
+    assert found.reduce == (0.5 * 3, 0.5 * 4)
     assert found.optimizer == (0.75, 1.0)
     memory = costs.memory((0, 2.25, 6))
     assert memory is not None
@@ -102,11 +102,20 @@ def test_what_stages_take_says_what_layers_take() -> None:
     assert again.forward == pytest.approx(costs.forward)
 
 
-def test_micro_batches_have_costs_of_their_own() -> None:
-    costs, grid = layers(6), Grid(2, 2, 4)
-    each = costs.by_microbatch((0, 2.5, 6), grid)
-    assert {own.forward for own in each} == {(2.0, 4.0), (3.0, 3.0)}
-    assert sum(own.forward[0] for own in each) / len(each) == 2.5
+def test_micro_batches_have_costs_and_sizes_of_their_own() -> None:
+    costs, grid = layers(6, held_bytes=(1.0,) * 6, waiting_bytes=(2.0,) * 6, reduce=(0.5,) * 6), Grid(2, 2, 4)
+    turns = costs.turns((0, 2.5, 6), grid)
+    assert turns is not None
+    assert {own.forward for own in turns.costs} == {(2.0, 4.0), (3.0, 3.0)}
+    assert sum(own.forward[0] for own in turns.costs) / len(turns.costs) == 2.5
+    for own, held, waiting in zip(turns.costs, turns.held, turns.waiting, strict=True):
+        assert held == waiting == pytest.approx((own.forward[0] / 2.5, own.forward[1] / 3.5))
+    assert turns.reserved == (1.0, 1.0)
+    (layer,) = turns.layers
+    assert (layer.stage, layer.reduce) == (0, 0.5)
+    assert {*layer.earlier, *layer.later} == set(range(8))
+    assert all(turns.costs[number].forward == (3.0, 3.0) for number in layer.earlier)
+    assert costs.turns((0, 3, 6), grid) is None
 
 
 def test_only_what_a_stage_lacks_is_sent() -> None:
@@ -130,8 +139,7 @@ def test_a_shared_layer_is_chosen_where_steps_get_shorter_by_the_times_of_every_
     judgement = found.chosen.judgement
     assert judgement is not None
     assert judgement.schedule is not None
-    wait = problem.costs.forward[0] * 3.67 / 3  # for the gradients of the other stage
-    assert found.chosen.period == pytest.approx(judgement.schedule.period + wait, rel=0.02)
+    assert found.chosen.period <= judgement.schedule.period * 1.02  # nobody waits for gradients
 
 
 def test_shared_layers_need_memory() -> None:

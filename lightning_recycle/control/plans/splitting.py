@@ -26,6 +26,7 @@ from lightning_recycle.planning.layout_judging import Judgement
 from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.split_costs import SplitCosts, SplitTrial
+from lightning_recycle.planning.turns import Turns
 
 __all__ = ["Splitting", "facts_of"]
 
@@ -102,7 +103,7 @@ class Splitting:
         made: dict[bool, PlanResult] = {}
         computing, shortest = known.computing, math.inf
 
-        def judge(wanted: Problem) -> Judgement:
+        def judge(wanted: Problem, _: Turns | None) -> Judgement:
             nonlocal shortest
             split = wanted.technique.decoupled
             wanted = problem if split else self.fused(problem)

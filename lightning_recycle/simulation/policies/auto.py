@@ -43,7 +43,7 @@ from lightning_recycle.planning import (
 from lightning_recycle.planning.cuts import Stages, fastest, shares
 from lightning_recycle.planning.depths import Form, form_of, forms, judged_form
 from lightning_recycle.planning.fractional_cuts import Bounds, held_ranges
-from lightning_recycle.planning.layout_judging import Judgement, with_shared_layers
+from lightning_recycle.planning.layout_judging import Judgement
 from lightning_recycle.simulation.layer_models import layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
@@ -290,7 +290,7 @@ def _grid_ways(
             fixed=reason,
             whole="" if shares_layers else "layers are not shared",
             ways=("workers", "layers", "both") if moving else (),
-            judge=lambda other: step_judgement(other, effort // _LAYOUT_SHARE),
+            judge=lambda other, turns: step_judgement(other, turns, effort // _LAYOUT_SHARE),
         )
     except PlanningError:
         return ()
@@ -310,7 +310,8 @@ def _grid_ways(
         gone = normalized_failures(grid, tuple(model.pipelines - count for count in chosen.counts))
         stage_costs = costs.costs(chosen.cuts, decoupled=technique.decoupled)
         exact = Problem(grid, stage_costs, gone, technique, memory=costs.memory(chosen.cuts))
-        step = with_shared_layers(step_judgement(exact, effort), exact, costs, chosen.cuts)
+        turns = costs.turns(chosen.cuts, grid, decoupled=technique.decoupled)
+        step = step_judgement(exact, turns, effort)
         found[number] = replace(
             chosen, step=min(chosen.step, replace(step, schedule=None), key=lambda each: each.period)
         )
