@@ -10,6 +10,11 @@ Concept: with one cut for all pipelines, the barest stage sets the pace and whol
 The micro-batches of a step are shared so that the slowest pipeline is done first; then the real schedules decide among
 a few forms, and the shares follow what their schedules take.
 
+The gradients of a layer are summed over all pipelines, so no stage steps before the stages of the others that hold any
+of its layers. With the staggered optimizer, stages of pipelines that are cut at other places do not end at the same
+time. How often a step can follow is then the largest mean of a cycle "a pipeline's stage begins ... another's stage has
+its gradients ..."; pipelines may be shifted against each other.
+
 Contract: pure, deterministic; a form never asks a worker for more memory than it has, if the judge does not.
 
 Must not know: which worker goes where, torch.
@@ -27,6 +32,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from itertools import pairwise
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
@@ -40,6 +46,7 @@ PipelineJudge: TypeAlias = Callable[[tuple[int, ...], int, int], Judgement]
 """A step of one pipeline, given its cuts, its micro-batches, and the number of pipelines."""
 
 _TRIED = 3  # forms that are planned
+_PRECISION = 1e-9  # relative
 _ALIKE = 1.02  # pipelines whose steps are this close need no other shares
 
 
@@ -219,6 +226,47 @@ def judged_form(form: Form, judge: PipelineJudge) -> Form:
 def _judged(form: Form, judge: PipelineJudge) -> Form:
     different = sorted(set(zip(form.cuts, form.microbatches, strict=True)))
     steps = [judge(cuts, share, len(form.cuts)) for cuts, share in different]
-    period = max(step.period for step in steps)
+    period = _together([cuts for cuts, _ in different], steps)
     fill = max(step.period + step.fill for step in steps) - period
     return Form(form.cuts, form.microbatches, period, fill, max(step.lead for step in steps))
+
+
+def _together(cuts: Sequence[tuple[int, ...]], steps: Sequence[Judgement]) -> float:
+    """Seconds of a step of pipelines that wait for each other's gradients, as far as it is known when stages end."""
+    low = max(step.period for step in steps)
+    if not all(step.spans for step in steps):
+        return low
+    held = [
+        [(*pair, *span) for pair, span in zip(pairwise(own), step.spans, strict=True)]
+        for own, step in zip(cuts, steps, strict=True)
+    ]
+    # From when a stage of the first pipeline begins until one of the second that holds its layers has stepped.
+    until = [
+        [
+            max(
+                end - begin
+                for first, last, begin, _ in one
+                for other, behind, _, end in two
+                if first < behind and other < last
+            )
+            for two in held
+        ]
+        for one in held
+    ]
+    high = max(low, *map(max, until))
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _can_follow(until, middle) else (middle, high)
+    return high
+
+
+def _can_follow(until: Sequence[Sequence[float]], period: float) -> bool:
+    """Whether pipelines can be shifted so that all steps follow after ``period``: no cycle of waits is longer."""
+    count = range(len(until))
+    shifts = [0.0 for _ in count]
+    for _ in range(len(until) + 1):
+        later = [max(shifts[one], *(shifts[two] + until[one][two] - period for two in count)) for one in count]
+        if all(new <= old + _PRECISION * period for new, old in zip(later, shifts, strict=True)):
+            return True
+        shifts = later
+    return False

@@ -3,13 +3,15 @@
 Concept: with whole layers the work of a stage changes by a layer at least, which is a quarter of it where stages have
 four. A bound may lie within a layer instead: behind 4.25 layers means that the stages on both sides hold layer 4, and
 that a quarter of the micro-batches run it on the earlier one. Each micro-batch has whole bounds of its own, so nothing
-within a layer is cut. The last micro-batch of each pipeline runs it on the earlier stage: then the later one, which ends
-a step about an F after the other, has the layer's gradients before its last W, and the other one does not wait for
-them. Each of the others has a place in [0, 1), and runs it on the earlier stage if that is less than their part.
-Multiples of the golden section spread the places evenly over the step, and shifts by 1 / D over the pipelines, so that
-every worker has its part, whoever runs whose micro-batches. A micro-batch has the same place at all bounds: where all
-stages have 4.25 layers, it meets 4 or 5 at each, never 3. Where the part is less than one micro-batch of each pipeline,
-the last ones of some run the layer there.
+within a layer is cut.
+
+The last micro-batch of each pipeline runs it on the earlier stage: then the later one, which ends a step about an F
+after the other, has the layer's gradients before its last W, and the other one does not wait for them. Each of the
+others has a place in [0, 1), and runs it on the earlier stage if that is less than their part. Multiples of the golden
+section spread the places evenly over the step, and shifts by 1 / D over the pipelines, so that every worker has its
+part, whoever runs whose micro-batches. A micro-batch has the same place at all bounds: where all stages have 4.25
+layers, it meets 4 or 5 at each, never 3. Where the part is less than one micro-batch of each pipeline, the last ones of
+some run the layer there.
 
 A bound is a whole number, or one with two decimals. Each stage has at least one layer of its own, so a layer has two
 holders at most.

@@ -26,6 +26,7 @@ from operator import add, sub
 from lightning_recycle.arguments import is_integer, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
+from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.coupling import coupled
 from lightning_recycle.planning.grid import Grid
@@ -41,7 +42,7 @@ from lightning_recycle.planning.timing import Codes, Timing, assemble, best_timi
 from lightning_recycle.planning.turns import Turns
 from lightning_recycle.planning.zero_bubble import zero_bubble
 
-__all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "heuristic", "heuristic_in_turns"]
+__all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "PlannerInTurns", "heuristic", "heuristic_in_turns"]
 
 DEFAULT_EFFORT = 800_000
 """Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
@@ -105,7 +106,9 @@ def heuristic_in_turns(schedule: Schedule, turns: Turns, effort: int = DEFAULT_E
         effort: see :func:`heuristic`.
 
     Returns:
-        The schedule, with the times of the mean micro-batch, and the times of its operations as they are.
+        The schedule, with the times of the mean micro-batch, and the times of its operations as they are. If more
+        micro-batches are in flight than the memory has room for in the mean, its problem has their number as a limit
+        instead of the memory.
     """
     problem = exact = schedule.problem
     if problem.memory is not None:
@@ -118,7 +121,38 @@ def heuristic_in_turns(schedule: Schedule, turns: Turns, effort: int = DEFAULT_E
     if fits and (timing.period, timing.makespan) <= (found.timing.period, found.timing.makespan):
         return schedule, timing
     mean = Codes(problem, codes.routes, fused=codes.fused)
-    return assemble(mean, found.sequence, best_timing(mean, found.sequence)), found.timing
+    schedule = assemble(mean, found.sequence, best_timing(mean, found.sequence))
+    return schedule if schedule.fits(problem) else _counted(schedule), found.timing
+
+
+def _counted(schedule: Schedule) -> Schedule:
+    """The schedule with a limit of as many micro-batches as it has in flight, instead of memory."""
+    problem = schedule.problem
+    peaks = [max(map(schedule.peak_in_flight, problem.live_workers(stage))) for stage in range(problem.grid.stages)]
+    return schedule.under(replace(problem, memory=None, in_flight_limit=tuple(peaks)))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerInTurns:
+    """A heuristic planner for stages that share layers, within the memory that problems give to the mean micro-batch.
+
+    Args:
+        planner: for the mean micro-batch.
+        split: how micro-batches differ, where backwards may be split.
+        fused: the same where they are not.
+    """
+
+    planner: HeuristicPlanner
+    split: Turns
+    fused: Turns
+
+    def plan(self, problem: Problem) -> Schedule:
+        """See :func:`heuristic_in_turns`."""
+        schedule = self.planner.plan(problem)
+        if isinstance(schedule, CodedSchedule):
+            return schedule
+        turns = (self.split if problem.technique.decoupled else self.fused).alike_in_memory()
+        return heuristic_in_turns(schedule, turns, self.planner.effort)[0]
 
 
 def _listed(problem: Problem, effort: int) -> Schedule:

@@ -264,33 +264,38 @@ class LayerCosts:
 
     def turns(self, cuts: Sequence[float], grid: Grid, *, decoupled: bool = True) -> Turns | None:
         """What differs between micro-batches, of which each has whole bounds of its own; None if no layer is shared."""
+        cuts = check_cuts(cuts, self.layers)
         shared = shared_layers(cuts)
         if not shared:
             return None
         indices = [each.index * grid.pipelines + each.pipeline for each in grid.all_microbatches()]
         bounds = [bounds_of(cuts, index, grid) for index in indices]
-        costs = {own: self.costs(own, decoupled=decoupled) for own in set(bounds)}
+        backward = self.backward_input if decoupled else self.backward
         layers = []
         for layer, (stage, _) in shared.items():
             earlier = tuple(number for number, own in enumerate(bounds) if own[stage + 1] > layer)
             later = tuple(number for number, own in enumerate(bounds) if own[stage + 1] <= layer)
-            layers.append(SharedLayer(stage, self.reduce[layer], earlier, later))
+            whole = self._held(self.reduce, cuts)[stage]
+            layers.append(SharedLayer(stage, self.reduce[layer] / whole if whole else 0.0, earlier, later))
 
-        def relative(values: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-            mean = self._stages(values, check_cuts(cuts))
+        def relative(values: Sequence[float], more: float = 0.0) -> tuple[tuple[float, ...], ...]:
+            mean = self._stages(values, cuts)
             known = {
                 own: tuple(
-                    mine / usual if usual else 1.0 for mine, usual in zip(self._stages(values, own), mean, strict=True)
+                    (mine + more) / (usual + more) if usual + more else 1.0
+                    for mine, usual in zip(self._stages(values, own), mean, strict=True)
                 )
                 for own in set(bounds)
             }
             return tuple(known[own] for own in bounds)
 
         return Turns(
-            tuple(costs[own] for own in bounds),
-            tuple(layers),
+            relative(self.forward, self.overhead),
+            relative(backward, self.overhead),
+            relative(self.backward_weight, self.overhead),
             relative(self.held_bytes),
             relative(self.waiting_bytes),
+            tuple(layers),
             self._reserved(cuts),
         )
 

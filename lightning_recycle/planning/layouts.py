@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -51,16 +52,17 @@ from lightning_recycle.planning.normalization import (
     roles,
 )
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.shared_cuts import SharedStages, fastest_shared
+from lightning_recycle.planning.shared_cuts import SharedStages, fastest_shared, smooth_counts
 from lightning_recycle.planning.turns import Turns
 
 __all__ = ["Candidate", "Changing", "Layout", "LayoutPlan", "Way", "plan_layout"]
 
 Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
 
-_TRIED = 3  # layouts of a way that are planned, with layers that stages share and without
+_TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
 _SHARED_SLACKS = (0.0, 0.005, 0.02)  # likewise, where stages share layers: it may share fewer
+_SHARING_GAIN = 0.001  # of a period, for which more layers are shared
 _LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
 
 
@@ -298,7 +300,7 @@ def _is_better(one: Candidate, other: Candidate) -> bool:
     """Whether ``one`` saves more; not if it shares more layers and is hardly faster."""
     shared = [len(shared_layers(each.layout.cuts)) for each in (one, other)]
     if shared[0] != shared[1]:
-        least = _LEAST_GAIN * (1 if shared[0] > shared[1] else -1)
+        least = _SHARING_GAIN * (1 if shared[0] > shared[1] else -1)
         return one.period < other.period * (1 - least)
     return (one.saved, -one.bytes) > (other.saved, -other.bytes)
 
@@ -412,7 +414,7 @@ class _Search:
                 distribution = tuple(self.grid.pipelines - count for count in goal)
                 if cut.cuts != self.cuts or (way == "both" and goal != self.live):
                     rivals[cut.cuts, distribution] = None
-            goals = [self.live] if way == "layers" else [self.live, self.spread(stages, best)]
+            goals = [self.live] if way == "layers" else [self.live, self.spread(stages, best), *self.smooth]
             for cuts, goal in self.shared(goals, spare) if self.shares_layers else ():
                 if cuts != self.cuts or goal != self.live:
                     rivals[cuts, tuple(self.grid.pipelines - count for count in goal)] = None
@@ -429,6 +431,12 @@ class _Search:
                 found = cheapest(stages, best.bottleneck * (1 + slack), lambda *range, cost=cost: cost(stages, *range))
                 if found is not None:
                     yield found
+
+    @cached_property
+    def smooth(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of workers that suit stages that share layers."""
+        table = shares(self.grid.global_microbatches, (1.0,) * self.grid.pipelines)
+        return smooth_counts(table, self.grid.stages, sum(self.live))
 
     def shared(self, goals: Sequence[tuple[int, ...]], spare: float) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
         """Cuts in which stages share layers, for these numbers of workers in the stages."""
@@ -498,13 +506,15 @@ class _Search:
         turns = self.turns(cuts)
         if turns is None or worth_coding(problem, CODED_FROM):
             return lower_bound(problem)
-        loads = [0.0]
+        costs, loads = problem.costs, [0.0]
+        parts = zip(
+            (costs.forward, costs.backward_input, costs.backward_weight),
+            (turns.forward, turns.backward_input, turns.backward_weight),
+            strict=True,
+        )
+        ratios = [(usual, [sum(column) for column in zip(*each, strict=True)]) for usual, each in parts]
         for stage in range(self.grid.stages):
-            each = (
-                costs.forward[stage] + costs.backward_input[stage] + costs.backward_weight[stage]
-                for costs in turns.costs
-            )
-            work = sum(each)
+            work = sum(usual[stage] * total[stage] for usual, total in ratios)
             loads.append(work / sum(1 / factor for factor in problem.live_factors(stage)))
         return max(loads)
 

@@ -107,8 +107,8 @@ def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solut
 
 
 def goal_of(codes: Codes) -> float:
-    """A length that is good enough: the lower bound. Where micro-batches differ, that of the mean one without a limit on
-    memory, as fewer or more of them fit into it.
+    """A length that is good enough: the lower bound. Where micro-batches differ, that of the mean one without a limit
+    on memory, as fewer or more of them fit into it.
     """
     problem = codes.problem if codes.turns is None else replace(codes.problem, memory=None)
     return lower_bound(problem) * (1 + 1e-9)

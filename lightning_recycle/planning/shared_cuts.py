@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from lightning_recycle.planning.fractional_cuts import PARTS, Bounds, rounded
 
-__all__ = ["SharedStages", "fastest_shared"]
+__all__ = ["SharedStages", "fastest_shared", "smooth_counts"]
 
 _PRECISION = 1e-6  # relative: two loads that are closer are equal
 
@@ -141,3 +141,34 @@ def fastest_shared(stages: SharedStages, slack: float = 0.0) -> tuple[Bounds, fl
     found = stages.within(high * (1 + slack))
     assert found is not None
     return found, max(stages.load(stage, found[stage], found[stage + 1]) for stage in range(count))
+
+
+def smooth_counts(table: Sequence[float], stages: int, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of workers of the stages with which parts of layers even out most: where loads are equal, a step takes
+    the work over the sum of 1 / ``table[n]`` of all stages.
+
+    Args:
+        table: ``table[n]``: the micro-batches of the busiest of n workers.
+        stages: the number of stages.
+        workers: of all stages.
+
+    Returns:
+        The best of those whose stages are nearly alike, and of those that differ more. Stages with few workers come
+        first: they get the fewest layers, and hold the most micro-batches.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    mean = workers / stages
+    for reach in (1.0, 2.0, 3.0, float(workers)):
+        allowed = [n for n in range(1, len(table)) if abs(n - mean) <= reach]
+        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        for _ in range(stages):
+            after: dict[int, tuple[float, tuple[int, ...]]] = {}
+            for taken, (speed, counts) in best.items():
+                for n in allowed:
+                    if taken + n <= workers:
+                        candidate = round(speed + 1 / table[n], 12), (*counts, n)
+                        after[taken + n] = max(after.get(taken + n, candidate), candidate)
+            best = after
+        if workers in best:
+            found[tuple(sorted(best[workers][1]))] = None
+    return tuple(found)

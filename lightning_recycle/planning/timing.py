@@ -89,8 +89,7 @@ class Codes:
         self.ranks: list[list[int]] = rank_of * 5
         self.durations = _durations(costs, fused)
         factors = {grid.rank(worker): factor for worker, factor in problem.worker_factors}
-        each = None if turns is None else zip(*(_durations(own, fused) for own in turns.costs), strict=True)
-        rows = [list(row) for row in each] if each is not None else [[d] * self.n for d in self.durations]
+        rows = [[d] * self.n for d in self.durations] if turns is None else _by_microbatch(costs, turns, fused)
         self.times: list[list[float]] = [
             [duration * factors.get(rank, 1.0) for duration, rank in zip(row, ranks, strict=True)] if factors else row
             for row, ranks in zip(rows, self.ranks, strict=True)
@@ -151,6 +150,18 @@ def _durations(costs: Costs, fused: bool) -> list[float]:
     both = tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))
     backward = both if fused else costs.backward_input
     return [*costs.forward, *backward, *costs.backward_weight, *both, *costs.forward]
+
+
+def _by_microbatch(costs: Costs, turns: Turns, fused: bool) -> list[list[float]]:
+    """The durations of each micro-batch, by key."""
+    split = (costs.forward, turns.forward), (costs.backward_input, turns.backward_input)
+    weight = costs.backward_weight, turns.backward_weight
+    forward, backward, weights = (
+        [[usual * ratios[stage] for ratios in each] for stage, usual in enumerate(of_stages)]
+        for of_stages, each in (*split, weight)
+    )
+    both = [[b + w for b, w in zip(*rows, strict=True)] for rows in zip(backward, weights, strict=True)]
+    return [*forward, *(both if fused else backward), *weights, *both, *forward]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +280,8 @@ def _await_others(
             last = max((kind + m for m in microbatches for kind in kinds), key=ends.__getitem__, default=-1)
             if last < 0:
                 continue
-            end = ends[last] + layer.reduce + codes.steps[stage]
+            reduce = layer.reduce * codes.problem.costs.of(OpKind.REDUCE, layer.stage)
+            end = ends[last] + reduce + codes.steps[stage]
             if end > stage_end[stage]:
                 stage_end[stage], stage_source[stage] = end, sources[last]
 

@@ -113,7 +113,10 @@ def test_layers_move_at_once_when_a_worker_fails(run: Run, monkeypatch: pytest.M
     assert ready is not None, run.plans.take_notes()
     assert [end - begin for begin, end in pairwise(ready.cuts)][dead.stage] < 8
     assert GRID.rank(dead) not in ready.roster
-    schedule = run.plans._layouts.schedule_of(ready.cuts)
+    chosen = run.plans._layouts.choice_of(ready.cuts)
+    assert chosen is not None
+    assert chosen.judgement is not None
+    schedule = chosen.judgement.schedule
     assert schedule is not None
     assert schedule.failed == {dead}
     validate(schedule)

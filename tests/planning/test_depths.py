@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.depths import best_cut, form_of, forms, judged_form, shared
+from lightning_recycle.planning.depths import Form, best_cut, form_of, forms, judged_form, shared
 from lightning_recycle.planning.layer_costs import LayerCosts
 from lightning_recycle.planning.layout_judging import Judgement
 
@@ -85,3 +85,16 @@ def test_shares_follow_what_the_schedules_take() -> None:
     judged = judged_form(uneven, slow_second)
     assert judged.period == 72.0
     assert sum(judged.microbatches) == 18
+
+
+def test_pipelines_that_are_cut_at_other_places_wait_for_each_other() -> None:
+    """Stages begin an F behind the one before, which is a slot per layer, and end after 60 slots."""
+
+    def judge(cuts: tuple, share: int, pipelines: int) -> Judgement:
+        return Judgement(60.0, spans=tuple((float(begin), begin + 60.0) for begin in cuts[:-1]))
+
+    alike = Form(((0, 4, 8), (0, 4, 8)), (10, 10), 1.0)
+    assert judged_form(alike, judge).period == 60.0
+    # Stages that share a layer: 0 and 0, 3 and 0, 3 and 4, 6 and 4. They begin 0, 3, -1 and 2 slots behind the other.
+    unlike = Form(((0, 3, 6, 8), (0, 4, 8)), (10, 10), 1.0)
+    assert judged_form(unlike, judge).period == pytest.approx(60.0 + (3 + 1) / 2)

@@ -41,7 +41,7 @@ def largest(stages: SharedStages, bounds: tuple[float, ...]) -> float:
     return max(stages.load(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(stages.shares)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(stages=situations(), slack=st.sampled_from([0.0, 0.02, 0.2]))
 def test_no_cut_is_faster(stages: SharedStages, slack: float) -> None:
     fit = [
@@ -58,12 +58,8 @@ def test_no_cut_is_faster(stages: SharedStages, slack: float) -> None:
     assert load == pytest.approx(largest(stages, bounds))
     best = min(largest(stages, each) for each in fit)
     assert load <= best * (1 + slack) * (1 + 1e-5)
-    fewest = (
-        min(len(shared_layers(each)) for each in fit if largest(stages, each) <= best * (1 + slack) * (1 - 1e-5))
-        if any(largest(stages, each) <= best * (1 + slack) * (1 - 1e-5) for each in fit)
-        else len(bounds)
-    )
-    assert load < best or len(shared_layers(bounds)) <= fewest
+    as_fast = [len(shared_layers(each)) for each in fit if largest(stages, each) <= load]
+    assert len(shared_layers(bounds)) <= min(as_fast, default=len(bounds))
 
 
 def test_equal_loads_where_whole_layers_have_none() -> None:
@@ -106,15 +102,15 @@ def test_micro_batches_have_costs_and_sizes_of_their_own() -> None:
     costs, grid = layers(6, held_bytes=(1.0,) * 6, waiting_bytes=(2.0,) * 6, reduce=(0.5,) * 6), Grid(2, 2, 4)
     turns = costs.turns((0, 2.5, 6), grid)
     assert turns is not None
-    assert {own.forward for own in turns.costs} == {(2.0, 4.0), (3.0, 3.0)}
-    assert sum(own.forward[0] for own in turns.costs) / len(turns.costs) == 2.5
-    for own, held, waiting in zip(turns.costs, turns.held, turns.waiting, strict=True):
-        assert held == waiting == pytest.approx((own.forward[0] / 2.5, own.forward[1] / 3.5))
+    forward = [(2.5 * first, 3.5 * second) for first, second in turns.forward]
+    assert {(round(first), round(second)) for first, second in forward} == {(2, 4), (3, 3)}
+    assert sum(first for first, _ in forward) / len(forward) == pytest.approx(2.5)
+    assert turns.forward == turns.backward_input == turns.backward_weight == turns.held == turns.waiting
     assert turns.reserved == (1.0, 1.0)
     (layer,) = turns.layers
-    assert (layer.stage, layer.reduce) == (0, 0.5)
+    assert (layer.stage, layer.reduce) == (0, pytest.approx(1 / 3))
     assert {*layer.earlier, *layer.later} == set(range(8))
-    assert all(turns.costs[number].forward == (3.0, 3.0) for number in layer.earlier)
+    assert all(round(forward[number][0]) == 3 for number in layer.earlier)
     assert costs.turns((0, 3, 6), grid) is None
 
 

@@ -72,7 +72,7 @@ def test_halves_let_a_run_with_one_cut_train_more() -> None:
     found = []
     for parts in (1, 2):
         model = get_model("gpt3_6_7b", layers_per_block=parts)
-        policy = Auto(depths=False, effort=0, checkpoint="memory")
+        policy = Auto(shares=False, effort=0, checkpoint="memory")
         found.append(simulate(model, Cluster.of(model), policy, FailedFraction(1 / 32), "1h").ratio)
     assert found[1] > 1.03 * found[0]  # by load alone .895 of ideal instead of .826
 

@@ -31,12 +31,12 @@ from lightning_recycle.control.protocol.relayout import has_ties, ranges
 from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.fractional_cuts import parts_of
-from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layouts import LayoutPlan
+from lightning_recycle.planning.layouts import Candidate, LayoutPlan
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.turns import Turns
 
 __all__ = ["Adapt", "LayoutAnswer", "LayoutChoice", "Surroundings"]
 
@@ -173,11 +173,19 @@ class LayoutChoice:
             found[stage] = {name: known[name] for name in seconds[stage] if name in known}
         return found
 
-    def schedule_of(self, cuts: Cuts) -> Schedule | None:
-        """The plan that was made when the layout ``cuts`` was chosen."""
+    def choice_of(self, cuts: Cuts) -> Candidate | None:
+        """The layout ``cuts`` as it was chosen, with its plan."""
         answer = self._newest
-        judged = None if answer is None or answer.cuts != cuts else answer.plan.chosen.judgement
-        return None if judged is None else judged.schedule
+        return None if answer is None or answer.cuts != cuts else answer.plan.chosen
+
+    def turns(self, cuts: Cuts, grid: Grid) -> tuple[Turns, Turns] | None:
+        """How micro-batches differ under the layout ``cuts``, with split and with fused backwards; None if they do not,
+        or nobody has measured the layers.
+        """
+        if self.layers is None:
+            return None
+        split, fused = (self.layers.turns(cuts, grid, decoupled=decoupled) for decoupled in (True, False))
+        return None if split is None or fused is None else (split, fused)
 
     def take_answers(self) -> list[LayoutAnswer]:
         """What has been found since the last call, if it is still of use."""

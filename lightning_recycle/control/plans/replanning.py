@@ -56,11 +56,14 @@ from lightning_recycle.planning.choosing import TechniqueChoice
 from lightning_recycle.planning.contingencies import most_in_a_stage, next_failures, usual_limit
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.footprint import Footprint, MemoryLimit, memory_of
+from lightning_recycle.planning.heuristic import PlannerInTurns
+from lightning_recycle.planning.layouts import Candidate
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import distributions
 from lightning_recycle.planning.renaming import alike, representative
 from lightning_recycle.planning.split_costs import SplitTrial
+from lightning_recycle.planning.turns import Turns
 
 __all__ = ["OperationSeconds", "RunPlanner", "costs_from"]
 
@@ -153,6 +156,7 @@ class RunPlanner:
         self._memory_limit, self._recompute = memory, recompute
         self._footprints: Mapping[Worker, Footprint] = {}
         self._assumed: Memory | None = None  # of another layout, until it is measured
+        self._turns: tuple[Turns, Turns] | None = None  # see relaid
         self._refused: set[str] = set()  # why there is no plan within memory, as far as it has been said
         self._ahead = PlanningAhead()
         self._better: queue.SimpleQueue[PlanResult] = queue.SimpleQueue()
@@ -225,18 +229,31 @@ class RunPlanner:
             return self._splitting.fused(problem)
         return problem
 
-    def relaid(self, seconds: OperationSeconds, schedule: Schedule | None) -> None:
-        """The layers lie in another way, so that operations take ``seconds``, and another memory, which has yet to be
-        measured. What was planned is forgotten; ``schedule``: the plan for those who train, if there is one.
+    def relaid(
+        self,
+        seconds: OperationSeconds,
+        chosen: Candidate | None,
+        turns: tuple[Turns, Turns] | None,
+    ) -> None:
+        """The layers lie in another way. What was planned is forgotten.
+
+        Args:
+            seconds: what operations take now.
+            chosen: the layout with the plan for those who train, if it was chosen. Its memory counts until it is
+                measured.
+            turns: how micro-batches differ where backwards may be split, and where they are fused; None if they do not.
         """
         self._ahead.begin(iter(()))
         self._ready = ReadyPlans(self._grid)
+        self._turns = turns
         self._footprints, self._library, self._assumed = {}, None, None
         if self._costs is not None:
             self._costs = replace(costs_from(seconds, self._grid.stages), communication=self._costs.communication)
-        if schedule is not None:
-            self._assumed = schedule.problem.memory
-            self._ready.keep(ReadyPlan(schedule, "better", final=self._quick is self._chosen))
+        if chosen is not None and chosen.problem is not None:
+            self._assumed = chosen.problem.memory
+            if chosen.judgement is not None and chosen.judgement.schedule is not None:
+                schedule = chosen.judgement.schedule.under(chosen.problem)
+                self._ready.keep(ReadyPlan(schedule, "better", final=self._quick is self._chosen))
 
     def measured(self, footprints: Mapping[Worker, Footprint]) -> None:
         """Plans for the memory that these workers have measured, at least one of each stage."""
@@ -354,6 +371,9 @@ class RunPlanner:
 
         Plans of the planner that the user chose are stored in the library.
         """
+        is_chosen = planner is self._chosen
+        if self._turns is not None and isinstance(planner, HeuristicPlanner):
+            planner = PlannerInTurns(planner, *self._turns)
         if self._splitting is not None and chooses:
             result = self._splitting.make(problem, lambda wanted: make(wanted, planner))
         else:
@@ -361,7 +381,7 @@ class RunPlanner:
         if result.warning is not None:
             log.warning("%s", result.warning)
         library = self._library
-        if library is not None and planner is self._chosen and problem.memory is None:
+        if library is not None and is_chosen and problem.memory is None:
             # What this run measured is for no other run to ask for.
             try:
                 library.put(result)

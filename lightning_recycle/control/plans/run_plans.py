@@ -315,7 +315,7 @@ class RunPlans:
         layouts.cuts = cuts
         self._levels.forget()
         self._footprints = {}
-        self._planner.relaid(self.operation_seconds, layouts.schedule_of(cuts))
+        self._planner.relaid(self.operation_seconds, layouts.choice_of(cuts), layouts.turns(cuts, self._grid))
 
     def _relaying(self, answer: LayoutAnswer) -> LayoutReady | None:
         """What an answer asks for, if it is for those who train now."""

@@ -1,9 +1,9 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
-Concept: the ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, both, and pipelines
-of different depth. The first four are those of a run, from the planner that a run asks
-(:func:`~lightning_recycle.planning.layouts.plan_layout`); the fifth (:mod:`~lightning_recycle.planning.depths`) is
-simulated only, and ``depths=False`` leaves it out. Of each way, what can be trained until the next change is
+Concept: the ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, and both, from the
+planner that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`); with ``depths=True`` also pipelines
+of different depth (:mod:`~lightning_recycle.planning.depths`), which are simulated only. Of each way, what can be
+trained until the next change is
 
     (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
@@ -44,6 +44,7 @@ from lightning_recycle.planning.cuts import Stages, fastest, shares
 from lightning_recycle.planning.depths import Form, form_of, forms, judged_form
 from lightning_recycle.planning.fractional_cuts import Bounds, held_ranges
 from lightning_recycle.planning.layout_judging import Judgement
+from lightning_recycle.planning.layouts import Way as LayoutWay
 from lightning_recycle.simulation.layer_models import layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
@@ -107,15 +108,15 @@ class Auto(CommonPolicy):
     Args:
         schedule: "planned": split backwards and the staggered optimizer; "1f1b": neither.
         layers: whether layers may move.
-        shares: whether neighbouring stages may share layers, as in a run; plans then take ten times as long to make.
-        depths: whether pipelines may have different depths.
+        shares: whether neighbouring stages may share layers.
+        depths: whether pipelines may have different depths, which no run can do.
         prior_events: failures that the prior rate, Llama 3's, counts for.
     """
 
     schedule: ScheduleName = "planned"
     layers: bool = True
-    shares: bool = False
-    depths: bool = True
+    shares: bool = True
+    depths: bool = False
     prior_events: float = 0.001
 
     @property
@@ -192,11 +193,14 @@ class Auto(CommonPolicy):
             for found in _depth_ways(model, self.schedule, self.effort, len(workers), own):
                 goal = min(goal, found.step.period)
                 yield found
-        if min(counts) >= 1:
-            bound = _least_load(model, self.technique.decoupled, len(workers), self.shares)
-            moving = bound < _WORTH_PLANNING * goal
-            moved = self.layers, self.shares, moving
-            yield from _grid_ways(model, self.technique, self.effort, cuts, counts, *moved)
+        if min(counts) < 1:
+            return
+        yield from _staying(model, self.technique, self.effort, cuts, counts)
+        if self.layers and _least_load(model, self.technique.decoupled, len(workers), self.shares) < (
+            _WORTH_PLANNING * goal
+        ):
+            for found in _moving(model, self.technique, self.effort, len(workers), self.shares):
+                yield found if found.counts != counts else replace(found, choice="layers")
 
     def _own_depths(self, state: _State, alive: Mapping[int, Range], free: int) -> tuple[int, ...]:
         """The present pipelines without the dead; workers without a place join the shortest one."""
@@ -265,31 +269,50 @@ def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16384)
-def _grid_ways(
+def _staying(
+    model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
+) -> tuple[_Way, ...]:
+    """Re-routing, and moving workers: layers stay."""
+    return _planned(model, technique, effort, cuts, counts, ("workers",), "layers stay", shares_layers=False)
+
+
+@lru_cache(maxsize=4096)
+def _moving(
+    model: TrainingModel, technique: Technique, effort: int, live: int, shares_layers: bool
+) -> tuple[_Way, ...]:
+    """The layouts for so many workers, wherever these are now: what a change costs hardly depends on it."""
+    counts = _filled((0,) * model.stages, live, model.pipelines)
+    ways: tuple[LayoutWay, ...] = ("layers", "both")
+    return tuple(
+        replace(way, choice="both")
+        for way in _planned(model, technique, effort, _even(model), counts, ways, unmovable(model), shares_layers)
+        if way.choice != "reroute"
+    )
+
+
+def _planned(
     model: TrainingModel,
     technique: Technique,
     effort: int,
     cuts: Bounds,
     counts: tuple[int, ...],
-    layers: bool,
+    ways: tuple[LayoutWay, ...],
+    fixed: str,
     shares_layers: bool,
-    moving: bool,
 ) -> tuple[_Way, ...]:
-    """Re-routing, and with ``moving`` what the planner of a run would move, whether or not it pays."""
+    """What the planner of a run finds, whether or not it pays."""
     costs, grid = layer_costs(model), model.grid
     gone = normalized_failures(grid, tuple(model.pipelines - count for count in counts))
-    usual = costs.costs(cuts, decoupled=technique.decoupled)
-    problem = Problem(grid, usual, gone, technique)
-    reason = unmovable(model) if layers else "layers stay"
+    problem = Problem(grid, costs.costs(cuts, decoupled=technique.decoupled), gone, technique)
     try:
         plan = plan_layout(
             problem,
             costs,
             cuts,
             next_change=1e12,
-            fixed=reason,
+            fixed=fixed,
             whole="" if shares_layers else "layers are not shared",
-            ways=("workers", "layers", "both") if moving else (),
+            ways=ways,
             judge=lambda other, turns: step_judgement(other, turns, effort // _LAYOUT_SHARE),
         )
     except PlanningError:
@@ -358,7 +381,7 @@ def _judged_form(model: TrainingModel, schedule: str, effort: int, form: Form) -
         units = tuple(end - begin for begin, end in pairwise(cuts))
         costs: Costs = model.costs(units, pipelines=pipelines)
         step = pipeline_step(schedule, costs, share, model.in_flight_limit(units), effort)
-        return Judgement(step.seconds, step.fill, step.lead)
+        return Judgement(step.seconds, step.fill, step.lead, spans=step.spans)
 
     return judged_form(form, judge)
 
