@@ -45,7 +45,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -235,6 +235,7 @@ class Communicator:
         stage_roster: Sequence[int],
         tie_rosters: Mapping[tuple[int, ...], Sequence[int]] | None = None,
         check_links: bool = False,
+        keeps: bool = False,
     ) -> None:
         """Connects this worker with those that it exchanges messages with, each of whom does the same, and for
         reductions the workers of its stage.
@@ -246,17 +247,23 @@ class Communicator:
             tie_rosters: for the sums of tied gradients, the ranks of the stages that hold a tie, by these stages (this
                 worker's only).
             check_links: whether each worker, all or none of them, first checks whether it can reach the others.
+            keeps: whether the connections of the generation before stay, all of them on all workers, which are the same
+                as then and have nothing under way: only what is missing is connected.
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.reachability.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
-        self._close_generation()
+        if keeps and not self._transport.keeps_connections:
+            self.abort(generation - 1)
+            keeps = False
+        self._close_generation(keeps)
         doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
-            cancelled = self._cancelled = threading.Event()
-            sockets = self._sockets = OpenSockets()
+            if not keeps:
+                self._cancelled, self._sockets = threading.Event(), OpenSockets()
+            cancelled, sockets = self._cancelled, self._sockets
             self._generation = generation
             if self._aborted_generation >= generation:
                 cancelled.set()
@@ -267,16 +274,18 @@ class Communicator:
         plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
         plans += self._transport.plans(reached, rosters)
         plans += [GroupPlan(name, ranks, _STAGE_LOOP) for name, ranks in rosters.items()]
-        if len(stage_roster) <= _MOST_MESHED:
+        if len(stage_roster) <= _MOST_MESHED and self._mesh is None:
             plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
-        groups: dict[str, Group] = {}
+        groups = {channel.value: group for channel, group in self._groups.items()} | self._rosters
+        missing = [self._missing(plan, groups.get(plan.name, Group())) for plan in plans]
         errors: list[BaseException] = []
         begun: list[float] = []  # when the transport was asked to connect
         done = threading.Event()
 
         def connect() -> None:
             try:
-                groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets))
+                for name, group in self._factory.create(generation, missing, doorbell, cancelled, sockets).items():
+                    groups[name] = groups.get(name, Group()).with_more(group)
                 begun.append(time.monotonic())
                 self._transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
@@ -301,7 +310,11 @@ class Communicator:
                 process_group._set_default_timeout(self._timeout)
         self._check()
         self._groups = {channel: groups.get(channel.value, Group()) for channel in Channel}
-        self._rosters = {name: groups.get(name, Group()) for name in rosters}
+        self._rosters.update({name: groups.get(name, Group()) for name in rosters})
+
+    def _missing(self, plan: GroupPlan, kept: Group) -> GroupPlan:
+        """``plan`` without the workers with whom this one is connected, in ``kept``: a meshed group has all or none."""
+        return replace(plan, ranks=tuple(r for r in plan.ranks if r == self._rank or r not in kept.places))
 
     def links(self, name: str, peers: Collection[int], cancelled: threading.Event) -> dict[int, socket.socket]:
         """Plain connections to workers ``peers``, each of whom asks for the same at about the same time; called by a
@@ -336,17 +349,21 @@ class Communicator:
         self._close_generation()
         self._transport.end()
 
-    def _close_generation(self) -> None:
-        with self._lock:
-            self._cancelled.set()
-            self._sockets.cut()
+    def _close_generation(self, keeps: bool = False) -> None:
+        """Drops what belongs to the generation; ``keeps``: but its connections."""
+        if not keeps:
+            with self._lock:
+                self._cancelled.set()
+                self._sockets.cut()
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None
-        self._sent, self._sent_before = {}, {}
         self._is_prepared = False
         self._inboxes.clear()
         self._outboxes.clear()
+        if keeps:
+            return
+        self._sent, self._sent_before = {}, {}
         self._groups = {}
         self._rosters = {}
         if self._mesh is not None:

@@ -200,6 +200,8 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("the leader changes though it lives", membership, "_with_leader", "state.leader in state.live and", "False and"),
     ("the dead leader speaks", membership, "_lose", "_with_leader(", "("),
     ("nobody is evicted for a broken link", membership, "_grace_elapsed", "evicted is not None", "False"),
+    ("connections are kept in the middle of a step", membership, "_begin_generation", "idle and not checks", "not checks"),
+    ("those who enter are taken for connected", membership, "_at_boundary", "idle=not (enter or leave)", "idle=True"),
     ("nobody checks its links", membership, "_begin_generation", "state.disturbances > 0", "False"),
     ("broken links survive a new generation", membership, "_begin_generation",
      "broken_pairs=frozenset()", "broken_pairs=state.broken_pairs"),

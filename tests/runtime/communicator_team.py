@@ -83,7 +83,7 @@ class Member:
 
     def __init__(self, rank: int, directory: str, transport: str) -> None:
         context = process_context()
-        self.rank = rank
+        self.rank, self.transport = rank, transport
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(rank, directory, transport, theirs), daemon=True)  # type: ignore[attr-defined]
         self.process.start()
@@ -166,6 +166,16 @@ class Team:
         self.generation += 1
         self.run(configure, self.generation, ranks, stages, check_links, ranks=ranks)
 
+    def go_on(
+        self, *pairs: tuple[int, int], stages: int = 2, ties: Sequence[tuple[int, ...]] = (), keeps: bool = True
+    ) -> list[dict[int, int]]:
+        """Begins a generation in which the ``pairs`` exchange messages, over the connections that there are; returns the
+        connections of each member to others: descriptor -> inode.
+        """
+        self.generation += 1
+        ranks = range(len(self.members))
+        return self.run(configure_pairs, self.generation, ranks, stages, pairs, ties, keeps)
+
     def close(self) -> None:
         for member in self.members:
             member.kill()
@@ -247,6 +257,25 @@ def configure_tied(
     rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
     communicator.configure(generation, ranks, mine, rosters)
+
+
+def configure_pairs(
+    communicator: Communicator,
+    generation: int,
+    ranks: Sequence[int],
+    stages: int,
+    pairs: Sequence[tuple[int, int]],
+    ties: Sequence[tuple[int, ...]],
+    keeps: bool,
+) -> dict[int, int]:
+    """As :func:`configure_tied`; only ``pairs`` exchange messages."""
+    rank = communicator._rank
+    mine = [other for other in ranks if other % stages == rank % stages]
+    rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
+    neighbours = {other for pair in pairs if rank in pair for other in pair}
+    communicator.meeting.generation = generation  # type: ignore[attr-defined]
+    communicator.configure(generation, neighbours, mine, rosters, keeps=keeps)
+    return dict(communicator._sockets._inodes)
 
 
 def hide(communicator: Communicator, hidden: bool) -> None:
