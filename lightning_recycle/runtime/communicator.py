@@ -43,8 +43,7 @@ import errno
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -73,13 +72,23 @@ from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import TAGS, Channel, GlooTransport, Transport, receive_all, send_all
 from lightning_recycle.runtime.wire import HEADER_BYTES, LAYOUT_BYTES, Layout, Value
 
-__all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "Reduction", "UnreachableError"]
+__all__ = [
+    "PARTS_AT_ONCE",
+    "Channel",
+    "CommunicationError",
+    "Communicator",
+    "Incoming",
+    "Reduction",
+    "UnreachableError",
+]
+
+PARTS_AT_ONCE = 16
+"""How many parts of a transfer may be under way between two workers."""
 
 _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
 _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
 _TRANSFER_TAG = (_EXCHANGE_TAG + 1) * TAGS
-_CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
-_AHEAD = 2  # chunks of a transfer that are under way: one is copied, or acknowledged, while another is sent
+_CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction: a network of 100 Mbit/s takes seconds for it
 _DEVICE_CHUNK_BYTES = 128 * 1024 * 1024  # the same from device to device, where each part costs notes to and fro
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
@@ -621,66 +630,61 @@ class Communicator:
         is_here = tensor.device.type == self.device.type
         return is_here and tensor.nbytes > _SMALL_BYTES and self._transport.carries(destination)
 
-    def send_bytes(self, tensor: Tensor, destination: int, carried: bool = False) -> None:
-        """Sends the bytes of ``tensor`` to rank ``destination``, which knows how many there are; returns when they
-        have arrived. ``carried``: from device to device; the other side must know that, too.
+    def send_part(self, part: Tensor, destination: int, number: int, carried: bool) -> tuple[Tensor, Any]:
+        """Starts to send the bytes ``part`` to rank ``destination``, which knows how many there are.
+
+        Args:
+            part: contiguous; it must not change until it has arrived.
+            destination: who gets it.
+            number: of the parts that were sent before in this transfer; of :data:`PARTS_AT_ONCE` parts under way no
+                two may have the same one, modulo that.
+            carried: whether it goes from device to device; the other side must know that, too.
+
+        Returns:
+            What is sent, which is on the host unless it is carried; and what :meth:`await_arrival` waits for.
         """
-        under_way: deque[tuple[Any, Any]] = deque()
+        tag = _tag_of_part(number)
+        with self._translated():
+            staged = part if carried else self._memory.staged(part)
+            (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, tag)
+            if carried:
+                what = Channel.ACTIVATIONS, Layout.of(part), [part], destination, tag // TAGS
+                sent = self._transport.send(*what)
+            else:
+                sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
+        return staged, (arrived, sent)
 
-        def await_oldest() -> None:
-            arrived, _ = under_way.popleft()  # what it has sent must be kept until here
-            with self._translated():
-                arrived.wait(self._timeout)
-            self.on_progress()
+    def await_arrival(self, under_way: Any) -> None:
+        """Waits until what :meth:`send_part` sends has arrived."""
+        arrived, _ = under_way  # what it has sent must be kept until here
+        with self._translated():
+            arrived.wait(self._timeout)
+        self.on_progress()
 
-        for chunk, tag in _chunks(tensor.detach().contiguous()):
-            if len(under_way) == _AHEAD:
-                await_oldest()
-            with self._translated():
-                staged = chunk if carried else self._memory.staged(chunk)  # while the one before is under way
-                (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, tag)
-                if carried:
-                    what = Channel.ACTIVATIONS, Layout.of(chunk), [chunk], destination, tag // TAGS
-                    sent = self._transport.send(*what)
-                else:
-                    sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
-            under_way.append((arrived, sent))
-        while under_way:
-            await_oldest()
+    def post_part(self, part: Tensor, source: int, number: int) -> Any:
+        """Posts the receive of ``part``, contiguous and on the CPU, from rank ``source``; ``number`` as there."""
+        with self._translated():
+            return receive_all(self._groups[Channel.ACTIVATIONS], [part], source, _tag_of_part(number))
 
-    def receive_bytes(self, tensor: Tensor, source: int, carried: bool = False) -> None:
-        """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`.
-        ``carried``: from device to device, a part of it at a time.
-        """
-        if carried:
-            self._receive_carried(tensor, source)
-            return
-        posted: deque[tuple[int, Any, Any]] = deque()
+    def await_part(self, posted: Any, source: int, number: int) -> None:
+        """Waits for a part that was posted."""
+        work, end = posted
+        with self._translated():
+            end.wait(self._timeout)
+            work.wait(self._timeout)
+            self._acknowledge(source, number)
 
-        def await_oldest() -> None:
-            tag, work, end = posted.popleft()
-            with self._translated():
-                end.wait(self._timeout)
-                work.wait(self._timeout)
-                self._acknowledge(source, tag)
+    def receive_carried_part(self, part: Tensor, source: int, number: int) -> None:
+        """Fills ``part``, contiguous and on the CPU, with one that goes from device to device."""
+        with self._translated():
+            what = Channel.ACTIVATIONS, Layout.of(part), source, _tag_of_part(number) // TAGS
+            (found,) = self._transport.receive(*what)
+            assert found is not None
+            part.copy_(found)
+            self._acknowledge(source, number)
 
-        for chunk, tag in _chunks(tensor):
-            if len(posted) == _AHEAD:
-                await_oldest()
-            with self._translated():
-                posted.append((tag, *receive_all(self._groups[Channel.ACTIVATIONS], [chunk], source, tag)))
-        while posted:
-            await_oldest()
-
-    def _receive_carried(self, tensor: Tensor, source: int) -> None:
-        for chunk, tag in _chunks(tensor):
-            with self._translated():
-                (part,) = self._transport.receive(Channel.ACTIVATIONS, Layout.of(chunk), source, tag // TAGS)
-                assert part is not None
-                chunk.copy_(part)
-                self._acknowledge(source, tag)
-
-    def _acknowledge(self, source: int, tag: int) -> None:
+    def _acknowledge(self, source: int, number: int) -> None:
+        tag = _tag_of_part(number)
         self._sent[Channel.GRADIENTS, source, tag] = send_all(self._groups[Channel.GRADIENTS], [], source, tag)
         self.on_progress()
 
@@ -718,9 +722,5 @@ def _parts(tensor: Tensor, most_bytes: int = _CHUNK_BYTES) -> tuple[Tensor, ...]
     return parts
 
 
-def _chunks(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """The memory of a contiguous ``tensor`` in parts, as bytes, each with the first of the tags under which it goes."""
-    if tensor.numel() == 0:
-        return
-    for number, chunk in enumerate(tensor.view(-1).view(torch.uint8).split(_CHUNK_BYTES)):
-        yield chunk, _TRANSFER_TAG + number % _AHEAD * TAGS
+def _tag_of_part(number: int) -> int:
+    return _TRANSFER_TAG + number % PARTS_AT_ONCE * TAGS

@@ -275,9 +275,11 @@ def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:
 # ---------------------------------------------------------------------- transfers of state, and memory
 
 
-def test_transfers_in_many_chunks_arrive_whole(four: Team) -> None:
+@pytest.mark.parametrize("at_once", [500, 1000, 2500, 1_000_000])
+def test_transfers_in_many_parts_arrive_whole(four: Team, at_once: int) -> None:
     four.regroup(0, 1)
-    assert all(four.run(tasks.transfer_numbers, [0, 1, 100, 124, 125, 126, 1000, 1251], 1000, ranks=[0, 1]))
+    sizes = [0, 1, 100, 124, 125, 126, 1000, 1251, 9000]
+    assert all(four.run(tasks.transfer_numbers, sizes, 1000, at_once, ranks=[0, 1]))
 
 
 def test_large_tensors_of_a_state_go_from_device_to_device_where_that_is_possible(four: Team, transport: str) -> None:
