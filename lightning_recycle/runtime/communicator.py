@@ -2,7 +2,8 @@
 
 Contract: :meth:`Communicator.configure` connects the workers of one generation, :meth:`Communicator.abort` (from any
 thread) makes every blocked or later operation raise :class:`CommunicationError` within milliseconds. There is no
-default process group: all groups are raw objects under a store prefix of their generation.
+default process group: all groups are raw objects under a store prefix of their generation. Where all workers of a
+generation wait, with nothing under way, and the same ones go on, the next one keeps the connections.
 
 Gloo's own ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the
 sockets of the groups (:mod:`~lightning_recycle.runtime.groups` makes both). Gloo then fails

@@ -357,7 +357,7 @@ LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("steps go on while layers are under way", SimulatedWorker, "recover", "if resume.becomes:", "if False:"),
     ("who joins keeps its layers", membership, "_report", "state.cuts and state.reports", "False and state.reports"),
     ("layers are given before all say what they hold", membership, "_at_boundary",
-     "_begin_generation(state, layout.cuts)", "_begin_generation(replace(state, cuts=layout.cuts))"),
+     "_begin_generation(state, layout.cuts,", "_begin_generation(replace(state, cuts=layout.cuts),"),
     ("a worker drops its layers before all hold theirs", SimulatedWorker, "get_ready",
      "self.beside = (resume.becomes, self.version)", "self.cuts = resume.becomes"),
 ]
