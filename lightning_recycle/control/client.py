@@ -573,7 +573,8 @@ class ControlClient:
                 self.send(reply)
             if isinstance(message, messages.Unfit):
                 return
-            if isinstance(message, messages.Regroup) and self.on_interrupt is not None:
+            ends = isinstance(message, messages.Regroup) and not message.keeps_connections
+            if ends and self.on_interrupt is not None:
                 self.on_interrupt(message.generation - 1)
 
     @property

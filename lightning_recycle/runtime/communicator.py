@@ -2,7 +2,8 @@
 
 Contract: :meth:`Communicator.configure` connects the workers of one generation, :meth:`Communicator.abort` (from any
 thread) makes every blocked or later operation raise :class:`CommunicationError` within milliseconds. There is no
-default process group: all groups are raw objects under a store prefix of their generation.
+default process group: all groups are raw objects under a store prefix of their generation. Where all workers of a
+generation wait, with nothing under way, and the same ones go on, the next one keeps the connections.
 
 Gloo's own ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the
 sockets of the groups (:mod:`~lightning_recycle.runtime.groups` makes both). Gloo then fails
@@ -43,9 +44,8 @@ import errno
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -73,13 +73,23 @@ from lightning_recycle.runtime.staging import HostMemory
 from lightning_recycle.runtime.transports import TAGS, Channel, GlooTransport, Transport, receive_all, send_all
 from lightning_recycle.runtime.wire import HEADER_BYTES, LAYOUT_BYTES, Layout, Value
 
-__all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "Reduction", "UnreachableError"]
+__all__ = [
+    "PARTS_AT_ONCE",
+    "Channel",
+    "CommunicationError",
+    "Communicator",
+    "Incoming",
+    "Reduction",
+    "UnreachableError",
+]
+
+PARTS_AT_ONCE = 16
+"""How many parts of a transfer may be under way between two workers."""
 
 _SMALL_BYTES = 64 * 1024  # posted for a tag before its first message
 _EXCHANGE_TAG = 1 << 24  # beyond any micro-batch; Gloo's tags have 32 bits
 _TRANSFER_TAG = (_EXCHANGE_TAG + 1) * TAGS
-_CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction or a transfer: a network of 100 Mbit/s takes seconds for it
-_AHEAD = 2  # chunks of a transfer that are under way: one is copied, or acknowledged, while another is sent
+_CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction: a network of 100 Mbit/s takes seconds for it
 _DEVICE_CHUNK_BYTES = 128 * 1024 * 1024  # the same from device to device, where each part costs notes to and fro
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
@@ -235,6 +245,7 @@ class Communicator:
         stage_roster: Sequence[int],
         tie_rosters: Mapping[tuple[int, ...], Sequence[int]] | None = None,
         check_links: bool = False,
+        keeps: bool = False,
     ) -> None:
         """Connects this worker with those that it exchanges messages with, each of whom does the same, and for
         reductions the workers of its stage.
@@ -246,17 +257,23 @@ class Communicator:
             tie_rosters: for the sums of tied gradients, the ranks of the stages that hold a tie, by these stages (this
                 worker's only).
             check_links: whether each worker, all or none of them, first checks whether it can reach the others.
+            keeps: whether the connections of the generation before stay, all of them on all workers, which are the same
+                as then and have nothing under way: only what is missing is connected.
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.reachability.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
-        self._close_generation()
+        if keeps and not self._transport.keeps_connections:
+            self.abort(generation - 1)
+            keeps = False
+        self._close_generation(keeps)
         doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
-            cancelled = self._cancelled = threading.Event()
-            sockets = self._sockets = OpenSockets()
+            if not keeps:
+                self._cancelled, self._sockets = threading.Event(), OpenSockets()
+            cancelled, sockets = self._cancelled, self._sockets
             self._generation = generation
             if self._aborted_generation >= generation:
                 cancelled.set()
@@ -267,16 +284,18 @@ class Communicator:
         plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
         plans += self._transport.plans(reached, rosters)
         plans += [GroupPlan(name, ranks, _STAGE_LOOP) for name, ranks in rosters.items()]
-        if len(stage_roster) <= _MOST_MESHED:
+        if len(stage_roster) <= _MOST_MESHED and self._mesh is None:
             plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
-        groups: dict[str, Group] = {}
+        groups = {channel.value: group for channel, group in self._groups.items()} | self._rosters
+        missing = [self._missing(plan, groups.get(plan.name, Group())) for plan in plans]
         errors: list[BaseException] = []
         begun: list[float] = []  # when the transport was asked to connect
         done = threading.Event()
 
         def connect() -> None:
             try:
-                groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets))
+                for name, group in self._factory.create(generation, missing, doorbell, cancelled, sockets).items():
+                    groups[name] = groups.get(name, Group()).with_more(group)
                 begun.append(time.monotonic())
                 self._transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
@@ -301,7 +320,11 @@ class Communicator:
                 process_group._set_default_timeout(self._timeout)
         self._check()
         self._groups = {channel: groups.get(channel.value, Group()) for channel in Channel}
-        self._rosters = {name: groups.get(name, Group()) for name in rosters}
+        self._rosters.update({name: groups.get(name, Group()) for name in rosters})
+
+    def _missing(self, plan: GroupPlan, kept: Group) -> GroupPlan:
+        """``plan`` without the workers with whom this one is connected, in ``kept``: a meshed group has all or none."""
+        return replace(plan, ranks=tuple(r for r in plan.ranks if r == self._rank or r not in kept.places))
 
     def links(self, name: str, peers: Collection[int], cancelled: threading.Event) -> dict[int, socket.socket]:
         """Plain connections to workers ``peers``, each of whom asks for the same at about the same time; called by a
@@ -336,17 +359,21 @@ class Communicator:
         self._close_generation()
         self._transport.end()
 
-    def _close_generation(self) -> None:
-        with self._lock:
-            self._cancelled.set()
-            self._sockets.cut()
+    def _close_generation(self, keeps: bool = False) -> None:
+        """Drops what belongs to the generation; ``keeps``: but its connections."""
+        if not keeps:
+            with self._lock:
+                self._cancelled.set()
+                self._sockets.cut()
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None
-        self._sent, self._sent_before = {}, {}
         self._is_prepared = False
         self._inboxes.clear()
         self._outboxes.clear()
+        if keeps:
+            return
+        self._sent, self._sent_before = {}, {}
         self._groups = {}
         self._rosters = {}
         if self._mesh is not None:
@@ -604,66 +631,61 @@ class Communicator:
         is_here = tensor.device.type == self.device.type
         return is_here and tensor.nbytes > _SMALL_BYTES and self._transport.carries(destination)
 
-    def send_bytes(self, tensor: Tensor, destination: int, carried: bool = False) -> None:
-        """Sends the bytes of ``tensor`` to rank ``destination``, which knows how many there are; returns when they
-        have arrived. ``carried``: from device to device; the other side must know that, too.
+    def send_part(self, part: Tensor, destination: int, number: int, carried: bool) -> tuple[Tensor, Any]:
+        """Starts to send the bytes ``part`` to rank ``destination``, which knows how many there are.
+
+        Args:
+            part: contiguous; it must not change until it has arrived.
+            destination: who gets it.
+            number: of the parts that were sent before in this transfer; of :data:`PARTS_AT_ONCE` parts under way no
+                two may have the same one, modulo that.
+            carried: whether it goes from device to device; the other side must know that, too.
+
+        Returns:
+            What is sent, which is on the host unless it is carried; and what :meth:`await_arrival` waits for.
         """
-        under_way: deque[tuple[Any, Any]] = deque()
+        tag = _tag_of_part(number)
+        with self._translated():
+            staged = part if carried else self._memory.staged(part)
+            (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, tag)
+            if carried:
+                what = Channel.ACTIVATIONS, Layout.of(part), [part], destination, tag // TAGS
+                sent = self._transport.send(*what)
+            else:
+                sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
+        return staged, (arrived, sent)
 
-        def await_oldest() -> None:
-            arrived, _ = under_way.popleft()  # what it has sent must be kept until here
-            with self._translated():
-                arrived.wait(self._timeout)
-            self.on_progress()
+    def await_arrival(self, under_way: Any) -> None:
+        """Waits until what :meth:`send_part` sends has arrived."""
+        arrived, _ = under_way  # what it has sent must be kept until here
+        with self._translated():
+            arrived.wait(self._timeout)
+        self.on_progress()
 
-        for chunk, tag in _chunks(tensor.detach().contiguous()):
-            if len(under_way) == _AHEAD:
-                await_oldest()
-            with self._translated():
-                staged = chunk if carried else self._memory.staged(chunk)  # while the one before is under way
-                (arrived,) = receive_all(self._groups[Channel.GRADIENTS], [], destination, tag)
-                if carried:
-                    what = Channel.ACTIVATIONS, Layout.of(chunk), [chunk], destination, tag // TAGS
-                    sent = self._transport.send(*what)
-                else:
-                    sent = send_all(self._groups[Channel.ACTIVATIONS], [staged], destination, tag)
-            under_way.append((arrived, sent))
-        while under_way:
-            await_oldest()
+    def post_part(self, part: Tensor, source: int, number: int) -> Any:
+        """Posts the receive of ``part``, contiguous and on the CPU, from rank ``source``; ``number`` as there."""
+        with self._translated():
+            return receive_all(self._groups[Channel.ACTIVATIONS], [part], source, _tag_of_part(number))
 
-    def receive_bytes(self, tensor: Tensor, source: int, carried: bool = False) -> None:
-        """Fills ``tensor``, contiguous and on the CPU, with what rank ``source`` sends by :meth:`send_bytes`.
-        ``carried``: from device to device, a part of it at a time.
-        """
-        if carried:
-            self._receive_carried(tensor, source)
-            return
-        posted: deque[tuple[int, Any, Any]] = deque()
+    def await_part(self, posted: Any, source: int, number: int) -> None:
+        """Waits for a part that was posted."""
+        work, end = posted
+        with self._translated():
+            end.wait(self._timeout)
+            work.wait(self._timeout)
+            self._acknowledge(source, number)
 
-        def await_oldest() -> None:
-            tag, work, end = posted.popleft()
-            with self._translated():
-                end.wait(self._timeout)
-                work.wait(self._timeout)
-                self._acknowledge(source, tag)
+    def receive_carried_part(self, part: Tensor, source: int, number: int) -> None:
+        """Fills ``part``, contiguous and on the CPU, with one that goes from device to device."""
+        with self._translated():
+            what = Channel.ACTIVATIONS, Layout.of(part), source, _tag_of_part(number) // TAGS
+            (found,) = self._transport.receive(*what)
+            assert found is not None
+            part.copy_(found)
+            self._acknowledge(source, number)
 
-        for chunk, tag in _chunks(tensor):
-            if len(posted) == _AHEAD:
-                await_oldest()
-            with self._translated():
-                posted.append((tag, *receive_all(self._groups[Channel.ACTIVATIONS], [chunk], source, tag)))
-        while posted:
-            await_oldest()
-
-    def _receive_carried(self, tensor: Tensor, source: int) -> None:
-        for chunk, tag in _chunks(tensor):
-            with self._translated():
-                (part,) = self._transport.receive(Channel.ACTIVATIONS, Layout.of(chunk), source, tag // TAGS)
-                assert part is not None
-                chunk.copy_(part)
-                self._acknowledge(source, tag)
-
-    def _acknowledge(self, source: int, tag: int) -> None:
+    def _acknowledge(self, source: int, number: int) -> None:
+        tag = _tag_of_part(number)
         self._sent[Channel.GRADIENTS, source, tag] = send_all(self._groups[Channel.GRADIENTS], [], source, tag)
         self.on_progress()
 
@@ -701,9 +723,5 @@ def _parts(tensor: Tensor, most_bytes: int = _CHUNK_BYTES) -> tuple[Tensor, ...]
     return parts
 
 
-def _chunks(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """The memory of a contiguous ``tensor`` in parts, as bytes, each with the first of the tags under which it goes."""
-    if tensor.numel() == 0:
-        return
-    for number, chunk in enumerate(tensor.view(-1).view(torch.uint8).split(_CHUNK_BYTES)):
-        yield chunk, _TRANSFER_TAG + number % _AHEAD * TAGS
+def _tag_of_part(number: int) -> int:
+    return _TRANSFER_TAG + number % PARTS_AT_ONCE * TAGS

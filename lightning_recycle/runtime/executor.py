@@ -711,7 +711,7 @@ class Executor:
             self._moving.end_copies()
         if not self._joining and (holding := self._moving.decided(resume.cuts)) is not None:
             self._take_up(holding)
-        self._connect(resume, announced.check_links)
+        self._connect(resume, announced)
         with self._client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
             self._host.on_generation()
         if self._profiler is not None and resume.generation == 0:
@@ -758,7 +758,7 @@ class Executor:
         self._stage.remember_modes()
         self._reduced, self._payload = False, None
 
-    def _connect(self, resume: messages.Resume, check_links: bool) -> None:
+    def _connect(self, resume: messages.Resume, announced: messages.Regroup) -> None:
         """Connects this worker with those that it needs in the generation; from now on its schedule holds."""
         program = resume.program
         assert program is not None, "the coordinator adds it"
@@ -777,7 +777,12 @@ class Executor:
         transfers = {other for pair in exchanges if rank in pair for other in pair} | self._moving.partners(resume)
         with self._client.waiting("connections"):
             self._communicator.configure(
-                resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, check_links
+                resume.generation,
+                {*program.neighbours, *transfers},
+                peers,
+                tie_rosters,
+                announced.check_links,
+                announced.keeps_connections,
             )
             self._reduction.drop()
         self._follow(program)

@@ -61,7 +61,7 @@ class _Set:
         for dtype in dict.fromkeys(p.dtype for p in parameters):
             mine = [p for p in parameters if p.dtype == dtype]
             sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in mine]
-            buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            buffer = torch.empty(sum(sizes), dtype=dtype, device=device)  # filled when a step begins in it
             self.parameters += mine
             self.buffers.append(buffer)
             self.firsts.append(torch.tensor([0, *itertools.accumulate(sizes[:-1])], device=device))

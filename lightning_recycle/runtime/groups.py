@@ -130,6 +130,13 @@ class Group:
         if meshed:
             self.whole = process_group
 
+    def with_more(self, other: Group) -> Group:
+        """The group that leads to the members of both."""
+        both = Group()
+        both.whole = self.whole if other.whole is None else other.whole
+        both.places, both.links = {**self.places, **other.places}, {**self.links, **other.links}
+        return both
+
     @property
     def process_groups(self) -> list[Any]:
         return list({id(found): found for found, _ in self.places.values()}.values())

@@ -177,14 +177,13 @@ def give(
     Raises:
         CommunicationError: if the generation is aborted.
     """
-    steps = receive_object(communicator, receiver)
-    rest = None if copy is None or steps is None else copy.rest(steps)
-    if rest is not None:
-        send_object(communicator, rest, receiver)
-        if receive_object(communicator, receiver):
-            return
-    else:
+    if copy is not None:
         send_object(communicator, None, receiver)
+        steps = receive_object(communicator, receiver)
+        rest = None if steps is None else copy.rest(steps)
+        send_object(communicator, rest, receiver)
+        if rest is not None and receive_object(communicator, receiver):
+            return
     send_object(communicator, copier.give(layers), receiver)
 
 
@@ -199,6 +198,9 @@ def take(communicator: Communicator, copier: Copier, donor: int, parcels: Sequen
     Returns:
         The layers, and whether they are what has come before and the rest.
     """
+    whole = receive_object(communicator, donor)
+    if whole is not None:
+        return whole, False  # the donor has copied nothing
     send_object(communicator, len(parcels) - 1 if parcels else None, donor)
     rest = receive_object(communicator, donor)
     if rest is not None:

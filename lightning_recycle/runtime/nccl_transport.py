@@ -112,6 +112,7 @@ class NcclTransport:
     """
 
     connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
+    keeps_connections = False
 
     def __init__(
         self,

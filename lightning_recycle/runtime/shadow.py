@@ -15,7 +15,7 @@ __all__ = ["Shadow"]
 
 
 class Shadow:
-    """A copy of ``parameters``, one version old.
+    """A copy of ``parameters``, one version old; nothing before the first :meth:`update`.
 
     Args:
         parameters: parameters of the stage.
@@ -26,7 +26,7 @@ class Shadow:
         self._parameters = list(parameters)
         pinned = on_host and any(p.device.type == "cuda" for p in self._parameters)
         self._copies: list[Tensor] = [
-            torch.empty_like(p, device="cpu" if on_host else p.device, pin_memory=pinned).copy_(p.detach())
+            torch.empty_like(p.detach(), device="cpu" if on_host else p.device, pin_memory=pinned)
             for p in self._parameters
         ]
 

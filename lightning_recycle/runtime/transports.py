@@ -51,9 +51,12 @@ class Transport(Protocol):
 
     Attributes:
         connect_seconds: how long :meth:`connect` may take without anybody being able to tell what it waits for.
+        keeps_connections: whether :meth:`connect` may be called again without :meth:`close`, with the groups of before
+            and more; the same on all workers.
     """
 
     connect_seconds: float
+    keeps_connections: bool
 
     def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
         """The connections that it needs to exchange payloads with ``ranks``, and for the collectives of ``rosters``,
@@ -130,6 +133,7 @@ class GlooTransport:
     """
 
     connect_seconds = 0.0
+    keeps_connections = True
 
     def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
         self._timeout, self._memory = timeout, memory

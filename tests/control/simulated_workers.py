@@ -511,7 +511,8 @@ class SimulatedWorker:
     def recover(self) -> Waits:
         """Executor._recover."""
         announced = self.member.enter()
-        self.broken = set()
+        if not announced.keeps_connections:
+            self.broken, self.linked = set(), frozenset()
         self.place = (self.version, "recovery")
         self.network.entered(self)
         version = self.version if self.has_state else -1
@@ -526,13 +527,14 @@ class SimulatedWorker:
         if self.has_state:
             self.take_up(resume.cuts)
         self.schedule = resume.program  # the whole: what a program is, the protocol does not know
-        self.linked = frozenset(self.roster)
-        if not network.meshed:
-            self.linked = linked_with(self.grid, self.schedule, self.rank)
+        kept = self.linked
+        self.linked = kept.union(
+            self.roster if network.meshed else linked_with(self.grid, self.schedule, self.rank), self.partners(resume)
+        )
         if announced.check_links:
             yield from self.check_links()
         self.tell("connects", 0)
-        yield from self.exchange("connects", 0, sorted(self.linked))
+        yield from self.exchange("connects", 0, sorted(self.linked - kept))
         self.payloads = resume.commits
         self.ahead = (resume.decision.version, frozenset() if network.tied else resume.decision.ahead)
         for action in recovery.actions(
@@ -561,12 +563,21 @@ class SimulatedWorker:
             assert beside == (cuts, self.version), f"it holds the layers of {beside} for {cuts} and step {self.version}"
             self.cuts = cuts
 
+    def partners(self, resume: messages.Resume) -> frozenset[int]:
+        """LayerMoves.partners."""
+        if not resume.becomes:
+            return frozenset()
+        found = transfers(self.grid, resume.roster, self.layout(resume.cuts), resume.becomes)
+        pairs = [(one.donor, one.receiver) for one in found]
+        return frozenset(rank for pair in pairs if self.rank in pair for rank in pair)
+
     def get_ready(self, resume: messages.Resume) -> Waits:
         """Executor._get_ready."""
         assert not self.unsettled, "it gives layers that are a guess"
         assert self.version == resume.decision.version, "it gives layers of another step"
         before = self.layout(resume.cuts)
         assert self.cuts == before
+        assert self.linked.issuperset(self.partners(resume)), "it has no connection for layers"
         for one in transfers(self.grid, resume.roster, before, resume.becomes):
             if one.donor == self.rank:
                 self.tell(f"layers {one.layers} for {one.receiver}", self.version)

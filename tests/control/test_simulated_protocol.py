@@ -200,6 +200,9 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("the leader changes though it lives", membership, "_with_leader", "state.leader in state.live and", "False and"),
     ("the dead leader speaks", membership, "_lose", "_with_leader(", "("),
     ("nobody is evicted for a broken link", membership, "_grace_elapsed", "evicted is not None", "False"),
+    ("connections are kept in the middle of a step", membership, "_begin_generation",
+     "idle and not checks", "not checks"),
+    ("those who enter are taken for connected", membership, "_at_boundary", "idle=not (enter or leave)", "idle=True"),
     ("nobody checks its links", membership, "_begin_generation", "state.disturbances > 0", "False"),
     ("broken links survive a new generation", membership, "_begin_generation",
      "broken_pairs=frozenset()", "broken_pairs=state.broken_pairs"),
@@ -354,7 +357,7 @@ LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("steps go on while layers are under way", SimulatedWorker, "recover", "if resume.becomes:", "if False:"),
     ("who joins keeps its layers", membership, "_report", "state.cuts and state.reports", "False and state.reports"),
     ("layers are given before all say what they hold", membership, "_at_boundary",
-     "_begin_generation(state, layout.cuts)", "_begin_generation(replace(state, cuts=layout.cuts))"),
+     "_begin_generation(state, layout.cuts,", "_begin_generation(replace(state, cuts=layout.cuts),"),
     ("a worker drops its layers before all hold theirs", SimulatedWorker, "get_ready",
      "self.beside = (resume.becomes, self.version)", "self.cuts = resume.becomes"),
 ]

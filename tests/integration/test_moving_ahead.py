@@ -103,7 +103,7 @@ def test_layers_that_draw_among_three_stages() -> None:
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-MOMENTS = 20
+MOMENTS = 30
 """As many as each worker has in this move at least."""
 
 

@@ -23,6 +23,7 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
 from lightning_recycle.runtime import layer_exchange, layers_ahead
+from lightning_recycle.runtime.byte_streams import ByteReceiver, ByteSender
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session import stage_layers
 
@@ -66,6 +67,8 @@ class KilledWhileLayersMove(Callback):
         for owner, name in [
             (layers_ahead, "send_object"),
             (layers_ahead, "receive_object"),
+            (ByteSender, "put"),
+            (ByteReceiver, "end"),
             (layer_exchange.LayerMoves, "exchange"),
             (stage_layers.StageLayers, "give"),
             (stage_layers.StageLayers, "take_up"),
@@ -172,7 +175,7 @@ def test_between_the_batches_of_one_step(staggered: bool) -> None:
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-MOMENTS = 50
+MOMENTS = 48
 """As many as each worker has in these moves at least."""
 
 

@@ -27,7 +27,7 @@ from lightning_recycle.runtime.communicator import CommunicationError
 from lightning_recycle.runtime.ties import TieExchange
 
 STAY: dict[str, Any] = {"adapt": "reroute"}
-MOMENTS = 36
+MOMENTS = 44
 """As many as each worker has in the moves below at least."""
 
 SHARED = {1: (2.4, 2.1, 1.5)}  # of six layers the third and the fifth, which have weights

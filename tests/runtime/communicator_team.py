@@ -26,6 +26,7 @@ from support.imitated_transport import imitated
 from lightning_recycle.callbacks.bitflips import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.processes import process_context
+from lightning_recycle.runtime.byte_streams import ByteReceiver, ByteSender
 from lightning_recycle.runtime.communicator import Channel, Communicator
 from lightning_recycle.runtime.device_streams import CudaStreams
 from lightning_recycle.runtime.nccl import Libnccl
@@ -83,7 +84,7 @@ class Member:
 
     def __init__(self, rank: int, directory: str, transport: str) -> None:
         context = process_context()
-        self.rank = rank
+        self.rank, self.transport = rank, transport
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(rank, directory, transport, theirs), daemon=True)  # type: ignore[attr-defined]
         self.process.start()
@@ -166,6 +167,16 @@ class Team:
         self.generation += 1
         self.run(configure, self.generation, ranks, stages, check_links, ranks=ranks)
 
+    def go_on(
+        self, *pairs: tuple[int, int], stages: int = 2, ties: Sequence[tuple[int, ...]] = (), keeps: bool = True
+    ) -> list[dict[int, int]]:
+        """Begins a generation in which the ``pairs`` exchange messages, over the connections that there are; returns
+        those of each member: descriptor -> inode.
+        """
+        self.generation += 1
+        ranks = range(len(self.members))
+        return self.run(configure_pairs, self.generation, ranks, stages, pairs, ties, keeps)
+
     def close(self) -> None:
         for member in self.members:
             member.kill()
@@ -247,6 +258,25 @@ def configure_tied(
     rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
     communicator.configure(generation, ranks, mine, rosters)
+
+
+def configure_pairs(
+    communicator: Communicator,
+    generation: int,
+    ranks: Sequence[int],
+    stages: int,
+    pairs: Sequence[tuple[int, int]],
+    ties: Sequence[tuple[int, ...]],
+    keeps: bool,
+) -> dict[int, int]:
+    """As :func:`configure_tied`; only ``pairs`` exchange messages."""
+    rank = communicator._rank
+    mine = [other for other in ranks if other % stages == rank % stages]
+    rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
+    neighbours = {other for pair in pairs if rank in pair for other in pair}
+    communicator.meeting.generation = generation  # type: ignore[attr-defined]
+    communicator.configure(generation, neighbours, mine, rosters, keeps=keeps)
+    return dict(communicator._sockets._inodes)
 
 
 def hide(communicator: Communicator, hidden: bool) -> None:
@@ -380,27 +410,37 @@ def receive_many(communicator: Communicator, count: int, peer: int) -> None:
 
 def give(communicator: Communicator, size: int, destination: int) -> None:
     value = torch.zeros(size, dtype=torch.uint8, device=communicator.device)
-    communicator.send_bytes(value, destination, communicator._transport.carries(destination))
+    sender = ByteSender(communicator, destination)
+    sender.put(value, communicator._transport.carries(destination))
+    sender.end()
 
 
 def take(communicator: Communicator, size: int, source: int) -> None:
-    communicator.receive_bytes(torch.empty(size, dtype=torch.uint8), source, communicator._transport.carries(source))
+    receiver = ByteReceiver(communicator, source)
+    receiver.take(torch.empty(size, dtype=torch.uint8), communicator._transport.carries(source))
+    receiver.end()
 
 
-def transfer_numbers(communicator: Communicator, sizes: Sequence[int], chunk_bytes: int) -> bool:
-    """Rank 0 sends tensors in chunks of ``chunk_bytes``; whether rank 1 has got them."""
-    from lightning_recycle.runtime import communicator as module
+def transfer_numbers(communicator: Communicator, sizes: Sequence[int], part_bytes: int, at_once: int) -> bool:
+    """Rank 0 sends tensors in parts of ``part_bytes``, ``at_once`` bytes of them; whether rank 1 has got them."""
+    from lightning_recycle.runtime import byte_streams as module
 
-    before, module._CHUNK_BYTES = module._CHUNK_BYTES, chunk_bytes
+    before = module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE
+    module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE = part_bytes, part_bytes, at_once
+    carried = communicator._transport.carries(1 - communicator._rank)
     values = [torch.arange(size) + 1000 * number for number, size in enumerate(sizes)]
-    found = []
-    for value in values:
+    found = [torch.empty_like(value) for value in values]
+    sender, receiver = ByteSender(communicator, 1), ByteReceiver(communicator, 0)
+    for value, place in zip(values, found, strict=True):
         if communicator._rank == 0:
-            communicator.send_bytes(value.to(communicator.device), 1, communicator._transport.carries(1))
+            sender.put(value.to(communicator.device), carried)
         else:
-            found.append(torch.empty_like(value))
-            communicator.receive_bytes(found[-1], 0, communicator._transport.carries(0))
-    module._CHUNK_BYTES = before
+            receiver.take(place, carried)
+    if communicator._rank == 0:
+        sender.end()
+    else:
+        receiver.end()
+    module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE = before
     return communicator._rank == 0 or all(torch.equal(a, b) for a, b in zip(values, found, strict=True))
 
 
@@ -411,14 +451,14 @@ def exchange_state(communicator: Communicator, sizes: Sequence[int]) -> tuple[in
     tensors = [torch.arange(size) for size in sizes]
     value = {"tensors": tensors, "parameter": torch.nn.Parameter(torch.ones(3)), "step": 7, "view": tensors[-1][::2]}
     carried: list[bool] = []
-    for name in ("send_bytes", "receive_bytes"):
-        real = getattr(communicator, name)
+    for owner, name in ((transfer.ByteSender, "put"), (transfer.ByteReceiver, "take")):
+        real = getattr(owner, name)
 
-        def counted(tensor: Any, rank: int, by_device: bool = False, real: Any = real) -> None:
+        def counted(stream: Any, tensor: Any, by_device: bool = False, real: Any = real) -> None:
             carried.append(by_device)
-            real(tensor, rank, by_device)
+            real(stream, tensor, by_device)
 
-        setattr(communicator, name, counted)
+        setattr(owner, name, counted)
     if communicator._rank == 0:
         here = [tensor.to(communicator.device) for tensor in tensors]
         transfer.send_object(communicator, {**value, "tensors": here, "view": here[-1][::2]}, 1)

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from support.written import written
 from torch import nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.shadow import Shadow
 
 CPU = torch.device("cpu")
 
@@ -31,6 +33,18 @@ def test_backward_accumulates_into_the_buffer() -> None:
         assert torch.equal(parameter.grad, value)  # type: ignore[arg-type]
         assert parameter.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()  # type: ignore[union-attr]
     assert buffer.sum().item() == pytest.approx(sum(g.sum().item() for g in expected))
+
+
+def test_nothing_is_written_before_a_step_needs_it() -> None:
+    """Layers that have come from another stage get gradients and a shadow while all wait."""
+    parameters = list(model().parameters())
+    numbers = sum(-(-p.numel() // 16) * 16 for p in parameters)
+    gradients, before = written(lambda: GradientBuffers(parameters, CPU))
+    _, begun = written(lambda: gradients.begin(1))
+    shadow, copied = written(lambda: Shadow(parameters))
+    _, updated = written(shadow.update)
+    assert before < numbers <= begun, "offsets alone"
+    assert (copied, updated) == (0, sum(p.numel() for p in parameters))
 
 
 def test_begin_zeroes_every_gradient() -> None:

@@ -29,7 +29,10 @@ of the network.
 Another plan for the same workers (PlanReady) also begins at a step boundary, but nobody stops there: the Boundary
 carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
 holds, which is the shell's business (Resume). A plan that needs other connections is such a generation's: all stop at
-the boundary and connect anew.
+the boundary and connect what is missing.
+
+Where all wait at a step boundary, or for each other's layers, nothing is under way between them. If they stay the same
+workers, their connections stay as well (``Regroup.keeps_connections``).
 
 Another layout of the layers (LayoutReady, LayoutWanted) takes two generations: in the first, at a step boundary,
 workers get the layers that they lack; when all hold them (LayersHeld), the second begins with it. Layers may have been
@@ -205,8 +208,14 @@ def _begin_if_complete(state: MembershipState) -> _Next:
     return _begin_generation(state)
 
 
-def _begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> _Next:
-    """All live workers stop and report; ``becomes``: the layout that they then get ready for."""
+def _begin_generation(state: MembershipState, becomes: messages.Cuts = (), idle: bool = False) -> _Next:
+    """All live workers stop and report.
+
+    Args:
+        state: before.
+        becomes: the layout that they then get ready for.
+        idle: whether all of them have said in this generation that they wait for the next one, and nobody is new.
+    """
     state = _with_leader(agreements.forget_retracted(state))
     state = replace(
         state,
@@ -225,7 +234,8 @@ def _begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> _N
         held={},
         broken_pairs=frozenset(),
     )
-    regroup = messages.Regroup(state.generation, state.roster, state.leader, check_links=state.disturbances > 0)
+    checks = state.disturbances > 0
+    regroup = messages.Regroup(state.generation, state.roster, state.leader, checks, idle and not checks)
     return state, (Send(state.roster, regroup),)
 
 
@@ -242,7 +252,7 @@ def _layers_held(state: MembershipState, event: messages.LayersHeld) -> _Next:
         details.update(layout.details)
         layout = None
     state = replace(state, cuts=state.becomes, layout=layout)
-    return _with((Record("layers_moved", state.version, None, details),), _begin_generation(state))
+    return _with((Record("layers_moved", state.version, None, details),), _begin_generation(state, idle=True))
 
 
 def _with_leader(state: MembershipState) -> MembershipState:
@@ -590,7 +600,7 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
     commands: list[Command] = [Record("paused", event.step)]
     layout = relayout.due(state)
     if layout is not None and not (enter or leave or state.checks.healing):
-        return _with(tuple(commands), _begin_generation(state, layout.cuts))
+        return _with(tuple(commands), _begin_generation(state, layout.cuts, idle=True))
     if state.plan is not None and not (enter or leave):
         commands.append(Record("replanned", event.step, None, state.plan.details))
     moved = {mover: rank for rank, mover in state.moves.items() if rank in enter}
@@ -612,7 +622,7 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
         applied={**state.applied, **dict.fromkeys(enter, event.step - 1)},
         moves={rank: mover for rank, mover in state.moves.items() if rank not in enter},
     )
-    return _with(tuple(commands), _begin_generation(state))
+    return _with(tuple(commands), _begin_generation(state, idle=not (enter or leave)))
 
 
 def _entered(state: MembershipState, event: messages.Entered) -> _Next:
