@@ -5,10 +5,15 @@ bucket whose gradients are all complete is summed over its *group* in the backgr
 REDUCE begins what is left and waits for all. The group is the workers of the stage, or of all stages that hold those
 weights (:mod:`~lightning_recycle.runtime.ties`).
 
+What several stages hold is often complete before: layers that neighbours share are run by some of the micro-batches
+only. It is once the last operation has ended that adds to what these stages hold in common, so none of them waits for
+what another one computes after that.
+
 Why nobody waits in a circle: the buckets and their order follow from the parameters alone, so all workers of a group
-begin the same ones in the same order, whichever completes when. Those of several stages come after those of one, by the
-numbers of the stages: the orders of all workers agree with one order of all sums, and nobody waits for one before he
-has begun what is before it.
+begin the same ones in the same order, whichever completes when. So they do with those of several stages, by the numbers
+of the stages, and nobody waits before he has begun all of his own. Which of the two comes first may differ between
+workers where groups do not wait for each other (Gloo); elsewhere those of several stages come last, and the orders of
+all workers agree with one order of all sums.
 
 Contract: nothing counts before :meth:`BucketedReduction.finish` has returned. What an attempt that ended before has
 begun is dropped: its sums are computed again, in other memory if somebody may still write to it. Where some of several
@@ -24,9 +29,10 @@ Must not know: why an attempt ends, and what is done with the sums.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -60,16 +66,22 @@ class BucketedReduction:
         self._communicator, self._gradients, self._stage, self._may_begin = communicator, gradients, stage, may_begin
         self._step = 0
         self._givers: Mapping[tuple[int, ...], int] = {}
-        self._buckets: list[Bucket] = []  # that are summed in the background
+        self._queues: list[deque[Bucket]] = []  # what is left to be begun in the background, each in its order
         self._at_once: Tensor | None = None  # what is summed otherwise
         self._last: Task | None = None  # the operation that completes the gradients
+        self._ends: dict[Bucket, Task | None] = {}  # and those that complete each bucket
         self._begun: list[Reduction] = []
-        self._missing: list[set[int]] = []  # by bucket, the ids of parameters without their complete gradient
-        self._bucket_of: dict[int, int] = {}
+        self._missing: dict[Bucket, set[int]] = {}  # not begun: the ids of parameters without their complete gradient
+        self._bucket_of: dict[int, Bucket] = {}
+        self._versions: dict[Bucket, int] = {}  # of what was begun although operations were left that do not add to it
         self._times: dict[nn.Parameter, int] = {}  # the most gradients that each got in one of the backwards watched
 
     def begin(
-        self, step: int, program: Sequence[Task], givers: Mapping[tuple[int, ...], int] = MappingProxyType({})
+        self,
+        step: int,
+        program: Sequence[Task],
+        givers: Mapping[tuple[int, ...], int] = MappingProxyType({}),
+        adds_to_all: Task | None = None,
     ) -> None:
         """Empties the gradients of ``step``, at which an attempt begins.
 
@@ -77,17 +89,29 @@ class BucketedReduction:
             step: its number.
             program: what this worker runs in it; nothing if nothing may leave before REDUCE.
             givers: by the stages that hold weights in common, the rank that gives the sum of an attempt before.
+            adds_to_all: an operation that adds to all gradients, whatever it runs.
         """
         self._gradients.begin(step)
         self._step, self._givers, self._last = step, givers, None
+        self._ends, self._versions, self._bucket_of = {}, {}, {}
         has_peers, buckets = self._communicator.has_peers, self._gradients.buckets(step)
         own = [bucket.buffer for bucket in buckets if not bucket.stages]
         self._at_once = torch.zeros(1) if not own else None
         if len(own) == 1 and self._communicator.sums_at_once(own[0]):
             self._at_once = own[0]
-        self._buckets = [bucket for bucket in buckets if bucket.stages or (has_peers and self._at_once is None)]
-        if program and len(self._buckets) > 1:
-            self._last = next((task for task in reversed(program) if task.op.kind in _COMPLETING), None)
+        alone = [bucket for bucket in buckets if not bucket.stages and has_peers and self._at_once is None]
+        common = [bucket for bucket in buckets if bucket.stages]
+        in_one_order = self._communicator.sums_in_one_order
+        self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
+        self._missing = {bucket: set(map(id, bucket.parameters)) for bucket in alone + common}
+        adding = [task for task in reversed(program) if task.op.kind in _COMPLETING]
+        if adding and (common or len(alone) > 1):
+            self._last = adding[0]
+            self._ends = dict.fromkeys(alone, self._last)
+            for stages in {bucket.stages for bucket in common}:
+                held = set().union(*(self._missing[bucket] for bucket in common if bucket.stages == stages))
+                end = next((t for t in adding if t is adds_to_all or held - self._stage.untouched(t.index)), None)
+                self._ends.update((bucket, end) for bucket in common if bucket.stages == stages)
 
     def during_weights(self, task: Task) -> Callable[[nn.Parameter], None] | None:
         """What the W of ``task`` calls with each parameter that has its gradient; None if nobody wants to know."""
@@ -102,13 +126,13 @@ class BucketedReduction:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        trained = [p for bucket in self._buckets for p in bucket.parameters]
+        trained = [p for bucket in self._missing if self._ends[bucket] is self._last for p in bucket.parameters]
         self._expect(trained)
         times: Counter[nn.Parameter] = Counter()
 
         def added(parameter: nn.Parameter) -> None:
             times[parameter] += 1
-            if self._bucket_of[id(parameter)] < len(self._begun):
+            if self._bucket_of[id(parameter)] not in self._missing:
                 raise UnsupportedFeatureError(
                     f"A parameter of shape {tuple(parameter.shape)} got several gradients in a backward, and one in"
                     " those of earlier steps, so its bucket was reduced too early. Use activation checkpointing with"
@@ -126,10 +150,11 @@ class BucketedReduction:
         self._times.update({p: max(count, self._times.get(p, 0)) for p, count in times.items()})
 
     def _expect(self, parameters: Collection[nn.Parameter]) -> None:
-        """The gradients of ``parameters`` are not complete; all others are."""
+        """The gradients of ``parameters`` are not complete; all others are, but for an operation under way."""
         waiting = set(map(id, parameters))
-        self._missing = [waiting.intersection(map(id, bucket.parameters)) for bucket in self._buckets]
-        self._bucket_of = {key: index for index, keys in enumerate(self._missing) for key in keys}
+        for bucket, missing in self._missing.items():
+            missing &= waiting if self._ends[bucket] is self._last else set()
+        self._bucket_of = {key: bucket for bucket, missing in self._missing.items() for key in missing}
         self._begin_complete()
 
     def _complete(self, parameter: nn.Parameter) -> None:
@@ -138,14 +163,26 @@ class BucketedReduction:
             self._missing[bucket].discard(id(parameter))
             self._begin_complete()
 
+    def completed(self, task: Task) -> None:
+        """``task``, a W or BW, has ended, and its gradients are where they belong."""
+        if self._last is None:
+            return
+        for bucket, missing in self._missing.items():
+            if self._ends[bucket] in (task, None):
+                missing.clear()
+        self._begin_complete()
+
     def _begin_complete(self) -> None:
-        buckets = self._buckets
-        while (index := len(self._begun)) < len(buckets) and not self._missing[index] and self._may_begin():
-            if not buckets[index].is_in_place:
-                return  # an error, of which REDUCE tells
-            self._begin(buckets[index])
+        for queue in self._queues:
+            while queue and not self._missing[queue[0]] and self._may_begin():
+                if not queue[0].is_in_place:
+                    return  # an error, of which REDUCE tells
+                if self._ends[queue[0]] is not self._last:
+                    self._versions[queue[0]] = queue[0].buffer._version
+                self._begin(queue.popleft())
 
     def _begin(self, bucket: Bucket) -> None:
+        self._missing.pop(bucket, None)
         giver = self._givers.get(bucket.stages)
         if giver is None:
             self._begun.append(self._communicator.begin_all_reduce(bucket.buffer, bucket.stages))
@@ -158,10 +195,16 @@ class BucketedReduction:
         A stage that trains nothing waits for its peers all the same: no worker gets further ahead of them.
 
         Raises:
-            UnsupportedFeatureError: if a gradient has left its buffer.
+            UnsupportedFeatureError: if a gradient has left its buffer, or was added to when it seemed to be complete.
         """
         self._gradients.check(self._step)
-        for bucket in self._buckets[len(self._begun) :]:
+        if any(bucket.buffer._version != version for bucket, version in self._versions.items()):
+            raise UnsupportedFeatureError(
+                "A layer that two stages share got a gradient from a micro-batch that runs it on the other one: the"
+                " loss, or another layer, uses its parameters. Use adapt='reroute', or a layout in which no stage"
+                " shares that layer."
+            )
+        for bucket in chain(*self._queues):
             self._begin(bucket)
         if self._at_once is not None:
             self._communicator.all_reduce(self._at_once)

@@ -493,6 +493,11 @@ class Communicator:
         return self._mesh is not None and self._mesh.takes(tensor)
 
     @property
+    def sums_in_one_order(self) -> bool:
+        """Whether sums of one group may wait for those of another that were begun before."""
+        return self._transport.in_one_order
+
+    @property
     def has_peers(self) -> bool:
         """Whether the stage has other live workers."""
         return self._stage.whole is not None
@@ -505,8 +510,8 @@ class Communicator:
         """Begins a sum as that of :meth:`all_reduce`, in the background; over the workers of ``stages``, which hold a
         tie, if they are given. Until :meth:`end_all_reduce` nobody may touch ``tensor``, which is contiguous.
 
-        All workers of a group begin the same sums and broadcasts in the same order, and those of several groups in
-        orders that agree.
+        All workers of a group begin the same sums and broadcasts in the same order; with :attr:`sums_in_one_order` also
+        those of several groups, in orders that agree.
         """
         return self._begin(_tie(stages) if stages else self._stage_name, tensor)
 

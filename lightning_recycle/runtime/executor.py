@@ -295,14 +295,14 @@ class Executor:
         self._stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
-        early = part.reduces and not self._verifier.needs_last_gradients and not givers
-        self._reduction.begin(part.buffers, program if early else (), givers)
+        self._finite.begin(step)
+        early = part.reduces and not (self._verifier.needs_last_gradients or self._finite.inspects or givers)
+        self._reduction.begin(part.buffers, program if early else (), givers, self._verifier.target)
         self._incoming = {
             task: self._communicator.post_receive(_channel(task.op), task.source, task.index)
             for task in program
             if task.source is not None
         }
-        self._finite.begin(step)
         if self._meter is not None:
             self._meter.begin(step if part.reduces else None, self._communicator.buffers())
         if self._trials is not None:
@@ -354,6 +354,7 @@ class Executor:
             if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
                 for watcher in self._watchers:
                     watcher.completed(task)
+                self._reduction.completed(task)
         self._communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:

@@ -51,9 +51,13 @@ class Transport(Protocol):
 
     Attributes:
         connect_seconds: how long :meth:`connect` may take without anybody being able to tell what it waits for.
+        in_one_order: whether a collective of one group waits for those of other groups that were begun before.
     """
 
     connect_seconds: float
+
+    @property
+    def in_one_order(self) -> bool: ...
 
     def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
         """The connections that it needs to exchange payloads with ``ranks``, and for the collectives of ``rosters``,
@@ -130,6 +134,7 @@ class GlooTransport:
     """
 
     connect_seconds = 0.0
+    in_one_order = False
 
     def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
         self._timeout, self._memory = timeout, memory

@@ -28,6 +28,7 @@ class Line:
 
     def __init__(self) -> None:
         self.has_peers = self.has_mesh = True
+        self.sums_in_one_order = False
         self.begun: list[int] = []
         self.groups: list[Any] = []  # of each: the stages, and who gives
         self.ended: list[int] = []
@@ -211,6 +212,78 @@ def test_a_stage_that_is_done_gives_what_others_lack_from_the_buffers_of_that_st
     assert bench.line.groups[3:] == [((1, 2), 7)]
     assert bench.line.sums[3].data_ptr() == sums[2]
     assert bench.line.ended[3:] == [16]
+
+
+class Halfway(Bench):
+    """The last two layers are held by the next stage as well, and the last one is run here by micro-batch 0 alone.
+
+    Args:
+        together: whether these two are one group.
+    """
+
+    def __init__(self, together: bool = False) -> None:
+        super().__init__(tied={2: (0, 1), 1: (0, 1) if together else (0, 3)})
+        last = id(self.parameters[2])
+        self.stage.untouched = lambda index: set() if index == 0 else {last}
+        self.program = [task(B, 0), task(W, 0), task(B, 1), task(W, 1)]
+
+    def seen(self, **options: Any) -> list[list[int]]:
+        """What has begun after each W, and in the end."""
+        self.reduction.begin(0, self.program, **options)
+        found = []
+        for index in (1, 3):
+            self.reduction.during_weights(self.program[index])
+            self.reduction.completed(self.program[index])
+            found.append(list(self.line.begun))
+        self.reduction.finish()
+        return [*found, list(self.line.begun)]
+
+
+def test_what_no_operation_adds_to_any_more_leaves_at_once() -> None:
+    assert Halfway().seen() == [[48], [48, 16, 32], [48, 16, 32]]
+
+
+def test_what_some_stages_hold_in_common_leaves_together() -> None:
+    assert Halfway(together=True).seen() == [[], [16, 32, 48], [16, 32, 48]]
+
+
+def test_where_one_sum_may_wait_for_another_those_of_several_stages_are_last() -> None:
+    bench = Halfway()
+    bench.line.sums_in_one_order = True
+    assert bench.seen() == [[], [16, 48, 32], [16, 48, 32]]
+
+
+def test_an_operation_that_may_add_to_all_gradients_is_awaited() -> None:
+    bench = Halfway()
+    assert bench.seen(adds_to_all=bench.program[3])[0] == []
+
+
+def test_it_leaves_as_soon_as_the_newest_step_is_settled() -> None:
+    bench = Halfway()
+    bench.is_settled = False
+    bench.reduction.begin(0, [*bench.program[:2], task(W, 7), *bench.program[2:]])
+    bench.reduction.completed(bench.program[1])
+    assert bench.line.begun == []
+    bench.is_settled = True
+    bench.reduction.completed(task(W, 7))
+    assert bench.line.begun == [48]
+
+
+def test_a_worker_that_does_not_run_it_at_all_does_not_hold_it_up() -> None:
+    bench = Halfway()
+    bench.program[1:2] = [task(W, 2)]
+    assert bench.seen()[0] == [48]
+
+
+def test_a_gradient_of_a_layer_that_another_stage_runs_is_an_error() -> None:
+    bench = Halfway()
+    bench.reduction.begin(0, bench.program)
+    bench.reduction.completed(bench.program[1])
+    assert bench.line.begun == [48]
+    bench.parameters[1].sum().backward()
+    bench.parameters[2].sum().backward()
+    with pytest.raises(UnsupportedFeatureError, match="that two stages share got a gradient"):
+        bench.reduction.finish()
 
 
 def test_each_sum_of_a_lost_generation_is_given_up_even_if_one_goes_on() -> None:
