@@ -150,7 +150,7 @@ class BucketedReduction:
         self._times.update({p: max(count, self._times.get(p, 0)) for p, count in times.items()})
 
     def _expect(self, parameters: Collection[nn.Parameter]) -> None:
-        """The gradients of ``parameters`` are not complete; all others are, but for an operation under way."""
+        """The gradients of ``parameters`` are not complete; all others are."""
         waiting = set(map(id, parameters))
         for bucket, missing in self._missing.items():
             missing &= waiting if self._ends[bucket] is self._last else set()

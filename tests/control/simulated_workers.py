@@ -676,6 +676,7 @@ class SimulatedWorker:
             yield from self.exchange("B", step, plan.after)
             right = right and all(self.received("B", step, plan.after))
         self.tell("B", step, right)
+        begun = self.begin_shared(step) if part.reduces else {}  # may be before the last weight gradients, and a check
         if errs:
             mine, first = {"output": bytes(16)}, {"output": bytes(15) + b"1"}
             self.send(messages.Disputed(self.rank, self.generation, step, 0, self.rank, mine, first))
@@ -685,7 +686,6 @@ class SimulatedWorker:
         if part.reduces:
             assert right or not plan.microbatches, f"it reduces what follows from a wrong guess before step {step}"
             self.tell("W", step, sum(16**m for m in plan.microbatches) + self.network.is_spoiled(self, step) / 2)
-            begun = self.begin_shared(step)
             yield from self.exchange("W", step, plan.peers)
             self.buffers[step % 2] = (step, sum(self.received("W", step, plan.peers)))
             if self.network.tied:  # the stages that hold copies add their gradients: all or none
