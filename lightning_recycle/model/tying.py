@@ -7,9 +7,9 @@ neighbouring stages share (:mod:`~lightning_recycle.planning.fractional_cuts`): 
 
 What the runtime must do for each :class:`Tie`:
 
-1. **Gradient.** After REDUCE has summed each stage's gradient over its peers, add the gradients of the copies, in the
-   order of the stages, on every stage that holds one, before STEP: the same order gives the same bits, so that
-   copies never drift apart. (On one device, autograd adds the uses in another order: equal up to rounding.)
+1. **Gradient.** REDUCE sums it over the workers of all stages that hold a copy, in one sum that gives the same bits to
+   all of them, so that copies never drift apart. (On one device, autograd adds the uses in another order: equal up to
+   rounding.)
 2. **Norm.** Count the summed gradient once, on :attr:`Tie.owner`, the stage of the first copy: the other stages leave
    it out of their squared norm. The same goes for anything else counted over all parameters (number of
    parameters, weight norms, non-finite gradients).

@@ -166,7 +166,7 @@ class Incoming:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A sum over a stage that is under way.
+    """A sum over one stage or several, or a broadcast, that is under way.
 
     Args:
         group: of Gloo.
@@ -496,7 +496,7 @@ class Communicator:
             value = self.receive(self.post_receive(Channel.ACTIVATIONS, peer, _EXCHANGE_TAG))
             self.send(Channel.GRADIENTS, value, peer, _EXCHANGE_TAG)
 
-    # ------------------------------------------------------------------ within a stage
+    # ------------------------------------------------------------------ within a stage, or several
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums ``tensor`` in place over the live workers of this stage; the same bits on all of them."""
@@ -520,6 +520,11 @@ class Communicator:
         return self._mesh is not None and self._mesh.takes(tensor)
 
     @property
+    def sums_in_one_order(self) -> bool:
+        """Whether sums of one group may wait for those of another that were begun before."""
+        return self._transport.in_one_order
+
+    @property
     def has_peers(self) -> bool:
         """Whether the stage has other live workers."""
         return self._stage.whole is not None
@@ -528,26 +533,40 @@ class Communicator:
     def _stage(self) -> Group:
         return self._rosters.get(self._stage_name, Group())
 
-    def begin_all_reduce(self, tensor: Tensor) -> Reduction:
-        """Begins a sum as that of :meth:`all_reduce`, in the background. All workers of the stage begin the same ones
-        in the same order. Until :meth:`end_all_reduce` nobody may touch ``tensor``, which is contiguous.
+    def begin_all_reduce(self, tensor: Tensor, stages: tuple[int, ...] = ()) -> Reduction:
+        """Begins a sum as that of :meth:`all_reduce`, in the background; over the workers of ``stages``, which hold a
+        tie, if they are given. Until :meth:`end_all_reduce` nobody may touch ``tensor``, which is contiguous.
+
+        All workers of a group begin the same sums and broadcasts in the same order; with :attr:`sums_in_one_order` also
+        those of several groups, in orders that agree.
         """
+        return self._begin(_tie(stages) if stages else self._stage_name, tensor)
+
+    def begin_broadcast(self, tensor: Tensor, stages: tuple[int, ...], source: int) -> Reduction:
+        """The same, but ``tensor`` is overwritten with that of rank ``source``."""
+        return self._begin(_tie(stages) if stages else self._stage_name, tensor, source)
+
+    def _begin(self, roster: str, tensor: Tensor, source: int | None = None) -> Reduction:
         self._check()
-        group = self._stage.whole
-        if group is None:
+        group = self._rosters.get(roster, Group())
+        whole = group.whole
+        if whole is None:
             return Reduction()
-        if self._transport.takes(self._stage_name, tensor):
+        if self._transport.takes(roster, tensor):
             with self._translated():
                 begin, parts = self._transport.begin_collective, _parts(tensor, _DEVICE_CHUNK_BYTES)
-                return Reduction(carried=tuple(begin(self._stage_name, part) for part in parts))
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
+                return Reduction(carried=tuple(begin(roster, part, source) for part in parts))
+        options: Any = AllreduceOptions() if source is None else BroadcastOptions()
+        if source is None:
+            start, options.reduceOp = whole.allreduce, ReduceOp.SUM
+        else:
+            start, options.rootRank = whole.broadcast, group.places[source][1]
         with self._translated():
             staged = ((part, self._memory.staged(part)) for part in _parts(tensor))
-            return Reduction(group, tuple((part, copy, group.allreduce([copy], options)) for part, copy in staged))
+            return Reduction(whole, tuple((part, copy, start([copy], options)) for part, copy in staged))
 
     def end_all_reduce(self, reduction: Reduction) -> None:
-        """Waits until the tensor holds the sum."""
+        """Waits until the tensor holds the sum, or what was broadcast."""
         for begun in reduction.carried:
             self._end_carried(begun)
         for part, staged, work in reduction.parts:
@@ -569,33 +588,7 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
-        self._broadcast(self._stage_name, tensor, source)
-
-    def broadcast_tied(self, stages: tuple[int, ...], tensor: Tensor, source: int) -> None:
-        """Overwrites ``tensor`` in place with that of rank ``source``, on all workers of the tied ``stages``."""
-        self._broadcast(_tie(stages), tensor, source)
-
-    def _broadcast(self, roster: str, tensor: Tensor, source: int) -> None:
-        self._check()
-        group = self._rosters[roster]
-        if self._transport.takes(roster, tensor):
-            for part in _parts(tensor, _DEVICE_CHUNK_BYTES):
-                with self._translated():
-                    begun = self._transport.begin_collective(roster, part, source)
-                self._end_carried(begun)
-            return
-        process_group = group.whole
-        options = BroadcastOptions()
-        options.rootRank = group.places[source][1]
-        self._collective(process_group, tensor, lambda staged: process_group.broadcast([staged], options))
-
-    def _collective(self, group: Any, tensor: Tensor, start: Callable[[Tensor], Any]) -> None:
-        """Runs a collective of ``group`` over the contiguous ``tensor``, in parts."""
-        for part in _parts(tensor):
-            with self._translated():
-                staged = self._memory.staged(part)
-                work = start(staged)
-            self._end_part(group, part, staged, work)
+        self.end_all_reduce(self.begin_broadcast(tensor, (), source))
 
     def _end_carried(self, begun: Any) -> None:
         with self._translated():

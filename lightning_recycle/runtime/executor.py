@@ -77,7 +77,7 @@ from lightning_recycle.runtime.settling import CommitPayload, Guesses, norm_of
 from lightning_recycle.runtime.shadow import Shadow
 from lightning_recycle.runtime.split_trial import SplitTrials
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.runtime.ties import StageTies
 from lightning_recycle.runtime.timings import Timings
 from lightning_recycle.runtime.transfer import receive_object, send_object
 from lightning_recycle.runtime.verification import Verifier
@@ -156,7 +156,7 @@ class Executor:
         staggered: bool = True,
         shadow_on_host: bool = False,
         profiler: StageProfiler | None = None,
-        ties: TieExchange | None = None,
+        ties: StageTies | None = None,
         presumes: Callable[[float], bool] | None = None,
         held: Callable[[], Iterable[Tensor]] | None = None,
         layers: LayerKeeper | None = None,
@@ -179,7 +179,7 @@ class Executor:
         self._tried: SplitTrial | None = None
         self._leads: dict[int, int] = {}
         self._ahead: tuple[int, frozenset[int]] = (-1, frozenset())  # a step that is run again, and stages done with it
-        ties = ties or TieExchange()
+        ties = ties or StageTies()
         self._moving = LayerMoves(
             layers or FixedLayers({tie.stages for tie in ties.ties}), grid, worker, client, communicator
         )
@@ -286,22 +286,23 @@ class Executor:
     def _run_program(self, step: int) -> None:
         """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
         part = part_of(step, self.version, self._reduced, self._idle_peer)
+        givers = self._givers(step)
         self._verifier.begin(step, part.reduces and step == self.version)
         program = self._verifier.tasks
         if not part.reduces:
-            left_out = [OpKind.BACKWARD_WEIGHT, *([] if self._gives_sums(step) else [OpKind.REDUCE])]
+            left_out = [OpKind.BACKWARD_WEIGHT, *([] if givers else [OpKind.REDUCE])]
             program = tuple(t for t in program if t.op.kind not in left_out)
         self._stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
-        early = part.reduces and not self._verifier.needs_last_gradients
-        self._reduction.begin(part.buffers, program if early else ())
+        self._finite.begin(step)
+        early = part.reduces and not (self._verifier.needs_last_gradients or self._finite.inspects or givers)
+        self._reduction.begin(part.buffers, program if early else (), givers, self._verifier.target)
         self._incoming = {
             task: self._communicator.post_receive(_channel(task.op), task.source, task.index)
             for task in program
             if task.source is not None
         }
-        self._finite.begin(step)
         if self._meter is not None:
             self._meter.begin(step if part.reduces else None, self._communicator.buffers())
         if self._trials is not None:
@@ -345,7 +346,7 @@ class Executor:
                 self._reduce(step)
             elif kind is OpKind.REDUCE:
                 with self._client.waiting("stages with the same weights"):
-                    self._sum_ties(step)
+                    self._reduction.give(step)
             elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
             for after in self.after_operation:
@@ -353,6 +354,7 @@ class Executor:
             if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
                 for watcher in self._watchers:
                     watcher.completed(task)
+                self._reduction.completed(task)
         self._communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
@@ -429,25 +431,15 @@ class Executor:
         self._timings.await_device(self._client.progressed)
         with self._client.waiting("peers"), self._measured(OpKind.REDUCE):
             self._reduction.finish()
-            self._sum_ties(step)
         told = self._told(step)
         self._finite.gradient(step, told.squared_norm, self._gradients.of_step(step))
         self._payload, self._reduced = told, True
 
-    def _gives_sums(self, step: int) -> bool:
-        """Whether this stage, which is done with ``step``, may be asked for the gradients of weights that other stages
-        hold as well.
-        """
-        return bool(self._ties.ties) and self.worker.stage in self._ahead_in(step)
-
-    def _ahead_in(self, step: int) -> frozenset[int]:
+    def _givers(self, step: int) -> dict[tuple[int, ...], int]:
+        """By the stages that hold weights in common, if some are done with ``step``: who gives the others its sum."""
         again, ahead = self._ahead
-        return ahead if step == again else frozenset()
-
-    def _sum_ties(self, step: int) -> None:
-        """Adds the gradients of weights that other stages hold as well; a stage that has the sums gives them."""
-        ahead = self._ahead_in(step)
-        self._ties.sum_gradients(self._communicator, self._gradients, step, self._leads, ahead)
+        givers = self._ties.givers(ahead) if step == again else {}
+        return {stages: self._leads[giver] for stages, giver in givers.items()}
 
     def _told(self, step: int) -> CommitPayload:
         """What others must know of this stage's reduced gradient of ``step``."""

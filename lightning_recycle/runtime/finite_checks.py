@@ -64,6 +64,11 @@ class FiniteChecks:
         """An attempt at ``step`` begins."""
         self._inspects, self._recorders = self._possible and step == self._inspected, {}
 
+    @property
+    def inspects(self) -> bool:
+        """Whether this attempt is inspected: nothing of others may be in the gradients then."""
+        return self._inspects
+
     def applied(self, loss: float) -> None:
         """A step with this loss was applied."""
         self._was_finite = math.isfinite(loss)

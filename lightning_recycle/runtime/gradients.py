@@ -2,6 +2,7 @@
 
 ``parameter.grad`` is a view into the buffer: backward accumulates in place and nothing is copied. A bucket is a part of
 a buffer, with whole gradients: those of the last layers are the first bucket, since a backward completes them first.
+What several stages hold is in buckets of its own, which are laid out alike in all of them.
 
 There are two sets of buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after
 the next begins, so a peer that lost its part of an all-reduce can adopt it.
@@ -19,8 +20,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +38,15 @@ _ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """The gradients of some parameters: a part of a flat buffer, and a view into it for each of them."""
+    """The gradients of some parameters: a part of a flat buffer, and a view into it for each of them.
+
+    ``stages``: those that hold the parameters, if not this one alone. The sum is over all of their workers.
+    """
 
     buffer: Tensor
     parameters: tuple[nn.Parameter, ...]
     views: tuple[Tensor, ...]
+    stages: tuple[int, ...] = ()
 
     @property
     def is_in_place(self) -> bool:
@@ -49,17 +55,28 @@ class Bucket:
 
 
 class _Set:
-    """Gradients of ``parameters`` in one flat buffer per dtype. A bucket has up to ``bucket_bytes``, or one of them."""
+    """Gradients of ``parameters`` in one flat buffer per dtype, and per set of stages that hold them. A bucket has up
+    to ``bucket_bytes``, or one of them.
+    """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device, bucket_bytes: float) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        bucket_bytes: float,
+        holders: Mapping[nn.Parameter, tuple[int, ...]],
+    ) -> None:
         self.holds = tuple(map(id, parameters))
+        held = set(self.holds)
+        ordered = [p for p in parameters if p not in holders] + [p for p in holders if id(p) in held]
+        kinds = dict.fromkeys((holders.get(p, ()), p.dtype) for p in ordered)
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
         self.views: list[Tensor] = []
         self.firsts: list[Tensor] = []  # per buffer, where each view begins
         buckets: list[Bucket] = []
-        for dtype in dict.fromkeys(p.dtype for p in parameters):
-            mine = [p for p in parameters if p.dtype == dtype]
+        for stages, dtype in kinds:
+            mine = [p for p in ordered if p.dtype == dtype and holders.get(p, ()) == stages]
             sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in mine]
             buffer = torch.empty(sum(sizes), dtype=dtype, device=device)  # filled when a step begins in it
             self.parameters += mine
@@ -70,10 +87,10 @@ class _Set:
             self.views += views
             for first, end in _ranges([size * buffer.element_size() for size in sizes], bucket_bytes):
                 part = buffer[offsets[first] : offsets[end]]
-                buckets.append(Bucket(part, tuple(mine[first:end]), tuple(views[first:end])))
+                buckets.append(Bucket(part, tuple(mine[first:end]), tuple(views[first:end]), stages))
         # Each is complete once its first parameter is, which a backward reaches last.
-        place = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self.buckets = sorted(buckets, key=lambda bucket: -place[id(bucket.parameters[0])])
+        place = {id(parameter): number for number, parameter in enumerate(ordered)}
+        self.buckets = sorted(buckets, key=lambda bucket: (bucket.stages, -place[id(bucket.parameters[0])]))
 
 
 def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
@@ -99,6 +116,8 @@ class GradientBuffers:
         device: where they are.
         bucket_bytes: the size of a bucket.
         lends_copies: whether somebody may change gradients. If somebody is seen to do so, copies are lent from then on.
+        holders: for each parameter that other stages hold as well, all stages that do; in the same order in all of
+            them.
     """
 
     def __init__(
@@ -107,8 +126,9 @@ class GradientBuffers:
         device: torch.device,
         bucket_bytes: float = math.inf,
         lends_copies: bool = False,
+        holders: Mapping[nn.Parameter, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
-        self._all, self._device, self._bucket_bytes = list(parameters), device, bucket_bytes
+        self._all, self._device, self._bucket_bytes, self._holders = list(parameters), device, bucket_bytes, holders
         self._sets = [self._empty(self._trained()) for _ in range(2)]
         self._attached = self._sets[0]
         self._lends_copies = lends_copies
@@ -116,17 +136,19 @@ class GradientBuffers:
         self._versions: list[int] = []  # of the buffers that are lent themselves
 
     def _empty(self, parameters: Sequence[nn.Parameter]) -> _Set:
-        return _Set(parameters, self._device, self._bucket_bytes)
+        return _Set(parameters, self._device, self._bucket_bytes, self._holders)
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._all if p.requires_grad]
 
     def of_step(self, step: int) -> list[Tensor]:
-        """The flat buffers of ``step``, one per dtype; none if nothing is trained."""
+        """The flat buffers of ``step``; none if nothing is trained."""
         return self._sets[step % 2].buffers
 
     def buckets(self, step: int) -> list[Bucket]:
-        """The buckets of ``step``, in the order in which a backward completes them; none if nothing is trained."""
+        """The buckets of ``step``; none if nothing is trained. Those of this stage alone come first, in the order in
+        which a backward completes them.
+        """
         return self._sets[step % 2].buckets
 
     def renew(self, step: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.runtime.ties import StageTies
 
 __all__ = ["Holding"]
 
@@ -29,5 +29,5 @@ class Holding:
     stage: Stage
     parameters: Sequence[nn.Parameter]
     gradients: GradientBuffers
-    ties: TieExchange
+    ties: StageTies
     accumulated: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)

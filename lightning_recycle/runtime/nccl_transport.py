@@ -326,6 +326,10 @@ class NcclTransport:
         courier.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
         return tensors
 
+    @property
+    def in_one_order(self) -> bool:
+        return bool(self._usable.rosters)
+
     def takes(self, roster: str, tensor: Tensor) -> bool:
         is_here = tensor.device.type == self._device.type and tensor.is_contiguous()
         large = tensor.nbytes > _PACKED_BYTES

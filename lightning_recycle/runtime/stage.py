@@ -323,6 +323,14 @@ class Stage:
         """The parameters whose gradients W of ``microbatch`` completes."""
         return self._in_flight[microbatch].queue.parameters()
 
+    def untouched(self, microbatch: int) -> set[int]:
+        """The ids of the parameters of those layers that a neighbouring stage runs ``microbatch`` through instead."""
+        if self._sharing is None:
+            return set()
+        run, _ = self._sharing(self._layers, microbatch)
+        here, all_here = ({id(p) for layer in layers for p in layer.parameters()} for layers in (run, self._layers))
+        return all_here - here
+
     @property
     def differentiates_itself(self) -> bool:
         """Whether nobody else's code runs the backward of a micro-batch, which is then one pass of autograd."""

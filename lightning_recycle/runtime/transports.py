@@ -53,10 +53,14 @@ class Transport(Protocol):
         connect_seconds: how long :meth:`connect` may take without anybody being able to tell what it waits for.
         keeps_connections: whether :meth:`connect` may be called again without :meth:`close`, with the groups of before
             and more; the same on all workers.
+        in_one_order: whether a collective of one group waits for those of other groups that were begun before.
     """
 
     connect_seconds: float
     keeps_connections: bool
+
+    @property
+    def in_one_order(self) -> bool: ...
 
     def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
         """The connections that it needs to exchange payloads with ``ranks``, and for the collectives of ``rosters``,
@@ -134,6 +138,7 @@ class GlooTransport:
 
     connect_seconds = 0.0
     keeps_connections = True
+    in_one_order = False
 
     def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
         self._timeout, self._memory = timeout, memory

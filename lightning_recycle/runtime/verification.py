@@ -129,6 +129,11 @@ class Verifier:
         self.tasks = self._program.tasks_with_check(checks.places[number])
 
     @property
+    def target(self) -> Task | None:
+        """The operation that completes the micro-batch that this worker is checked on, and adds all its gradients."""
+        return self._target
+
+    @property
     def needs_last_gradients(self) -> bool:
         """Whether nobody may sum up what the last micro-batch completes before it is :meth:`completed`."""
         return self._target is not None and self._target is self._completing[-1]

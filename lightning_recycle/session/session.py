@@ -53,7 +53,7 @@ from lightning_recycle.runtime.host import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.profiling import StageProfiler
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.runtime.ties import StageTies
 from lightning_recycle.runtime.transport_choice import transport_for
 from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
@@ -219,7 +219,7 @@ class Session:
         sources = [source for source in (module, getattr(trainer, "datamodule", None)) if source is not None]
         overridden = any(is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources)
         self._transfers = strategy.root_device.type != "cpu" or overridden
-        ties = TieExchange(self.parts.ties(self.run.parts), self.worker.stage, dict(module.named_parameters()))
+        ties = StageTies(self.parts.ties(self.run.parts), self.worker.stage, dict(module.named_parameters()))
         self._name_norms(ties)
         self.executor = self._build_executor(ties)
         self.collectives.settle = self.executor.settle_newest
@@ -247,7 +247,7 @@ class Session:
             trainer.num_sanity_val_steps = 0  # the others are past it
         self.reach("setup", 0)
 
-    def _name_norms(self, ties: TieExchange) -> None:
+    def _name_norms(self, ties: StageTies) -> None:
         """Lets hooks see norms of gradients over all stages."""
         if self.grid.stages > 1:
             stage = self.worker.stage
@@ -300,7 +300,7 @@ class Session:
             strategy.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _hold(
-        self, cuts: Cuts, ties: TieExchange, accumulated: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+        self, cuts: Cuts, ties: StageTies, accumulated: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     ) -> Holding:
         """What runs the parts of this worker under the layout ``cuts``, which are there."""
         device, owned = self.trainer.strategy.root_device, ranges(cuts)[self.worker.stage]
@@ -327,7 +327,7 @@ class Session:
         )
         several = self.grid.num_workers > 1  # otherwise nobody ever wants them
         lends_copies = several and self._fitting and may_change_gradients(self.trainer, self.module)
-        gradients = GradientBuffers(parameters, device, self.options.bucket_bytes, lends_copies)
+        gradients = GradientBuffers(parameters, device, self.options.bucket_bytes, lends_copies, ties.holders)
         return Holding(stage, parameters, gradients, ties, accumulated)
 
     def _among(
@@ -340,7 +340,7 @@ class Session:
         own = range(*bounds[self.worker.stage : self.worker.stage + 2])
         return self.parts.among(modules, held, own), own.start
 
-    def _build_executor(self, ties: TieExchange) -> Executor:
+    def _build_executor(self, ties: StageTies) -> Executor:
         trainer, module, device = self.trainer, self.module, self.trainer.strategy.root_device
         by_itself = self._fitting and self.parts.optimizes_itself
         held = self._hold((0, *(part.stop for part in self.run.parts)), ties)

@@ -35,7 +35,7 @@ from lightning_recycle.planning.fractional_cuts import are_whole, rounded, share
 from lightning_recycle.runtime.holding import Holding
 from lightning_recycle.runtime.layer_streams import Parcel
 from lightning_recycle.runtime.machine_memory import free_bytes
-from lightning_recycle.runtime.ties import TieExchange
+from lightning_recycle.runtime.ties import StageTies
 from lightning_recycle.session.layer_copies import FollowedLayers, Rest, follow, travels
 from lightning_recycle.session.optimizer_states import merged_names
 
@@ -180,7 +180,7 @@ class StageLayers:
         stage: int,
         stages: Sequence[range],
         device: torch.device,
-        hold: Callable[[Cuts, TieExchange, Mapping[nn.Parameter, Tensor]], Holding],
+        hold: Callable[[Cuts, StageTies, Mapping[nn.Parameter, Tensor]], Holding],
         sums: Callable[[], Mapping[nn.Parameter, Tensor]],
         changed: Callable[[Holding], None],
         rank: int,
@@ -367,7 +367,7 @@ class StageLayers:
         held = set(by_name.values())
         sums = {parameter: total for parameter, total in sums.items() if parameter in held}
         sums.update((by_name[name], total) for name, total in accumulated.items() if by_name[name] not in sums)
-        ties = TieExchange(self._parts.ties(stages), self._stage, dict(self._parts.module.named_parameters()))
+        ties = StageTies(self._parts.ties(stages), self._stage, dict(self._parts.module.named_parameters()))
         holding = self._hold(cuts, ties, sums)
         self._changed(holding)
         return holding

@@ -687,6 +687,7 @@ class SimulatedWorker:
             yield from self.exchange("B", step, plan.after)
             right = right and all(self.received("B", step, plan.after))
         self.tell("B", step, right)
+        begun = self.begin_shared(step) if part.reduces else {}  # may be before the last weight gradients, and a check
         if errs:
             mine, first = {"output": bytes(16)}, {"output": bytes(15) + b"1"}
             self.send(messages.Disputed(self.rank, self.generation, step, 0, self.rank, mine, first))
@@ -701,10 +702,10 @@ class SimulatedWorker:
             if self.network.tied:  # the stages that hold copies add their gradients: all or none
                 self.tell("ties", step)
                 yield from self.exchange("ties", step, self.roster)
-            yield from self.sum_shared(step)
+            yield from self.end_shared(step, begun)
             self.reduced, self.payload = True, (self.stage, step)
         else:
-            yield from self.sum_shared(step)
+            yield from self.end_shared(step, self.begin_shared(step))
         if part.applies:
             if self.network.commits:
                 yield from self.commit(step)
@@ -713,23 +714,33 @@ class SimulatedWorker:
             else:
                 yield from self.apply()
 
-    def sum_shared(self, step: int) -> Waits:
-        """Executor._sum_ties, of layers that neighbouring stages share; here each stage and the next share one."""
+    def begin_shared(self, step: int) -> dict[int, tuple[int, ...]]:
+        """BucketedReduction._begin, of layers that neighbouring stages share; here each stage and the next share one.
+
+        Returns for each of them, by the first stage, whose parts make the sum: all workers of both stages, or one that
+        has the sum of an attempt before.
+        """
         again, ahead = self.ahead
         ahead = ahead if step == again else frozenset()
-        leads = stage_leads(self.grid, self.roster)
+        parts: dict[int, tuple[int, ...]] = {}
         for first in (self.stage - 1, self.stage):
             stages = (first, first + 1)
             if not self.network.shares or first < 0 or first + 1 == self.grid.stages or ahead.issuperset(stages):
                 continue
-            what = f"layers of {first} and {first + 1}"
             have_sums = [stage for stage in stages if stage in ahead]
             mine = self.shared[step % 2][first] if self.stage in ahead else frozenset({(self.generation, self.stage)})
-            self.tell(what, step, mine)
-            givers = [leads[stage] for stage in have_sums[:1] or stages]
-            yield from self.exchange(what, step, givers)
-            if self.stage not in ahead:
-                self.shared[step % 2][first] = frozenset().union(*self.received(what, step, givers))
+            self.tell(f"layers of {first} and {first + 1}", step, mine)
+            workers = tuple(rank for rank in self.roster if rank % self.grid.stages in stages)
+            parts[first] = tuple(stage_leads(self.grid, self.roster)[stage] for stage in have_sums[:1]) or workers
+        return parts
+
+    def end_shared(self, step: int, begun: dict[int, tuple[int, ...]]) -> Waits:
+        """BucketedReduction._end."""
+        for first, parts in begun.items():
+            what = f"layers of {first} and {first + 1}"
+            yield from self.exchange(what, step, parts)
+            if step != self.ahead[0] or self.stage not in self.ahead[1]:
+                self.shared[step % 2][first] = frozenset().union(*self.received(what, step, parts))
 
     # ------------------------------------------------------------------ guesses
 

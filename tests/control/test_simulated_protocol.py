@@ -274,7 +274,7 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
     ("nobody waits for a worker without micro-batches", recovery, "part_of", "idle_peer)", "False)"),
     ("a worker goes on without the others' redo", recovery, "actions", "version > decision.version", "False"),
     ("a worker keeps its part of a sum over tied stages", recovery, "actions", "if tied and", "if False and"),
-    ("a sum over stages that share layers is made again", SimulatedWorker, "sum_shared",
+    ("a sum over stages that share layers is made again", SimulatedWorker, "begin_shared",
      "ahead = ahead if step == again else frozenset()", "ahead = frozenset()"),
     ("a stage adopts a gradient without the sums over others", SimulatedWorker, "carry_out",
      "self.shared[step % 2] = (step, gradient), dict(shared)", "_ = (step, gradient), dict(shared)"),

@@ -48,18 +48,18 @@ class Watcher(L.Callback):
             if executor.version == self.step and self.kill == (me, number, MOMENTS[moment]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def watched_begin(tensor: Tensor) -> Any:
+        def watched_begin(tensor: Tensor, stages: tuple[int, ...] = ()) -> Any:
             if begun["version"] != executor.version:
                 begun.update(version=executor.version, number=0, ended=0)
             if tensor.numel() == 1:  # peers await each other
-                return begin(tensor)
+                return begin(tensor, stages)
             number = begun["number"]
             begun["number"] += 1
             strike(number, 0)
             if self.folder is not None and not is_reducing:
                 with (self.folder / f"{me}").open("a") as file:
                     file.write(f"{executor.version} {number}\n")
-            found = begin(tensor)
+            found = begin(tensor, stages)
             strike(number, 1)
             return found
 

@@ -4,6 +4,8 @@ import os
 import random
 import signal
 import time
+from ast import literal_eval
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from support.growth import AwaitReplacement
 from support.models import GLOBAL_BATCH, Regression, Scheduled, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, on_one_device, trainer
+from test_buckets import MOMENTS as MOMENTS_OF_A_SUM
+from test_buckets import Watcher
 from test_moving_layers import KilledWhileLayersMove, Move, MoveByBatch, moves
 from test_resume import MODELS
 from test_ties import AutoEncoder
@@ -23,8 +27,9 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.runtime.buckets import BucketedReduction
 from lightning_recycle.runtime.communicator import CommunicationError
-from lightning_recycle.runtime.ties import TieExchange
 
 STAY: dict[str, Any] = {"adapt": "reroute"}
 MOMENTS = 44
@@ -225,35 +230,218 @@ class Halves(Callback):
                 parameter.grad.mul_(0.5)
 
 
-class DiesOnceItHasGiven(Callback):
-    """In a step, the first worker of the second stage gives its part of a sum and is killed; its peer lacks the sum."""
+class PartsWays(Callback):
+    """In ``step`` workers part ways once all gradients are summed: one is killed, some lack the sums, as if they had
+    not arrived, and the others have them, and step.
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    Args:
+        step: of the first attempt.
+        killed: the rank of the first.
+        lack: the ranks of the second.
+    """
+
+    def __init__(self, step: int, killed: int, lack: Collection[int]) -> None:
+        self.step, self.killed, self.lack = step, killed, lack
 
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        if strategy.executor is None or strategy.grid_rank % 2 == 0:
+        if strategy.executor is None:
             return
-        original, is_first = TieExchange.sum_gradients, strategy.grid_rank == 1
-
-        def sums(exchange: TieExchange, *args: Any) -> None:
-            due = trainer.global_step == self.step and strategy.generation == 1 + is_moved
-            original(exchange, *args)
-            if due:
-                time.sleep(0.3)  # the first stage steps
-                if not is_first:
-                    raise CommunicationError("as if the last part had not arrived")
-                os.kill(os.getpid(), signal.SIGKILL)
-
+        original, rank = BucketedReduction.finish, strategy.grid_rank
         is_moved = 1  # the layers, which takes two generations
-        TieExchange.sum_gradients = sums  # type: ignore[method-assign, assignment]
+
+        def sums(reduction: BucketedReduction) -> None:
+            due = trainer.global_step == self.step and strategy.generation == 1 + is_moved
+            original(reduction)
+            if due and rank in {self.killed, *self.lack}:
+                time.sleep(0.3)  # the others step
+                if rank == self.killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise CommunicationError("as if the last part had not arrived")
+
+        BucketedReduction.finish = sums  # type: ignore[method-assign]
+
+
+def ways(seed: int) -> tuple[int, list[int]]:
+    """Of six workers, who is killed, and who lacks the sums."""
+    chance = random.Random(seed)
+    killed = chance.randrange(6)
+    likely = [chance.choice((0.0, 0.5, 1.0)) for _ in range(3)]  # of each stage
+    return killed, [rank for rank in range(6) if rank != killed and chance.random() < likely[rank % 3]]
+
+
+@pytest.mark.parametrize("kind", ["staggered", "together", "clipped"])
+@pytest.mark.parametrize("seed", sampled(range(16), 3))
+def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int, kind: str) -> None:
+    killed, lack = ways(seed)
+    run = exact_fit(
+        Scheduled(clip_scale=100.0 if kind == "clipped" else 1.0).double(),
+        2,
+        3,
+        callbacks=[Move(SHARED), PartsWays(5, killed, lack)],
+        strategy={**STAY, "staggered": kind != "together"},
+        gradient_clip_val=0.05 if kind == "clipped" else None,
+    )
+    assert failures(run) == [divmod(killed, 3)]
+    assert len(moves(run)) == 1
+
+
+@pytest.mark.parametrize(("cap", "decoupled"), [(1e-4, True), (None, False)], ids=["several buckets", "one"])
+@pytest.mark.parametrize(
+    ("worker", "number", "moment"),
+    sampled(
+        [
+            (worker, number, moment)
+            for worker in [(pipeline, stage) for pipeline in range(2) for stage in range(3)]
+            for number in range(2 if worker[1] == 1 else 1)
+            for moment in MOMENTS_OF_A_SUM
+        ],
+        4,
+    ),
+)
+def test_a_worker_dies_while_gradients_are_summed(
+    worker: tuple[int, int], number: int, moment: str, cap: float | None, decoupled: bool
+) -> None:
+    dies = Watcher(kill=(worker, number, moment), step=5)
+    run = exact_fit(
+        Scheduled().double(),
+        2,
+        3,
+        callbacks=[Move(SHARED), dies],
+        strategy={**STAY, "bucket_cap_mb": cap, "decoupled": decoupled},
+    )
+    assert failures(run) == [worker]
+    assert len(moves(run)) == 1
+
+
+class WaitsBeforeItsLastGradients(Callback):
+    """In ``step`` workers of the last stage begin their last W when the first worker has ended its REDUCE.
+
+    Each notes in a file of its own whether that W is of a micro-batch that runs a shared layer elsewhere, and whether
+    the wait has ended.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        executor = strategy.executor
+        reduced = self.folder / "reduced"
+
+        def ended(step: int, op: Any) -> None:
+            if strategy.grid_rank == 0 and step == self.step and op.kind.value == "REDUCE":
+                reduced.touch()
+
+        def begins(step: int, op: Any) -> None:
+            if step != self.step or executor.worker.stage < executor.grid.stages - 1:
+                return
+            last = [task for task in executor._program if task.op.kind.value == "W"][-1]
+            if op is last.op:
+                limit = time.monotonic() + 20
+                while not reduced.exists() and time.monotonic() < limit:
+                    time.sleep(0.01)
+                found = bool(executor._stage.untouched(last.index)), reduced.exists()
+                (self.folder / f"{strategy.grid_rank}").write_text(repr(found))
+
+        executor.after_operation.append(ended)
+        executor.before_operation.append(begins)
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer_elsewhere(
+    tmp_path: Path, pipelines: int
+) -> None:
+    run = exact_fit(
+        Scheduled().double(),
+        pipelines,
+        2,
+        callbacks=[Move({1: (2.75, 3.25)}), WaitsBeforeItsLastGradients(tmp_path, 6)],
+        strategy={**STAY, "decoupled": True},
+    )
+    assert moves(run) == [(0, 2.75, 6)]
+    for rank in range(1, 2 * pipelines, 2):
+        assert literal_eval((tmp_path / f"{rank}").read_text()) == (True, True)
+
+
+class UsesALayerInItsLoss(Scheduled):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        layer: Any = self.layers[2]
+        penalty = layer.weight.square().mean() if hasattr(layer, "weight") else 0.0
+        return super().loss(output, target) + penalty
+
+
+def test_a_loss_that_uses_a_shared_layer_is_an_error_and_not_another_result() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="that two stages share got a gradient"):
+        fit(
+            UsesALayerInItsLoss().double(),
+            2,
+            2,
+            callbacks=[Move({1: (2.75, 3.25)})],
+            strategy={**STAY, "decoupled": True},
+        )
+
+
+class CountsSums(Callback):
+    """Each worker notes how often each gradient was summed in a step, and over which stages, in a file of its own."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        executor = strategy.executor
+        begun: list[tuple[Tensor, tuple[int, ...]]] = []
+
+        def watched(original: Any) -> Any:
+            def watched(tensor: Tensor, stages: tuple[int, ...] = (), *source: int) -> Any:
+                begun.append((tensor, stages))
+                return original(tensor, stages, *source) if stages else original(tensor)
+
+            return watched
+
+        def note(step: int, op: Any) -> None:
+            if step == self.step and op.kind.value == "REDUCE":
+                sums = {
+                    name: [
+                        stages
+                        for tensor, stages in begun
+                        if _lies_in(executor._gradients.of_parameter(p, step), tensor)
+                    ]
+                    for name, p in trainer.lightning_module.named_parameters()
+                }
+                (self.folder / f"{strategy.grid_rank}").write_text(repr(sums))
+            if op.kind.value == "REDUCE":
+                begun.clear()
+
+        communicator = executor._communicator
+        for name in ("all_reduce", "begin_all_reduce", "begin_broadcast"):
+            setattr(communicator, name, watched(getattr(communicator, name)))
+        executor.after_operation.append(note)
+
+
+def _lies_in(part: Tensor, whole: Tensor) -> bool:
+    begin, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+    return begin <= part.data_ptr() < end
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_each_gradient_is_summed_once(tmp_path: Path, pipelines: int) -> None:
+    exact_fit(Scheduled().double(), pipelines, 3, callbacks=[Move(SHARED), CountsSums(tmp_path, 6)], strategy=STAY)
+    shared = {"layers.2.": (0, 1), "layers.4.": (1, 2)}
+    found = {int(path.name): literal_eval(path.read_text()) for path in tmp_path.iterdir()}
+    assert len(found) == 3 * pipelines
+    for sums in found.values():
+        for name, groups in sums.items():
+            stages = shared.get(name[:9], ())
+            assert groups == ([stages] if stages or pipelines > 1 else []), name
+    assert all(any(name.startswith("layers.2.") for name in found[rank]) for rank in (0, 1))
 
 
 def test_a_sum_is_given_as_it_was_before_hooks_changed_it() -> None:
     still, moved = Scheduled().double(), Scheduled().double()
     fit(still, 2, 2, strategy=STAY, callbacks=[Halves()])
     moving = Move({1: (2.5, 3.5)})
-    run = fit(moved, 2, 2, strategy=STAY, callbacks=[moving, Halves(), DiesOnceItHasGiven(5)])
+    run = fit(moved, 2, 2, strategy=STAY, callbacks=[moving, Halves(), PartsWays(5, 1, [3])])
     assert failures(run) == [(0, 1)]
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE

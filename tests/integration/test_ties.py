@@ -42,7 +42,7 @@ def test_copies_on_two_stages_train_as_one_parameter(
     grid: tuple[int, int], faults: list[Fault], clip: float | None
 ) -> None:
     model = AutoEncoder().double()
-    small = {"bucket_cap_mb": 1e-4} if faults else {}  # tied gradients are added once all buckets are reduced
+    small = {"bucket_cap_mb": 1e-4} if faults else {}  # the tied weight's is one of several
     run = exact_fit(model, *grid, faults, gradient_clip_val=clip, strategy=small)
     assert sorted(failures(run)) == sorted((f.pipeline, f.stage) for f in faults)
     assert not run.strategy.schedules[0].problem.technique.staggered

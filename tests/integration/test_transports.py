@@ -4,9 +4,10 @@ import lightning as L
 import pytest
 from support.growth import AwaitReplacement, causes, rejoined
 from support.models import GLOBAL_BATCH, dataset
-from support.nccl_models import Joined, Prepared, Sticky, Wide, WideTied
+from support.nccl_models import Joined, Prepared, Sticky, Wide, WideShared, WideTied
 from support.nccl_on_trial import OnTrial
 from support.training import exact_fit, failures, trainer
+from test_moving_layers import Move, moves
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault
@@ -45,6 +46,15 @@ def test_a_replacement_gets_its_state_from_device_to_device() -> None:
 def test_weights_equal_when_tied_gradients_are_added_by_nccl() -> None:
     run = exact_fit(WideTied().double(), 2, 2, [Fault("kill", pipeline=1, stage=1, step=4, at="reduce", when="after")])
     assert failures(run) == [(1, 1)]
+
+
+@pytest.mark.parametrize("at", ["backward_weight", "reduce", "optimizer"])
+def test_weights_equal_when_gradients_of_a_shared_layer_are_added_by_nccl(at: str) -> None:
+    faults = [Fault("kill", pipeline=1, stage=1, step=4, at=at)]
+    options = {"bucket_cap_mb": 0.1, "adapt": "reroute", "decoupled": True}
+    run = exact_fit(WideShared().double(), 2, 2, faults, callbacks=[Move({1: (1.5, 2.5)})], strategy=options)
+    assert failures(run) == [(1, 1)]
+    assert moves(run) == [(0, 1.5, 4)]
 
 
 def test_a_worker_whose_device_is_lost_is_lost_and_the_others_go_on() -> None:

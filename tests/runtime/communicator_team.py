@@ -378,10 +378,23 @@ def broadcast_tied(
     found = []
     for tie, source in zip(ties, sources, strict=True):
         tensor = torch.full((size,), float(10 * len(tie) + communicator._rank), device=communicator.device)
-        communicator.broadcast_tied(tie, tensor, source)
+        communicator.end_all_reduce(communicator.begin_broadcast(tensor, tie, source))
         (value,) = tensor.unique().tolist()
         found.append(value)
     return found
+
+
+def sum_within_and_over_stages(
+    communicator: Communicator, ties: Sequence[tuple[int, ...]], size: int, count: int
+) -> list[torch.Tensor]:
+    """The sums of ``count`` tensors over the stage, and then over each tie, all of them begun before the first ends."""
+    generator = torch.Generator().manual_seed(communicator._rank)
+    groups = [(), *ties]
+    tensors = [torch.randn(size, generator=generator).to(communicator.device) for _ in range(count * len(groups))]
+    begun = [communicator.begin_all_reduce(tensor, groups[number // count]) for number, tensor in enumerate(tensors)]
+    for one in reversed(begun):
+        communicator.end_all_reduce(one)
+    return [tensor.cpu() for tensor in tensors]
 
 
 def sum_of_negative_zeros(communicator: Communicator, size: int, dtype: torch.dtype) -> bool:

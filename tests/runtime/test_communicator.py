@@ -264,6 +264,34 @@ def test_members_of_a_tie_are_told_what_a_member_of_whatever_stage_has(four: Tea
     assert found == [[31.0, 23.0], [31.0, 22.0], [22.0], [31.0, 23.0]]
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_sums_over_the_workers_of_a_tie_have_the_same_bits_on_all_of_them(four: Team, size: int) -> None:
+    four.generation += 1
+    four.run(tasks.configure_tied, four.generation, (0, 1, 2, 3), 3, [(0, 1), (1, 2)])  # stages of 2, 1 and 1 workers
+    ties = {0: [(0, 1)], 1: [(0, 1), (1, 2)], 2: [(1, 2)], 3: [(0, 1)]}
+    for rank, mine in ties.items():
+        four.members[rank].start(tasks.sum_within_and_over_stages, mine, size, 2)
+    found = dict(zip(ties, four.collect([four.members[rank] for rank in ties]), strict=True))
+
+    def own(rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(size, generator=generator) for _ in range(2 * (1 + len(ties[rank])))]
+
+    def check(first: dict[int, int]) -> None:
+        """By rank, the number of the first of two tensors that are summed."""
+        for number in range(2):
+            total = sum(own(rank)[begin + number] for rank, begin in first.items())
+            sums = [found[rank][begin + number] for rank, begin in first.items()]
+            assert all(torch.equal(sums[0], other) for other in sums)
+            torch.testing.assert_close(sums[0], total)
+
+    check({0: 0, 3: 0})
+    check({1: 0})
+    check({2: 0})
+    check({0: 2, 1: 2, 3: 2})
+    check({1: 4, 2: 2})
+
+
 def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:
     four.regroup(0, 1, stages=2)
     expected = torch.randn(10, generator=torch.Generator().manual_seed(0)).mul(1e-3)

@@ -217,6 +217,22 @@ def test_buckets_hold_whole_gradients_from_the_last_layer_on() -> None:
     assert [bucket.is_in_place for bucket in buckets] == [True, True, False, True]
 
 
+def test_what_several_stages_hold_is_in_buckets_that_are_alike_in_all_of_them() -> None:
+    def of_stage(order: str, **tied: tuple[int, ...]) -> list[tuple[tuple[int, ...], list[int]]]:
+        """The buckets of a stage whose parameters are named by their sizes, ``a`` for 1, in that order."""
+        by_name = {name: nn.Parameter(torch.zeros(ord(name) - ord("a") + 1)) for name in order}
+        holders = {by_name[name]: stages for name, stages in tied.items()}
+        gradients = GradientBuffers(list(by_name.values()), CPU, 4 * 32, holders=holders)
+        gradients.begin(0)
+        assert sum(buffer.numel() for buffer in gradients.of_step(0)) == sum(16 if name < "q" else 32 for name in order)
+        return [(bucket.stages, [p.numel() for p in bucket.parameters]) for bucket in gradients.buckets(0)]
+
+    first = of_stage("abcdef", b=(0, 1), e=(0, 2), d=(0, 1), f=(0, 1))
+    assert first == [((), [1, 3]), ((0, 1), [4, 6]), ((0, 1), [2]), ((0, 2), [5])]
+    second = of_stage("fxdb", b=(0, 1), d=(0, 1), f=(0, 1))
+    assert second == [((), [24]), ((0, 1), [4, 6]), ((0, 1), [2])]
+
+
 def test_new_memory_has_the_same_layout() -> None:
     parameters = [nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.float32, torch.float64, torch.float32)]
     gradients = GradientBuffers(parameters, CPU, bucket_bytes=1)

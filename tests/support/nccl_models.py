@@ -111,4 +111,12 @@ class WideTied(Regression):
 
     def on_train_end(self) -> None:
         roots = {root for roster, root in CountingTransport.collectives if roster.startswith("tie-")}
-        assert len(roots) > 1, "each stage gives its gradient to the others"
+        assert roots == {None}, "one sum over the workers of both stages"
+
+
+class WideShared(Wide):
+    """A wide layer that both stages come to share; a worker ends the run if its gradient was summed otherwise."""
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert ("tie-0-1", None) in CountingTransport.collectives
