@@ -121,7 +121,7 @@ def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault,
 
 def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> None:
     model, right = Regression().double(), Regression().double()
-    fault = Fault("bitflip", 0, 0, step=3, microbatch=CHECKED[2], target="activation", bit=0)
+    fault = Fault("bitflip", 0, 0, step=3, microbatch=CHECKED[2], target="activation", bit=20)
     run = fit(model, 2, 1, [fault], strategy=VERIFY)
     assert [(event.worker, event.step) for event in corruptions(run)] == [((0, 0), 3)]
     assert evicted(run) == [(0, 0)]
