@@ -7,7 +7,8 @@ weights (:mod:`~lightning_recycle.runtime.ties`).
 
 What several stages hold is often complete before: layers that neighbours share are run by some of the micro-batches
 only. It is once the last operation has ended that adds to what these stages hold in common, so none of them waits for
-what another one computes after that.
+what another one computes after that. Whether that is so is seen in the first step: a loss may use the parameters of a
+layer that its micro-batch was not run through here. Then they are complete once all operations have ended.
 
 Why nobody waits in a circle: the buckets and their order follow from the parameters alone, so all workers of a group
 begin the same ones in the same order, whichever completes when. So they do with those of several stages, by the numbers
@@ -70,10 +71,13 @@ class BucketedReduction:
         self._at_once: Tensor | None = None  # what is summed otherwise
         self._last: Task | None = None  # the operation that completes the gradients
         self._ends: dict[Bucket, Task | None] = {}  # and those that complete each bucket
+        self._expected: dict[tuple[int, ...], Task | None] = {}  # by stages: the last one that runs what they hold
         self._begun: list[Reduction] = []
         self._missing: dict[Bucket, set[int]] = {}  # not begun: the ids of parameters without their complete gradient
         self._bucket_of: dict[int, Bucket] = {}
         self._versions: dict[Bucket, int] = {}  # of what was begun although operations were left that do not add to it
+        self._seen: dict[Bucket, int] = {}  # the same of what could have begun, where nobody knows yet
+        self._grows_later: dict[tuple[int, ...], bool] = {}  # by stages: whether others added to it after all
         self._times: dict[nn.Parameter, int] = {}  # the most gradients that each got in one of the backwards watched
 
     def begin(
@@ -94,6 +98,7 @@ class BucketedReduction:
         self._gradients.begin(step)
         self._step, self._givers, self._last = step, givers, None
         self._ends, self._versions, self._bucket_of = {}, {}, {}
+        self._seen, self._expected = {}, {}
         has_peers, buckets = self._communicator.has_peers, self._gradients.buckets(step)
         own = [bucket.buffer for bucket in buckets if not bucket.stages]
         self._at_once = torch.zeros(1) if not own else None
@@ -111,6 +116,8 @@ class BucketedReduction:
             for stages in {bucket.stages for bucket in common}:
                 held = set().union(*(self._missing[bucket] for bucket in common if bucket.stages == stages))
                 end = next((t for t in adding if t is adds_to_all or held - self._stage.untouched(t.index)), None)
+                self._expected[stages] = end
+                end = self._last if self._grows_later.get(stages, True) else end
                 self._ends.update((bucket, end) for bucket in common if bucket.stages == stages)
 
     def during_weights(self, task: Task) -> Callable[[nn.Parameter], None] | None:
@@ -167,6 +174,9 @@ class BucketedReduction:
         """``task``, a W or BW, has ended, and its gradients are where they belong."""
         if self._last is None:
             return
+        for bucket in self._missing:
+            if bucket.stages and self._expected[bucket.stages] in (task, None):
+                self._seen.setdefault(bucket, bucket.buffer._version)
         for bucket, missing in self._missing.items():
             if self._ends[bucket] in (task, None):
                 missing.clear()
@@ -200,10 +210,13 @@ class BucketedReduction:
         self._gradients.check(self._step)
         if any(bucket.buffer._version != version for bucket, version in self._versions.items()):
             raise UnsupportedFeatureError(
-                "A layer that two stages share got a gradient from a micro-batch that runs it on the other one: the"
-                " loss, or another layer, uses its parameters. Use adapt='reroute', or a layout in which no stage"
-                " shares that layer."
+                "A layer that two stages share got a gradient from a micro-batch that runs it on the other one, which"
+                " in the first step of this layout none did: the loss, or another layer, uses its parameters now. Use"
+                " adapt='reroute', or a layout in which no stage shares that layer."
             )
+        for bucket, version in self._seen.items():
+            grows = bucket.buffer._version != version
+            self._grows_later[bucket.stages] = grows or self._grows_later.get(bucket.stages, False)
         for bucket in chain(*self._queues):
             self._begin(bucket)
         if self._at_once is not None:

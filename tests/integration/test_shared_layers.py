@@ -365,16 +365,33 @@ def test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer_els
 
 
 class UsesALayerInItsLoss(Scheduled):
+    """Where the last stage holds it."""
+
+    def __init__(self, from_step: int = 0) -> None:
+        super().__init__()
+        self.from_step = from_step
+
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         layer: Any = self.layers[2]
-        penalty = layer.weight.square().mean() if hasattr(layer, "weight") else 0.0
-        return super().loss(output, target) + penalty
+        uses = hasattr(layer, "weight") and self.trainer.global_step >= self.from_step
+        return super().loss(output, target) + (layer.weight.square().mean() if uses else 0.0)
 
 
-def test_a_loss_that_uses_a_shared_layer_is_an_error_and_not_another_result() -> None:
+def test_a_loss_may_use_a_shared_layer() -> None:
+    def trained(callbacks: list[Callback], devices: int) -> dict[str, Tensor]:
+        model = UsesALayerInItsLoss().double()
+        strategy = {**STAY, "decoupled": True}
+        fit(model, 2, devices, callbacks=callbacks, strategy=strategy)
+        return model.state_dict()
+
+    moved = trained([Move({1: (2.75, 3.25)})], 2)
+    assert difference(moved, trained([Move({1: (2, 4)})], 2)) < TOLERANCE
+
+
+def test_a_loss_that_begins_to_use_a_shared_layer_is_an_error_and_not_another_result() -> None:
     with pytest.raises(UnsupportedFeatureError, match="that two stages share got a gradient"):
         fit(
-            UsesALayerInItsLoss().double(),
+            UsesALayerInItsLoss(from_step=5).double(),
             2,
             2,
             callbacks=[Move({1: (2.75, 3.25)})],

@@ -223,6 +223,7 @@ class Halfway(Bench):
 
     def __init__(self, together: bool = False) -> None:
         super().__init__(tied={2: (0, 1), 1: (0, 1) if together else (0, 3)})
+        self.reduction._grows_later = {(0, 1): False, (0, 3): False}  # as a step before has shown
         last = id(self.parameters[2])
         self.stage.untouched = lambda index: set() if index == 0 else {last}
         self.program = [task(B, 0), task(W, 0), task(B, 1), task(W, 1)]
@@ -284,6 +285,22 @@ def test_a_gradient_of_a_layer_that_another_stage_runs_is_an_error() -> None:
     bench.parameters[2].sum().backward()
     with pytest.raises(UnsupportedFeatureError, match="that two stages share got a gradient"):
         bench.reduction.finish()
+
+
+def test_what_a_loss_adds_to_after_all_is_awaited_from_the_first_step_on() -> None:
+    for late in (False, True):
+        bench = Halfway()
+        bench.reduction._grows_later = {}
+        for step in (0, 1):
+            bench.line.begun.clear()
+            bench.reduction.begin(step, bench.program)
+            bench.reduction.completed(bench.program[1])
+            assert bench.line.begun == ([48] if step and not late else [])
+            bench.parameters[1].sum().backward()
+            if late:
+                bench.parameters[2].sum().backward()
+            bench.reduction.completed(bench.program[3])
+            bench.reduction.finish()
 
 
 def test_each_sum_of_a_lost_generation_is_given_up_even_if_one_goes_on() -> None:
