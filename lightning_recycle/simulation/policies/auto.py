@@ -195,7 +195,9 @@ class Auto(CommonPolicy):
                 yield found
         if min(counts) < 1:
             return
-        yield from _staying(model, self.technique, self.effort, cuts, counts)
+        # Where layers move, workers that move alone bring nothing.
+        alone: tuple[LayoutWay, ...] = () if self.layers else ("workers",)
+        yield from _staying(model, self.technique, self.effort, cuts, counts, alone)
         if self.layers and _least_load(model, self.technique.decoupled, len(workers), self.shares) < (
             _WORTH_PLANNING * goal
         ):
@@ -270,10 +272,15 @@ def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16384)
 def _staying(
-    model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
+    model: TrainingModel,
+    technique: Technique,
+    effort: int,
+    cuts: Bounds,
+    counts: tuple[int, ...],
+    ways: tuple[LayoutWay, ...],
 ) -> tuple[_Way, ...]:
-    """Re-routing, and moving workers: layers stay."""
-    return _planned(model, technique, effort, cuts, counts, ("workers",), "layers stay", shares_layers=False)
+    """Re-routing, and of the other ``ways`` what moves no layers."""
+    return _planned(model, technique, effort, cuts, counts, ways, "layers stay", shares_layers=False)
 
 
 @lru_cache(maxsize=4096)
