@@ -21,6 +21,7 @@ from lightning_recycle.planning import (
     ExactPlanner,
     Grid,
     HeuristicPlanner,
+    LayerCosts,
     PlanLibrary,
     PlanResult,
     Problem,
@@ -32,6 +33,7 @@ from lightning_recycle.planning import (
     validate,
 )
 from lightning_recycle.planning.contingencies import contingencies, usual_limit
+from lightning_recycle.planning.timing import best_timing, operations_of
 
 GRID = Grid(3, 2, 4)
 SLOW = Worker(1, 1)
@@ -242,3 +244,32 @@ def test_a_plan_of_the_library_needs_no_planner(
 def test_at_least_one_schedule_is_kept_of_any_grid() -> None:
     assert schedules_kept(Grid(3, 4, 6)) > 1000
     assert schedules_kept(Grid(64, 64, 1024)) == 1
+
+
+# ---------------------------------------------------------------------- layers that stages share
+
+
+def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_differ(
+    open_planner: Callable[..., RunPlanner],
+) -> None:
+    grid, cuts = Grid(3, 2, 8), (0, 2.4, 5)
+    slots = (1.0,) * 5
+    layers = LayerCosts(slots, slots, slots)
+    split, fused = (layers.turns(cuts, grid, decoupled=decoupled) for decoupled in (True, False))
+    assert split is not None
+    assert fused is not None
+    seconds = {
+        stage: {"F": costs, "B": costs, "W": costs, "REDUCE": 0.0, "STEP": 0.0}
+        for stage, costs in enumerate(layers.costs(cuts).forward)
+    }
+    found = []
+    for turns in (None, (split, fused)):
+        planner = open_planner(grid, "heuristic", Technique(), in_flight_limit=3)
+        planner.prepare()
+        planner.relaid(seconds, None, turns)
+        schedule = planner.plan(frozenset({Worker(1, 1)}), seconds)
+        validate(schedule)
+        codes, sequence = operations_of(schedule, schedule.problem, split)
+        found.append(best_timing(codes, sequence).period)
+    mean, in_turns = found
+    assert in_turns < mean
