@@ -6,8 +6,8 @@
 Three models on 32 GPUs, 1 to 12 of them lost, batches of 128 and 1,024: throughput over (live GPUs x bubble-free rate),
 mean and least. *By load*: no schedule of any layout with one cut for all pipelines is faster. *Reached*: planned
 schedules, by the policy ``Auto`` with one cut for all pipelines, of whole layers and with layers that stages share, as
-in a run, and with pipelines of different depth. With a batch of 128 the planner has the effort that it has in a run; with
-1,024 an eighth of that, as elsewhere in the simulator.
+in a run, and with pipelines of different depth. With a batch of 128 the planner has the effort that it has in a run;
+with 1,024 an eighth of that, as elsewhere in the simulator.
 """
 
 from __future__ import annotations

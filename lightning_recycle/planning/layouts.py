@@ -62,7 +62,7 @@ Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
 _TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
 _SHARED_SLACKS = (0.0, 0.005, 0.02)  # likewise, where stages share layers: it may share fewer
-_SHARING_GAIN = 0.001  # of a period, for which more layers are shared
+_SHARING_GAIN = 0.1  # of the least gain of a layout, for which more layers are shared
 _LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
 
 
@@ -296,11 +296,11 @@ def _chosen(candidates: Sequence[Candidate]) -> Candidate:
     return best if best.saved > 0 else candidates[0]
 
 
-def _is_better(one: Candidate, other: Candidate) -> bool:
-    """Whether ``one`` saves more; not if it shares more layers and is hardly faster."""
+def _is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
+    """Whether ``one`` saves more; not if it shares more layers and is faster by less than ``sharing_gain``."""
     shared = [len(shared_layers(each.layout.cuts)) for each in (one, other)]
     if shared[0] != shared[1]:
-        least = _SHARING_GAIN * (1 if shared[0] > shared[1] else -1)
+        least = sharing_gain * (1 if shared[0] > shared[1] else -1)
         return one.period < other.period * (1 - least)
     return (one.saved, -one.bytes) > (other.saved, -other.bytes)
 
@@ -487,7 +487,7 @@ class _Search:
             except PlanningError as error:
                 refused = str(error)
                 continue
-            if best is None or _is_better(found, best):
+            if best is None or _is_better(found, best, _SHARING_GAIN * self.changing.least_gain):
                 best = found
         return self.refused(way, refused) if best is None else best
 

@@ -231,7 +231,9 @@ def test_layers_move_to_where_they_take_less_time() -> None:
     strategy = {"partition": [1, 5]}
     run = fit(model, 2, 2, data=data, max_steps=400, strategy=strategy, callbacks=[StopOnceMoved()])
     assert difference(model.state_dict(), plain_loop(before, data, run.global_step)) < TOLERANCE
-    assert moves(run) in ([(0, 2, 6)], [(0, 3, 6)], [(0, 4, 6)])
+    ((first, middle, last),) = moves(run)
+    assert (first, last) == (0, 6)
+    assert 2 <= middle <= 4
     (event,) = [event for event in run.strategy.history if event.kind == "layers_moved"]
     assert event.details["step_after"] < 0.9 * event.details["step_before"]
     assert any(

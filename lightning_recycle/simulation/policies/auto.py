@@ -40,6 +40,7 @@ from lightning_recycle.planning import (
     normalized_failures,
     plan_layout,
 )
+from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.cuts import Stages, fastest, shares
 from lightning_recycle.planning.depths import Form, form_of, forms, judged_form
 from lightning_recycle.planning.fractional_cuts import Bounds, held_ranges
@@ -56,6 +57,7 @@ __all__ = ["Auto"]
 
 _FORMS = 8  # of pipelines of different depth that are planned, besides those that change least
 _WORTH_PLANNING = 1.03  # of the best step known: ways that take longer by their load alone are not planned
+_DEAREST = 600.0  # seconds: no change of layout costs more, with its risk, so re-routing that loses more is not planned
 _LAYOUT_SHARE = 4  # layouts are compared with this part of the planner's effort
 
 Range = tuple[int, int]  # first layer, last + 1
@@ -154,7 +156,7 @@ class Auto(CommonPolicy):
         if not broken and before.way is not None:
             risk = restart * record.loss_chance(_owners(alive.values()), len(alive))
             best = ((until - risk) / before.way.step.period, None, {}, 0.0)  # the others wait
-        for way in self._ways(context, state, alive, workers):
+        for way in self._ways(context, state, alive, workers, until):
             assigned, copying = _assigned(context.model, alive, way.slots, workers)
             risk = restart * record.loss_chance(_owners(way.slots), len(way.slots))
             trained = (until - standing - copying - way.step.fill - risk) / way.step.period
@@ -175,8 +177,14 @@ class Auto(CommonPolicy):
     # -- the ways -------------------------------------------------------------------------------------------------
 
     def _ways(
-        self, context: Context, state: _State, alive: Mapping[int, Range], workers: Sequence[int]
+        self,
+        context: Context,
+        state: _State,
+        alive: Mapping[int, Range],
+        workers: Sequence[int],
+        until: float = math.inf,
     ) -> Iterator[_Way]:
+        """The ways to go on for ``until`` seconds; those that cannot be the best are left out."""
         model, way = context.model, state.way
         free = len(workers) - len(alive)
         cuts = way.cuts if way is not None and way.cuts else _even(model)
@@ -195,14 +203,18 @@ class Auto(CommonPolicy):
                 yield found
         if min(counts) < 1:
             return
-        # Where layers move, workers that move alone bring nothing.
-        alone: tuple[LayoutWay, ...] = () if self.layers else ("workers",)
-        yield from _staying(model, self.technique, self.effort, cuts, counts, alone)
         if self.layers and _least_load(model, self.technique.decoupled, len(workers), self.shares) < (
             _WORTH_PLANNING * goal
         ):
             for found in _moving(model, self.technique, self.effort, len(workers), self.shares):
+                goal = min(goal, found.step.period)
                 yield found if found.counts != counts else replace(found, choice="layers")
+        least = _least_staying(model, self.technique, cuts, counts)
+        if self.layers and (1 - goal / least) * until > _DEAREST:
+            return
+        # Where layers move, workers that move alone bring nothing.
+        alone: tuple[LayoutWay, ...] = () if self.layers else ("workers",)
+        yield from _staying(model, self.technique, self.effort, cuts, counts, alone)
 
     def _own_depths(self, state: _State, alive: Mapping[int, Range], free: int) -> tuple[int, ...]:
         """The present pipelines without the dead; workers without a place join the shortest one."""
@@ -268,6 +280,15 @@ def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
         if found[barest] < most:
             found[barest] += 1
     return tuple(found)
+
+
+@lru_cache(maxsize=16384)
+def _least_staying(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> float:
+    """Seconds of a step that re-routing cannot be faster than."""
+    gone = normalized_failures(model.grid, tuple(model.pipelines - count for count in counts))
+    costs = layer_costs(model)
+    problem = Problem(model.grid, costs.costs(cuts, decoupled=technique.decoupled), gone, technique)
+    return lower_bound(problem)
 
 
 @lru_cache(maxsize=16384)
