@@ -61,6 +61,14 @@ def test_what_was_chosen_is_told_for_every_interval() -> None:
     assert all(i.choice == "" for i in run(sim.Merge(), []).intervals)
 
 
+def test_with_all_workers_back_the_layers_are_as_at_the_start() -> None:
+    outages = [sim.Outage(600.0, (3,), 1500.0), sim.Outage(600.0, (9,), 1500.0)]
+    result = run(sim.Auto(effort=0), outages)
+    speeds = [i.throughput for i in result.intervals if i.state is sim.State.TRAINING]
+    assert min(speeds) < 0.98 * speeds[0]
+    assert speeds[-1] == pytest.approx(speeds[0], rel=1e-3)
+
+
 def test_copies_are_paid_for_in_the_recovery() -> None:
     result = run(sim.Auto(effort=0, checkpoint="memory"), [sim.Outage(600.0, (3,))], LARGE)
     pauses = {i.label: i.end - i.begin for i in result.intervals if i.state is sim.State.PAUSED}

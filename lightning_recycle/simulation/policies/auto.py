@@ -186,6 +186,7 @@ class Auto(CommonPolicy):
     ) -> Iterator[_Way]:
         """The ways to go on for ``until`` seconds; those that cannot be the best are left out."""
         model, way = context.model, state.way
+        full = model.pipelines * model.stages
         free = len(workers) - len(alive)
         cuts = way.cuts if way is not None and way.cuts else _even(model)
         counts: tuple[int, ...] | None = None
@@ -208,7 +209,9 @@ class Auto(CommonPolicy):
         ):
             for found in _moving(model, self.technique, self.effort, len(workers), self.shares):
                 goal = min(goal, found.step.period)
-                yield found if found.counts != counts else replace(found, choice="layers")
+                moved = ("layers", "reroute") if found.counts == counts else ("both", "workers")
+                stays = found.cuts == cuts or (found.cuts == _even(model) and len(workers) == full)
+                yield replace(found, choice=moved[stays])
         least = _least_staying(model, self.technique, cuts, counts)
         if self.layers and (1 - goal / least) * until > _DEAREST:
             return
@@ -308,14 +311,12 @@ def _staying(
 def _moving(
     model: TrainingModel, technique: Technique, effort: int, live: int, shares_layers: bool
 ) -> tuple[_Way, ...]:
-    """The layouts for so many workers, wherever these are now: what a change costs hardly depends on it."""
+    """The layouts for so many workers, the fault-free cuts among them, wherever these are now: what a change costs
+    hardly depends on it.
+    """
     counts = _filled((0,) * model.stages, live, model.pipelines)
     ways: tuple[LayoutWay, ...] = ("layers", "both")
-    return tuple(
-        replace(way, choice="both")
-        for way in _planned(model, technique, effort, _even(model), counts, ways, unmovable(model), shares_layers)
-        if way.choice != "reroute"
-    )
+    return _planned(model, technique, effort, _even(model), counts, ways, unmovable(model), shares_layers)
 
 
 def _planned(
