@@ -70,8 +70,7 @@ class Promises:
         self.full = full_gradient(grid)
         self.moves: list[tuple[SimulatedWorker, SimulatedWorker]] = []  # the joining worker, and the mover
         self.applied: dict[tuple[int, int], int] = {}  # (stage, step) -> gradient
-        # (step, the first of two stages) -> what workers of both have added up
-        self._shared: dict[tuple[int, int], list[tuple[SimulatedWorker, Any]]] = defaultdict(list)
+        self._shared: dict[tuple[int, int], Any] = {}  # (step, the first of two stages) -> what both have added up
         self._acting: dict[tuple[int, int], SimulatedWorker] = {}  # (generation, rank) -> the process that acts there
         self._leader = -1
         self._rosters: dict[int, tuple[int, ...]] = {}
@@ -148,11 +147,10 @@ class Promises:
         for first, parts in shared.items():
             if {stage for _, stage in parts} != {first, first + 1} or len(parts) != 2:
                 raise Violation(f"{worker} applies step {step} with {parts} for the layers of {first} and {first + 1}")
-            known = self._shared[step, first]
-            known.append((worker, parts))
-            left = [found for other, found in known if self.members.get(other.rank) is other]  # who is lost may differ
-            if len(set(left)) > 1:
-                raise Violation(f"{worker} applies step {step} with {parts}, others with {left}")
+            if self.members.get(worker.rank) is not worker:
+                continue  # it was lost before, which it has yet to learn
+            if self._shared.setdefault((step, first), parts) != parts:
+                raise Violation(f"{worker} applies step {step} with {parts}, others with {self._shared[step, first]}")
 
     def _latest_stop(self) -> int:
         """The stop point at which all stop, at the latest, as some wanted to and others did not; -1 if none did."""
