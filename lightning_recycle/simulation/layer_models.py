@@ -54,13 +54,14 @@ def step_judgement(problem: Problem, turns: Turns | None, effort: int) -> Judgem
         turns: how these differ, where stages share layers.
         effort: of the planner.
     """
+    if turns is not None:
+        return _in_turns(problem, turns, effort)
     step = planned_step(problem, effort)
-    if turns is None and not problem.failed and problem.technique == Technique():
+    if not problem.failed and problem.technique == Technique():
         usual = one_f_one_b_seconds(problem.costs, problem.grid.microbatches)
         if usual < step.seconds:
             return Judgement(usual)
-    found = Judgement(step.seconds, step.fill, step.lead, planned_schedule(problem, effort))
-    return found if turns is None else _in_turns(problem, turns, effort)
+    return Judgement(step.seconds, step.fill, step.lead, planned_schedule(problem, effort))
 
 
 @lru_cache(maxsize=4096)

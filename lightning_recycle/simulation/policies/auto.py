@@ -285,13 +285,16 @@ def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> Problem:
+    """What is to be planned with so many workers in each stage, without a limit on memory."""
+    gone = normalized_failures(model.grid, tuple(model.pipelines - count for count in counts))
+    return Problem(model.grid, layer_costs(model).costs(cuts, decoupled=technique.decoupled), gone, technique)
+
+
 @lru_cache(maxsize=16384)
 def _least_staying(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> float:
     """Seconds of a step that re-routing cannot be faster than."""
-    gone = normalized_failures(model.grid, tuple(model.pipelines - count for count in counts))
-    costs = layer_costs(model)
-    problem = Problem(model.grid, costs.costs(cuts, decoupled=technique.decoupled), gone, technique)
-    return lower_bound(problem)
+    return lower_bound(_problem(model, technique, cuts, counts))
 
 
 @lru_cache(maxsize=16384)
@@ -330,12 +333,10 @@ def _planned(
     shares_layers: bool,
 ) -> tuple[_Way, ...]:
     """What the planner of a run finds, whether or not it pays."""
-    costs, grid = layer_costs(model), model.grid
-    gone = normalized_failures(grid, tuple(model.pipelines - count for count in counts))
-    problem = Problem(grid, costs.costs(cuts, decoupled=technique.decoupled), gone, technique)
+    costs = layer_costs(model)
     try:
         plan = plan_layout(
-            problem,
+            _problem(model, technique, cuts, counts),
             costs,
             cuts,
             next_change=1e12,
@@ -359,10 +360,9 @@ def _planned(
     best = min(range(len(found)), key=lambda number: found[number].step.period)
     for number in {0, best}:
         chosen = found[number]
-        gone = normalized_failures(grid, tuple(model.pipelines - count for count in chosen.counts))
-        stage_costs = costs.costs(chosen.cuts, decoupled=technique.decoupled)
-        exact = Problem(grid, stage_costs, gone, technique, memory=costs.memory(chosen.cuts))
-        turns = costs.turns(chosen.cuts, grid, decoupled=technique.decoupled)
+        problem = _problem(model, technique, chosen.cuts, chosen.counts)
+        exact = replace(problem, memory=costs.memory(chosen.cuts))
+        turns = costs.turns(chosen.cuts, model.grid, decoupled=technique.decoupled)
         step = step_judgement(exact, turns, effort)
         found[number] = replace(
             chosen, step=min(chosen.step, replace(step, schedule=None), key=lambda each: each.period)
