@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -18,7 +19,7 @@ __all__ = ["Asking", "taken"]
 
 _Answer = TypeVar("_Answer")
 
-_END_SECONDS = 2.0  # for what is no longer wanted to end
+_END_SECONDS = 10.0  # for what is no longer wanted to end: its process, of the lowest priority, has to be reaped
 
 
 def taken(waiting: queue.SimpleQueue[_Answer]) -> list[_Answer]:
@@ -37,7 +38,7 @@ class Asking(Generic[_Answer]):
         self._name, self._wake = name, wake
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._cancelled = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # that may not have ended
 
     def ask(self, find: Callable[[threading.Event], _Answer | None]) -> None:
         """Begins to look for an answer.
@@ -49,8 +50,9 @@ class Asking(Generic[_Answer]):
         self._cancelled.set()
         self._cancelled = threading.Event()
         arguments = (find, self._cancelled)
-        self._thread = threading.Thread(target=self._look, args=arguments, name=self._name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._look, args=arguments, name=self._name, daemon=True)
+        self._threads = [*(earlier for earlier in self._threads if earlier.is_alive()), thread]
+        thread.start()
 
     def answer(self, answer: _Answer) -> None:
         """Answers itself; gives up on what is being looked for."""
@@ -63,10 +65,11 @@ class Asking(Generic[_Answer]):
         return taken(self._answers)
 
     def close(self) -> None:
-        """Gives up, and waits for the thread to leave no process behind."""
+        """Gives up, and waits for all that it has begun: no thread and no process is left behind."""
         self._cancelled.set()
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+        deadline = time.monotonic() + _END_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _look(self, find: Callable[[threading.Event], _Answer | None], cancelled: threading.Event) -> None:
         answer = find(cancelled)
