@@ -15,7 +15,8 @@ from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.heuristic import HeuristicPlanner, heuristic
 from lightning_recycle.planning.layer_costs import LayerCosts, even_cuts
 from lightning_recycle.planning.layer_moves import LayerMove, layer_moves
-from lightning_recycle.planning.layouts import Candidate, Changing, Layout, LayoutPlan, plan_layout
+from lightning_recycle.planning.layout_plans import Candidate, Changing, Layout, LayoutPlan
+from lightning_recycle.planning.layouts import plan_layout
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import (

@@ -25,7 +25,8 @@ from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.layer_costs import LayerCosts
 from lightning_recycle.planning.layout_judging import Judge, judged
-from lightning_recycle.planning.layouts import Changing, LayoutPlan, Way, plan_layout
+from lightning_recycle.planning.layout_plans import Changing, LayoutPlan, Way
+from lightning_recycle.planning.layouts import plan_layout
 from lightning_recycle.planning.ops import OpKind
 from lightning_recycle.planning.problem import Problem, Technique
 

@@ -8,14 +8,10 @@ Concept: after a failure there are four ways to go on, of which each needs more 
 - ``both``.
 
 Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.cuts`), by the load of the slowest stage. A load
-is only a bound, so of each way a few layouts, those with the least lower bounds, are planned, and the period
-of the real schedule decides. A layout is worth a change if the seconds that it saves until the next change exceed the
-seconds that training stands still for it:
-
-    (1 - period / period of reroute) x (seconds until the next change - delay)  >  stall + risk
-
-where the risk is the chance that the next failure takes a whole stage, times what a restart costs, as far as it is
-higher than with re-routing.
+is only a bound, so of each way a few layouts, those with the least lower bounds, are planned, and the period of the
+real schedule decides. Where stages share layers, the load does not tell which of them should have fewer workers; short
+searches for a schedule do (:mod:`~lightning_recycle.planning.worker_orders`). Whether a layout is worth a change: see
+:mod:`~lightning_recycle.planning.layout_plans`.
 
 Contract: pure, deterministic. ``plan_layout`` never returns a layout that is worse than re-routing by its own figures;
 a way that cannot be gone is refused in one line, never with an exception, as long as re-routing has a plan.
@@ -29,22 +25,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Literal, TypeAlias
+from itertools import chain
 
-from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.cuts import Cut, Stages, cheapest, fastest, shares
-from lightning_recycle.planning.fractional_cuts import Bounds, are_whole, held_ranges, rounded, shared_layers
+from lightning_recycle.planning.fractional_cuts import Bounds, are_whole, held_ranges
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
 from lightning_recycle.planning.layer_moves import Traffic, layer_moves, traffic
-from lightning_recycle.planning.layout_judging import Judge, Judgement, judged
+from lightning_recycle.planning.layout_judging import Judge, Judgement, drafted, judged
+from lightning_recycle.planning.layout_plans import (
+    Candidate,
+    Changing,
+    Layout,
+    LayoutPlan,
+    Way,
+    chosen_of,
+    is_better,
+    shown,
+    weighed,
+)
 from lightning_recycle.planning.normalization import (
     distribution_of,
     normalize,
@@ -54,191 +58,16 @@ from lightning_recycle.planning.normalization import (
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.shared_cuts import SharedStages, fastest_shared, smooth_counts
 from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.worker_orders import better_orders
 
-__all__ = ["Candidate", "Changing", "Layout", "LayoutPlan", "Way", "plan_layout"]
-
-Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
+__all__ = ["plan_layout"]
 
 _TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
+_DRAFTS = 16  # orders of stages with more workers and with fewer that are drafted
+_REDONE = 2  # of them, those that are planned
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
 _SHARED_SLACKS = (0.0, 0.005, 0.02)  # likewise, where stages share layers: it may share fewer
 _SHARING_GAIN = 0.1  # of the least gain of a layout, for which more layers are shared
-_LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Which layers each stage holds, in all pipelines alike, and how many live workers serve it.
-
-    Args:
-        cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one. Bounds
-            within a layer: see :mod:`~lightning_recycle.planning.fractional_cuts`.
-        workers: live workers of each stage, at least one.
-
-    Raises:
-        ConfigurationError: when a stage has no layer, or no worker.
-    """
-
-    cuts: Bounds
-    workers: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cuts", check_cuts(self.cuts))
-        object.__setattr__(self, "workers", tuple(self.workers))
-        if len(self.workers) != len(self.cuts) - 1 or min(self.workers) < 1:
-            raise ConfigurationError(
-                f"Layout(workers={self.workers!r}): give the live workers of each of the {len(self.cuts) - 1} stages, "
-                "at least one."
-            )
-
-    @property
-    def sizes(self) -> tuple[float, ...]:
-        """Layers of each stage; of one that it shares its part."""
-        return tuple(rounded(end - begin) for begin, end in pairwise(self.cuts))
-
-    def stages_of(self, layer: int) -> tuple[int, ...]:
-        """The stages that hold ``layer``: one, or two that share it."""
-        return tuple(stage for stage, held in enumerate(held_ranges(self.cuts)) if layer in held)
-
-    def __str__(self) -> str:
-        sizes = "/".join(map(str, self.sizes))
-        return f"{sizes} layers on {'/'.join(map(str, self.workers))} workers"
-
-
-@dataclass(frozen=True, slots=True)
-class Changing:
-    """What a change of the layout costs besides the bytes on the links.
-
-    Args:
-        switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
-            are built again.
-        background: the part of a link that copies may use while training goes on; 0: all copies wait for the boundary.
-        stopped: whether training stands still anyhow at that moment, as in a recovery: then neither the switch nor the
-            pipelines that are filled again cost anything more, and copies are not made in the background.
-        least_gain: the smallest part of a period that a layout must save.
-        loss: seconds that the loss of all workers of a stage costs: the restart, and steps since the checkpoint.
-        record: how likely that is; None: it is not considered.
-    """
-
-    switch: float = 0.0
-    background: float = 0.0
-    stopped: bool = False
-    least_gain: float = _LEAST_GAIN
-    loss: float = 0.0
-    record: FailureRecord | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("switch", "background", "least_gain", "loss"):
-            at_least("Changing", name, getattr(self, name))
-
-    def risk(self, owners: Sequence[int]) -> float:
-        """Seconds that the next failure costs by the chance that it takes all of the owners of a part of the model."""
-        return self.loss * self.record.loss_chance(owners, sum(owners)) if self.record is not None else 0.0
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to go on, in numbers.
-
-    Args:
-        way: which one.
-        layout: cuts and workers by stage; of a way that is refused, those of now.
-        failed: vacant positions under it.
-        roles: new positions of the workers that change theirs, as sorted pairs (before, after).
-        period: predicted seconds of a step.
-        bound: a proven lower bound of it.
-        bytes: to be sent in all.
-        busiest: the most bytes that one worker sends or receives.
-        copying: seconds until all copies have arrived.
-        stall: seconds that training stands still for the change: the switch, copies that are not made in the
-            background, and filling the pipelines again.
-        delay: seconds until the change, while copies are made in the background.
-        risk: seconds that the next change costs by the chance that a stage is lost, more than with re-routing.
-        saved: seconds of training that it saves until the next change, stall and risk taken off; 0 for re-routing.
-        refused: why this way is not gone; empty otherwise.
-        judgement: the plan, if it was made, and how the period was found.
-        problem: what is to be planned for it; None for a way that could not be gone.
-    """
-
-    way: Way
-    layout: Layout
-    failed: frozenset[Worker]
-    period: float
-    bound: float = 0.0
-    roles: tuple[tuple[Worker, Worker], ...] = ()
-    bytes: float = 0.0
-    busiest: float = 0.0
-    copying: float = 0.0
-    stall: float = 0.0
-    delay: float = 0.0
-    risk: float = 0.0
-    saved: float = 0.0
-    refused: str = ""
-    judgement: Judgement | None = field(default=None, compare=False, repr=False)
-    problem: Problem | None = field(default=None, compare=False, repr=False)
-
-    def __str__(self) -> str:
-        if self.refused:
-            return f"{self.way}: {self.refused}"
-        text = f"{self.way}: {self.layout}, a step of {_shown(self.period)}"
-        if self.way == "reroute":
-            return text
-        return (
-            f"{text}; {self.bytes / 1e6:.4g} MB to send, a stall of {_shown(self.stall)}"
-            f"{f' after {_shown(self.delay)}' if self.delay else ''}, saves {_shown(self.saved)} until the next change"
-        )
-
-
-@dataclass(frozen=True)
-class LayoutPlan:
-    """What was chosen among which candidates.
-
-    Args:
-        chosen: the candidate with the most seconds saved.
-        candidates: one for each way, re-routing first.
-        next_change: seconds expected until the next change.
-    """
-
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
-    next_change: float
-
-    @property
-    def reroute(self) -> Candidate:
-        """The candidate that moves nothing."""
-        return self.candidates[0]
-
-    @property
-    def gain(self) -> float:
-        """By how much steps are faster than with re-routing alone, as a fraction of a period; 0 where nothing moves."""
-        return 1.0 - self.chosen.period / self.reroute.period if self.reroute.period else 0.0
-
-    def without_schedules(self) -> LayoutPlan:
-        """The figures alone, small enough for messages and history."""
-        bare = tuple(replace(candidate, judgement=None, problem=None) for candidate in self.candidates)
-        chosen = next(each for each, full in zip(bare, self.candidates, strict=True) if full is self.chosen)
-        return LayoutPlan(chosen, bare, self.next_change)
-
-    def expecting(self, next_change: float, changing: Changing | None = None) -> LayoutPlan:
-        """The choice among the same candidates if the next change is expected in that many seconds.
-
-        Args:
-            next_change: seconds expected until the next change.
-            changing: as it was planned with.
-        """
-        least = (changing or Changing()).least_gain
-        first = self.reroute
-        found = [
-            _weighed(each, first, next_change, least) if each.problem is not None and each is not first else each
-            for each in self.candidates
-        ]
-        return LayoutPlan(_chosen(found), tuple(found), next_change)
-
-    def why(self) -> tuple[str, ...]:
-        """The reasons in numbers: the choice first, then a line for each candidate."""
-        moved = f" ({100 * self.gain:.1f} % faster steps)" if self.gain else ""
-        until = f"{_shown(self.next_change)} until the next change"
-        return (f"{self.chosen.way}{moved}; expected: {until}", *map(str, self.candidates))
 
 
 def plan_layout(
@@ -287,39 +116,7 @@ def plan_layout(
                 found.append(search.weighed(make()))
             except PlanningError as error:
                 found.append(search.refused(way, str(error)))
-    return LayoutPlan(_chosen(found), tuple(found), next_change)
-
-
-def _chosen(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate that saves most; of those that save as much the first, which needs least."""
-    best = max((each for each in candidates if not each.refused), key=lambda each: each.saved)
-    return best if best.saved > 0 else candidates[0]
-
-
-def _is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
-    """Whether ``one`` saves more; not if it shares more layers and is faster by less than ``sharing_gain``."""
-    shared = [len(shared_layers(each.layout.cuts)) for each in (one, other)]
-    if shared[0] != shared[1]:
-        least = sharing_gain * (1 if shared[0] > shared[1] else -1)
-        return one.period < other.period * (1 - least)
-    return (one.saved, -one.bytes) > (other.saved, -other.bytes)
-
-
-def _weighed(candidate: Candidate, first: Candidate, next_change: float, least_gain: float) -> Candidate:
-    """The candidate with what it saves compared with ``first``; refused if that is nothing."""
-    gain = 1.0 - candidate.period / first.period
-    saved = gain * max(0.0, next_change - candidate.delay) - candidate.stall - candidate.risk
-    reason = ""
-    if gain < least_gain:
-        reason = f"its step of {_shown(candidate.period)} is not shorter than {_shown(first.period)}"
-    elif saved <= 0:
-        later = f" after {_shown(candidate.delay)}" if candidate.delay else ""
-        danger = f" and a risk of {_shown(candidate.risk)}" if candidate.risk else ""
-        reason = (
-            f"a step is {100 * gain:.1f} % shorter, which in {_shown(next_change)} does not pay for a stall "
-            f"of {_shown(candidate.stall)}{later}{danger}"
-        )
-    return replace(candidate, saved=saved, refused=reason)
+    return LayoutPlan(chosen_of(found), tuple(found), next_change)
 
 
 class _Search:
@@ -438,7 +235,9 @@ class _Search:
         table = shares(self.grid.global_microbatches, (1.0,) * self.grid.pipelines)
         return smooth_counts(table, self.grid.stages, sum(self.live))
 
-    def shared(self, goals: Sequence[tuple[int, ...]], spare: float) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
+    def shared(
+        self, goals: Sequence[tuple[int, ...]], spare: float, slacks: Sequence[float] = _SHARED_SLACKS
+    ) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
         """Cuts in which stages share layers, for these numbers of workers in the stages."""
         layers, total = self.layers, self.grid.global_microbatches
         for goal in dict.fromkeys(goals):
@@ -454,7 +253,7 @@ class _Search:
                 [shares(total, each)[len(each)] for each in factors],
                 self.fits(spare),
             )
-            for slack in _SHARED_SLACKS:
+            for slack in slacks:
                 found = fastest_shared(stages, slack)
                 if found is not None:
                     yield found[0], goal
@@ -479,7 +278,13 @@ class _Search:
         best: Candidate | None = None
         tried = 1 if worth_coding(self.problem, CODED_FROM) else _TRIED
         kinds = [[each for each in ranked if are_whole(each[1]) is whole] for whole in (True, False)]
-        for bound, cuts, distribution in (each for kind in kinds for each in kind[:tried]):
+        few = [each for kind in kinds for each in kind[:tried]]
+
+        def more() -> Iterator[tuple[float, Bounds, tuple[int, ...]]]:
+            if best is not None and way == "both" and tried > 1 and not are_whole(best.layout.cuts):
+                yield from ((0.0, *each) for each in self.reordered(best.layout.workers))
+
+        for bound, cuts, distribution in chain(few, more()):
             if best is not None and bound > best.period:
                 continue
             try:
@@ -487,9 +292,28 @@ class _Search:
             except PlanningError as error:
                 refused = str(error)
                 continue
-            if best is None or _is_better(found, best, _SHARING_GAIN * self.changing.least_gain):
+            if best is None or is_better(found, best, _SHARING_GAIN * self.changing.least_gain):
                 best = found
         return self.refused(way, refused) if best is None else best
+
+    def reordered(self, workers: tuple[int, ...]) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
+        """Cuts in which stages share layers, with other stages that have more workers and fewer than in ``workers``."""
+        found: dict[tuple[int, ...], tuple[Bounds, tuple[int, ...]]] = {}
+
+        def draft(goal: tuple[int, ...]) -> float:
+            distribution = tuple(self.grid.pipelines - count for count in goal)
+            for cuts, _ in self.shared([goal], 1.0, _SHARED_SLACKS[:1]):
+                found[goal] = cuts, distribution
+                try:
+                    problem = self.at(cuts, self.failed(distribution), distribution)
+                    return drafted(problem, self.turns(cuts)).period
+                except PlanningError:
+                    break
+            return math.inf
+
+        orders = better_orders([workers, *self.smooth], draft, _DRAFTS)
+        for goal in [order for order in orders if order != workers and order in found][:_REDONE]:
+            yield found[goal]
 
     def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
         """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
@@ -553,7 +377,7 @@ class _Search:
         if candidate.refused:
             return candidate
         risk = self.changing.risk(candidate.layout.workers) - self.changing.risk(self.live)
-        return _weighed(replace(candidate, risk=risk), self.first, self.next_change, self.changing.least_gain)
+        return weighed(replace(candidate, risk=risk), self.first, self.next_change, self.changing.least_gain)
 
     # -- what they are made of -------------------------------------------------------------------------------------
 
@@ -682,8 +506,4 @@ def _spares(grid: Grid) -> tuple[float, ...]:
 
 
 def _at_least(bound: float, first: Candidate) -> str:
-    return f"at least {_shown(bound)} a step, re-routing takes {_shown(first.period)}"
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:.4g} s"
+    return f"at least {shown(bound)} a step, re-routing takes {shown(first.period)}"

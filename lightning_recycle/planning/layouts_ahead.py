@@ -15,7 +15,8 @@ from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.layer_costs import LayerCosts
 from lightning_recycle.planning.layout_judging import Judge, judged
-from lightning_recycle.planning.layouts import Changing, LayoutPlan, plan_layout
+from lightning_recycle.planning.layout_plans import Changing, LayoutPlan
+from lightning_recycle.planning.layouts import plan_layout
 from lightning_recycle.planning.problem import Problem
 
 __all__ = ["layouts_ahead", "next_losses"]

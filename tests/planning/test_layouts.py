@@ -15,7 +15,8 @@ from lightning_recycle.planning.fractional_cuts import are_whole
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts, even_cuts
 from lightning_recycle.planning.layer_moves import layer_moves, traffic
 from lightning_recycle.planning.layout_judging import Judgement, in_turns, judged
-from lightning_recycle.planning.layouts import Changing, Layout, LayoutPlan, plan_layout
+from lightning_recycle.planning.layout_plans import Changing, Layout, LayoutPlan
+from lightning_recycle.planning.layouts import plan_layout
 from lightning_recycle.planning.turns import Turns
 
 HOUR = 3600.0

@@ -78,6 +78,20 @@ def test_a_backward_for_which_nobody_waits_is_fused() -> None:
     assert not any(a.kind is B and b.kind is W for program in programs for a, b in pairwise(program))
 
 
+def test_a_plan_whose_backwards_are_fused_begins_its_stages_as_late_as_its_order_allows() -> None:
+    times: dict[str, tuple[float, ...]] = {
+        "forward": (0.9, 0.3, 0.9, 0.0),
+        "backward_input": (0.9, 0.9, 0.0, 0.0),
+        "backward_weight": (0.9, 2.0, 0.0, 0.0),
+        "reduce": (0.1, 0.0, 0.0, 0.0),
+        "optimizer": (1.1, 0.0, 0.0, 0.0),
+    }
+    failed = frozenset({p.Worker(0, 0), p.Worker(0, 1)})
+    schedule = p.heuristic(p.Problem(p.Grid(4, 4, 4), p.Costs(**times), failed), 10_000)
+    assert p.OpKind.BACKWARD in kinds(schedule)
+    assert schedule.period <= p.retime(schedule, schedule.problem.costs).period + 1e-9
+
+
 def test_without_decoupling_nothing_is_split() -> None:
     assert kinds(p.plan(replace(running(3, 0.1), technique=p.Technique(decoupled=False))))[B] == 0
 

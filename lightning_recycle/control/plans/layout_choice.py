@@ -33,7 +33,7 @@ from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.fractional_cuts import parts_of
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layouts import Candidate, LayoutPlan
+from lightning_recycle.planning.layout_plans import Candidate, LayoutPlan
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.turns import Turns

@@ -57,7 +57,7 @@ from lightning_recycle.planning.contingencies import most_in_a_stage, next_failu
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.footprint import Footprint, MemoryLimit, memory_of
 from lightning_recycle.planning.heuristic import PlannerInTurns
-from lightning_recycle.planning.layouts import Candidate
+from lightning_recycle.planning.layout_plans import Candidate
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import distributions

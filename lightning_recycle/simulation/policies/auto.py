@@ -45,7 +45,7 @@ from lightning_recycle.planning.cuts import Stages, fastest, shares
 from lightning_recycle.planning.depths import Form, form_of, forms, judged_form
 from lightning_recycle.planning.fractional_cuts import Bounds, held_ranges
 from lightning_recycle.planning.layout_judging import Judgement
-from lightning_recycle.planning.layouts import Way as LayoutWay
+from lightning_recycle.planning.layout_plans import Way as LayoutWay
 from lightning_recycle.simulation.layer_models import layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
