@@ -27,7 +27,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
@@ -63,7 +62,8 @@ from lightning_recycle.planning.worker_orders import better_orders
 __all__ = ["plan_layout"]
 
 _TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
-_DRAFTS = 16  # orders of stages with more workers and with fewer that are drafted
+_DRAFTS = 16  # orders of stages with more workers and with fewer that are drafted,
+_DRAFTED = 64_000  # with at most so many micro-batches in all stages together: a third of the work for all others
 _REDONE = 2  # of them, those that are planned
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
 _SHARED_SLACKS = (0.0, 0.005, 0.02)  # likewise, where stages share layers: it may share fewer
@@ -275,16 +275,19 @@ class _Search:
         goal = self.first.period * (1 - self.changing.least_gain)
         if ranked[0][0] >= goal:
             return self.refused(way, f"no cut is faster: {_at_least(ranked[0][0], self.first)}")
-        best: Candidate | None = None
-        tried = 1 if worth_coding(self.problem, CODED_FROM) else _TRIED
+        few = 1 if worth_coding(self.problem, CODED_FROM) else _TRIED
         kinds = [[each for each in ranked if are_whole(each[1]) is whole] for whole in (True, False)]
-        few = [each for kind in kinds for each in kind[:tried]]
+        best, refused = self.planned(way, [each for kind in kinds for each in kind[:few]])
+        if best is not None and way == "both" and not are_whole(best.layout.cuts):
+            best, _ = self.planned(way, [(0.0, *each) for each in self.reordered(best.layout.workers)], best)
+        return self.refused(way, refused) if best is None else best
 
-        def more() -> Iterator[tuple[float, Bounds, tuple[int, ...]]]:
-            if best is not None and way == "both" and tried > 1 and not are_whole(best.layout.cuts):
-                yield from ((0.0, *each) for each in self.reordered(best.layout.workers))
-
-        for bound, cuts, distribution in chain(few, more()):
+    def planned(
+        self, way: Way, rivals: Sequence[tuple[float, Bounds, tuple[int, ...]]], best: Candidate | None = None
+    ) -> tuple[Candidate | None, str]:
+        """The best one of ``rivals``, given with their bounds, and ``best``; and why one could not be planned."""
+        refused = ""
+        for bound, cuts, distribution in rivals:
             if best is not None and bound > best.period:
                 continue
             try:
@@ -294,9 +297,9 @@ class _Search:
                 continue
             if best is None or is_better(found, best, _SHARING_GAIN * self.changing.least_gain):
                 best = found
-        return self.refused(way, refused) if best is None else best
+        return best, refused
 
-    def reordered(self, workers: tuple[int, ...]) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
+    def reordered(self, workers: tuple[int, ...]) -> list[tuple[Bounds, tuple[int, ...]]]:
         """Cuts in which stages share layers, with other stages that have more workers and fewer than in ``workers``."""
         found: dict[tuple[int, ...], tuple[Bounds, tuple[int, ...]]] = {}
 
@@ -311,9 +314,9 @@ class _Search:
                     break
             return math.inf
 
-        orders = better_orders([workers, *self.smooth], draft, _DRAFTS)
-        for goal in [order for order in orders if order != workers and order in found][:_REDONE]:
-            yield found[goal]
+        drafts = min(_DRAFTS, _DRAFTED // (self.grid.stages * self.grid.global_microbatches))
+        orders = better_orders([workers, *self.smooth], draft, drafts)
+        return [found[order] for order in orders if order != workers and order in found][:_REDONE]
 
     def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
         """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
