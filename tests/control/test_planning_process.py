@@ -98,10 +98,8 @@ def test_a_run_that_ends_gives_up_the_plan_that_is_waited_for(plane: ControlPlan
     for member in members[:3]:
         in_thread(member.regroup)
     plane.close()
-    assert wait_for(lambda: not is_alive(int(gated.report.read_text())), PATIENCE)
-    assert wait_for(
-        lambda: not [thread for thread in threading.enumerate() if thread.name == "recycle-plan-in-need"], PATIENCE
-    )
+    assert not is_alive(int(gated.report.read_text()))
+    assert not {"recycle-plan-in-need", "recycle-planning-process"} & {each.name for each in threading.enumerate()}
 
 
 def test_a_plan_is_the_same_wherever_it_is_made(process: PlanningProcess) -> None:

@@ -35,7 +35,8 @@ class PlanInNeed:
         self.schedule: Schedule | None = None
         self._make, self._tell = make, done
         self._unwanted, self._done = threading.Event(), threading.Event()
-        threading.Thread(target=self._run, name="recycle-plan-in-need", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="recycle-plan-in-need", daemon=True)
+        self._thread.start()
 
     @property
     def is_done(self) -> bool:
@@ -50,6 +51,11 @@ class PlanInNeed:
     def give_up(self) -> None:
         """Nobody waits for it any more."""
         self._unwanted.set()
+
+    def join(self, seconds: float) -> bool:
+        """Whether it has ended, at the latest after so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -44,6 +44,7 @@ SILENCE_SECONDS = 10.0
 
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.05  # between checks whether a plan is still wanted
+_END_SECONDS = 10.0  # for its connection to be seen closed
 _MOST_STARTS = 5  # of the process, in a run; it is no use to start again what dies each time
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,8 @@ class _Child:
         self._sending = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
         self._heard = time.monotonic()
-        threading.Thread(target=self._listen, name="recycle-planning-process", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="recycle-planning-process", daemon=True)
+        self._listener.start()
 
     def solve(self, task: bytes, urgent: bool) -> PlanResult:
         """See :meth:`PlanningProcess.solve`; ``task``: problem and planner."""
@@ -157,6 +159,7 @@ class _Child:
         self.lost = "the run is over"
         self.process.kill()
         self.process.wait()
+        self._listener.join(_END_SECONDS)  # its connection is closed
 
     def _send(self, *message: Any) -> None:
         try:

@@ -72,6 +72,7 @@ log = logging.getLogger(__name__)
 OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 """Mean seconds of each kind of operation, by stage and name; empty before the first step."""
 
+_END_SECONDS = 10.0  # for a plan that is not wanted any more to be given up
 _SECONDS_FOR_TWO = 20.0  # that planning for two more failures may take; for one there is no bound but memory
 _SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody
@@ -163,6 +164,7 @@ class RunPlanner:
         large = 3 * grid.global_microbatches * grid.stages >= apart_from
         self._process = PlanningProcess() if large else None
         self._needed: PlanInNeed | None = None
+        self._given_up: list[PlanInNeed] = []  # that may not have ended
 
     def prepare(self) -> None:
         """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
@@ -178,9 +180,7 @@ class RunPlanner:
         needed = self._needed
         if needed is not None and needed.serves(problem):
             return needed.is_done
-        if needed is not None:
-            needed.give_up()
-            self._needed = None
+        self._give_up()
         if self._process is None or self._at_hand(problem) is not None:
             return True
         self._ahead.begin(iter(()))  # this one comes first
@@ -467,11 +467,19 @@ class RunPlanner:
 
     def close(self) -> None:
         """Stops planning ahead: gives up the plan that is being made, and waits until the thread has ended."""
-        if self._needed is not None:
-            self._needed.give_up()
+        self._give_up()
         self._ahead.close()
         if self._process is not None:
             self._process.close()
+        for given_up in self._given_up:
+            given_up.join(_END_SECONDS)
+
+    def _give_up(self) -> None:
+        """Nobody waits any more for the plan that is needed."""
+        needed, self._needed = self._needed, None
+        if needed is not None:
+            needed.give_up()
+            self._given_up = [*(earlier for earlier in self._given_up if not earlier.join(0.0)), needed]
 
     def _plan_ahead(
         self, failed: frozenset[Worker], seconds: OperationSeconds, running: Schedule | None
