@@ -17,7 +17,8 @@ Assumptions:
   lacks, over its own link. At most a few seconds, they are not worth a stop of their own.
 - Whatever is copied goes to the workers that lack least of it.
 - A failure loses the step in progress. A node that comes back is taken in at the end of a step, if that pays.
-- With all workers there, the grid is the fault-free one: its shape is the user's choice.
+- With all workers there, the grid is the fault-free one: its shape is the user's choice. Each worker has its first
+  place then.
 - When no live worker holds some layer, training restarts from the newest checkpoint.
 """
 
@@ -157,7 +158,7 @@ class Auto(CommonPolicy):
             risk = restart * record.loss_chance(_owners(alive.values()), len(alive))
             best = ((until - risk) / before.way.step.period, None, {}, 0.0)  # the others wait
         for way in self._ways(context, state, alive, workers, until):
-            assigned, copying = _assigned(context.model, alive, way.slots, workers)
+            assigned, copying = _assigned(context.model, alive, way, workers)
             risk = restart * record.loss_chance(_owners(way.slots), len(way.slots))
             trained = (until - standing - copying - way.step.fill - risk) / way.step.period
             if trained > best[0]:
@@ -429,37 +430,57 @@ def _lost(model: TrainingModel, ranges: Collection[Range]) -> bool:
 
 
 def _assigned(
-    model: TrainingModel, held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
+    model: TrainingModel, held: Mapping[int, Range], way: _Way, workers: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """A slot for each worker, so that little is copied, and the seconds of the copies.
-
-    Workers choose in the order of what they would lack; those that lack nothing stay.
-    """
-    free: dict[Range, list[int]] = {}
-    for number, layers in enumerate(slots):
-        free.setdefault(layers, []).append(number)
+    """A slot for each worker, and the seconds of the copies."""
     state = tuple(map(round, layer_costs(model).state_bytes))
     before = tuple(accumulate(state, initial=0))  # bytes of the layers before each one
-    pairs = sorted(
-        (_lacking(before, held.get(worker), layers), worker, layers) for worker in workers for layers in free
-    )
-    assigned: dict[int, int] = {}
-    lacking: Counter[int] = Counter()  # copies of each layer
+    full = model.pipelines * model.stages
+    if len(workers) == full and way.cuts == _even(model):
+        assigned = _at_home(workers, full)
+    else:
+        assigned = _nearest(before, held, way.slots, workers)
     most = 0
-    for lacks, worker, layers in pairs:
-        if worker in assigned or not free[layers]:
-            continue
-        assigned[worker] = free[layers].pop(0)
-        if lacks:
-            most = max(most, lacks)
-            own = held.get(worker, (0, 0))
-            lacking.update(layer for layer in range(*layers) if not own[0] <= layer < own[1])
+    lacking: Counter[int] = Counter()  # copies of each layer
+    for worker, slot in assigned.items():
+        layers, own = way.slots[slot], held.get(worker, (0, 0))
+        most = max(most, _lacking(before, own, layers))
+        lacking.update(layer for layer in range(*layers) if not own[0] <= layer < own[1])
     if not most:
         return assigned, 0.0
     owners = Counter(layer for layers in held.values() for layer in range(*layers))
     sent = {layer: copies / owners[layer] for layer, copies in lacking.items()}
     sends = max(sum(state[n] * sent.get(n, 0.0) for n in range(*layers)) for layers in set(held.values()))
     return assigned, model.transfer_seconds(max(float(most), sends) / before[-1])
+
+
+def _at_home(workers: Sequence[int], full: int) -> dict[int, int]:
+    """The slots of the start. Workers that fail together often come back together; in the places that are vacant then,
+    most of them in the stages that had the fewest workers, the next such failure would take all of a stage.
+    """
+    home = [worker for worker in workers if worker < full]
+    others = [worker for worker in workers if worker >= full]
+    vacant = sorted(set(range(full)).difference(home))
+    return {worker: worker for worker in home} | dict(zip(others, vacant, strict=True))
+
+
+def _nearest(
+    before: Sequence[int], held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
+) -> dict[int, int]:
+    """Slots with which little is copied: workers choose in the order of what they would lack; those that lack nothing
+    stay.
+    """
+    free: dict[Range, list[int]] = {}
+    for number, layers in enumerate(slots):
+        free.setdefault(layers, []).append(number)
+    pairs = sorted(
+        (_lacking(before, held.get(worker), layers), worker, layers) for worker in workers for layers in free
+    )
+    assigned: dict[int, int] = {}
+    for _, worker, layers in pairs:
+        if worker not in assigned and free[layers]:
+            assigned[worker] = free[layers].pop(0)
+    return assigned
 
 
 def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
