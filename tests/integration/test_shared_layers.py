@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.growth import AwaitReplacement
-from support.models import GLOBAL_BATCH, STEPS, Regression, Scheduled, dataset
+from support.models import GLOBAL_BATCH, Regression, Scheduled, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, on_one_device, trainer
 from test_buckets import MOMENTS as MOMENTS_OF_A_SUM
@@ -365,36 +365,51 @@ def test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer_els
 
 
 class UsesALayerInItsLoss(Scheduled):
-    """Where the last stage holds it."""
+    """Where the last stage holds it: ``later`` steps after that began, and at ``from_step`` at the earliest."""
 
-    def __init__(self, from_step: int = 0) -> None:
+    def __init__(self, from_step: int = 0, later: int = 0) -> None:
         super().__init__()
-        self.from_step = from_step
+        self.from_step, self.later, self.held_since = from_step, later, -1
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         layer: Any = self.layers[2]
-        uses = hasattr(layer, "weight") and self.trainer.global_step >= self.from_step
+        if hasattr(layer, "weight") and self.held_since < 0:
+            self.held_since = max(self.from_step, self.trainer.global_step)
+        uses = 0 <= self.held_since <= self.trainer.global_step - self.later
         return super().loss(output, target) + (layer.weight.square().mean() if uses else 0.0)
 
 
+MANY_STEPS = 40  # when a move takes place depends on the machine
+
+
 def test_a_loss_may_use_a_shared_layer() -> None:
+    data = dataset(GLOBAL_BATCH * MANY_STEPS)
     moved = UsesALayerInItsLoss().double()
-    run = fit(moved, 2, 2, callbacks=[Move({1: (2.75, 3.25)})], strategy={**STAY, "decoupled": True})
+    run = fit(
+        moved,
+        2,
+        2,
+        data=data,
+        max_steps=MANY_STEPS,
+        callbacks=[Move({1: (2.75, 3.25)})],
+        strategy={**STAY, "decoupled": True},
+    )
     strategy: Any = run.strategy
-    # Before the move its stage does not hold that layer; when the move takes place depends on the machine.
     (step,) = (event.step for event in strategy.history if event.kind == "layers_moved")
     reference = UsesALayerInItsLoss(from_step=step).double()
-    on_one_device(max_steps=STEPS).fit(reference, DataLoader(dataset(), batch_size=GLOBAL_BATCH))
-    assert 1 <= step < STEPS
+    on_one_device(max_steps=MANY_STEPS).fit(reference, DataLoader(data, batch_size=GLOBAL_BATCH))
+    assert 1 <= step < MANY_STEPS
     assert difference(moved.state_dict(), reference.state_dict()) < TOLERANCE
 
 
 def test_a_loss_that_begins_to_use_a_shared_layer_is_an_error_and_not_another_result() -> None:
     with pytest.raises(UnsupportedFeatureError, match="that two stages share got a gradient"):
         fit(
-            UsesALayerInItsLoss(from_step=5).double(),
+            UsesALayerInItsLoss(later=2).double(),
             2,
             2,
+            data=dataset(GLOBAL_BATCH * MANY_STEPS),
+            max_steps=MANY_STEPS,
             callbacks=[Move({1: (2.75, 3.25)})],
             strategy={**STAY, "decoupled": True},
         )
