@@ -208,13 +208,12 @@ class _Search:
                 continue
             for cut in (best, *self.near(stages, best)):
                 goal = self.live if way == "layers" else self.spread(stages, cut)
-                distribution = tuple(self.grid.pipelines - count for count in goal)
                 if cut.cuts != self.cuts or (way == "both" and goal != self.live):
-                    rivals[cut.cuts, distribution] = None
+                    rivals[cut.cuts, self.without(goal)] = None
             goals = [self.live] if way == "layers" else [self.live, self.spread(stages, best), *self.smooth]
             for cuts, goal in self.shared(goals, spare) if self.shares_layers else ():
                 if cuts != self.cuts or goal != self.live:
-                    rivals[cuts, tuple(self.grid.pipelines - count for count in goal)] = None
+                    rivals[cuts, self.without(goal)] = None
         if not rivals and self.layers.memory_limit is not None:
             free = fastest(self.stages(way, None))
             if free is not None and free.cuts != self.cuts:
@@ -304,15 +303,15 @@ class _Search:
         found: dict[tuple[int, ...], tuple[Bounds, tuple[int, ...]]] = {}
 
         def draft(goal: tuple[int, ...]) -> float:
-            distribution = tuple(self.grid.pipelines - count for count in goal)
-            for cuts, _ in self.shared([goal], 1.0, _SHARED_SLACKS[:1]):
-                found[goal] = cuts, distribution
-                try:
-                    problem = self.at(cuts, self.failed(distribution), distribution)
-                    return drafted(problem, self.turns(cuts)).period
-                except PlanningError:
-                    break
-            return math.inf
+            cut = next(self.shared([goal], 1.0, _SHARED_SLACKS[:1]), None)
+            if cut is None:
+                return math.inf
+            cuts, distribution = found[goal] = cut[0], self.without(goal)
+            try:
+                problem = self.at(cuts, self.failed(distribution), distribution)
+                return drafted(problem, self.turns(cuts)).period
+            except PlanningError:
+                return math.inf
 
         drafts = min(_DRAFTS, _DRAFTED // (self.grid.stages * self.grid.global_microbatches))
         orders = better_orders([workers, *self.smooth], draft, drafts)
@@ -356,7 +355,7 @@ class _Search:
         copying, stall, delay = self.times(cuts, sent, judgement)
         return Candidate(
             way,
-            Layout(cuts, tuple(self.grid.pipelines - count for count in distribution)),
+            Layout(cuts, self.without(distribution)),
             problem.failed,
             judgement.period,
             bound,
@@ -397,6 +396,10 @@ class _Search:
             memory=self.layers.memory(cuts),
             worker_factors=tuple(factors.items()),
         )
+
+    def without(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """The failures of each stage by its live workers, or the other way round."""
+        return tuple(self.grid.pipelines - count for count in counts)
 
     def failed(self, distribution: tuple[int, ...]) -> frozenset[Worker]:
         """The vacant positions; those of now if each stage keeps its workers."""

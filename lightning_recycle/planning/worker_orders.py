@@ -30,19 +30,12 @@ def better_orders(starts: Iterable[tuple[int, ...]], draft: Draft, most: int) ->
         most: drafts at most.
     """
     found = {counts: draft(counts) for counts in islice(dict.fromkeys(starts), most)}
-    while found:
-        best = min(found, key=lambda counts: found[counts])
-        for other in _exchanges(best):
-            if len(found) >= most:
-                break
-            if other not in found:
-                found[other] = draft(other)
-                if found[other] < found[best]:
-                    break
-        else:
-            break  # none is better
-        if len(found) >= most:
-            break
+    best = min(found, key=lambda counts: found[counts], default=())
+    others = _exchanges(best)
+    while len(found) < most and (other := next((each for each in others if each not in found), None)):
+        found[other] = draft(other)
+        if found[other] < found[best]:
+            best, others = other, _exchanges(other)
     return sorted(found, key=lambda counts: found[counts])
 
 
