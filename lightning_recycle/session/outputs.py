@@ -2,7 +2,7 @@
 
 Concept: the user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on the worker that
 computed it. What they do there is *recorded* instead of done: calls of ``self.log``, what each torchmetrics object of
-the module gained, and what they collected in its other attributes (:mod:`~lightning_recycle.session.collected`). The
+the module gained, and side effects on its other attributes (:mod:`~lightning_recycle.session.hook_side_effects`). The
 records of all micro-batches of a step travel through the coordinator to all workers, and are *replayed* there in the
 order of the micro-batches. So every worker holds the complete metrics, whoever dies, and callbacks take the same
 decisions everywhere.
@@ -26,8 +26,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recorded import RecordedModule
-from lightning_recycle.session.changes import Change
-from lightning_recycle.session.collected import Collected
+from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.packing import pack_tensors, unpack_tensors
 
@@ -60,14 +59,14 @@ class _Record:
         logs: (name, value, keyword arguments) of each ``self.log``.
         metrics: what each metric gained: its states after this micro-batch alone, by path in the module.
         result: what the hook returned.
-        changes: what the hook collected in other attributes of the module.
+        changes: side effects on other attributes of the module that reach all workers.
     """
 
     samples: int
     logs: tuple[tuple[str, Any, dict[str, Any]], ...]
     metrics: dict[str, _States]
     result: Any
-    changes: tuple[Change, ...]
+    changes: tuple[Effect, ...]
 
 
 @dataclass
@@ -77,7 +76,7 @@ class Recording:
     logs: tuple[tuple[str, Any, dict[str, Any]], ...] = ()
     metrics: dict[str, _States] = field(default_factory=dict)
     result: Any = None
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Effect, ...] = ()
 
 
 _EMPTY = _Record(0, (), {}, None, ())
@@ -92,12 +91,12 @@ class OutputRecorder:
         microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
 
     Attributes:
-        collected: what the hooks collect in attributes of the module that are no metrics.
+        collected: side effects on attributes of the module that are no metrics.
     """
 
     def __init__(self, module: RecordedModule, alone: bool = False, microbatches: int | None = None) -> None:
         self._module = module
-        self.collected = Collected(module, alone, microbatches)
+        self.collected = HookSideEffects(module, alone, microbatches)
         self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
         for collection in module.modules():
             if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own

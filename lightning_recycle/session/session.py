@@ -533,6 +533,7 @@ class Session:
         scaler = scaler_of(self.trainer)
 
         def apply_with_hooks(result: StepResult) -> None:
+            self._recorder.collected.rewind()
             # Whoever asks for the norm has unscaled gradients before him.
             self._newest_loss = result.loss
             self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
@@ -662,6 +663,7 @@ class Session:
         rank_zero_only.rank = 0 if self.collectives.leads else max(1, self.place.rank)  # type: ignore[attr-defined]
 
     def on_recovery(self, step: int) -> None:
+        self._recorder.collected.run_again()
         self._checks.announce(step + 1)  # some may have applied ``step`` already
         self.reach("recovery", step)
 

@@ -33,8 +33,8 @@ from torchmetrics import Metric
 
 from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.session.collected import CollectedState
 from lightning_recycle.session.finetuning import load_trained, trained
+from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, share_of_batch
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 from lightning_recycle.session.pruning import take_pruned_form
@@ -98,7 +98,7 @@ class WorkerSnapshot:
         should_stop: whether it is set on the donor.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
-        collected: the attributes of the module in which hooks and steps collect.
+        collected: side effects of hooks and steps on the module's attributes.
         gradients: those that a module that optimizes by itself has left, by parameter.
         generators: the states of the generators from which hooks draw.
         accumulated: the gradients of the batches since the newest step of the optimizer.
@@ -121,7 +121,7 @@ class WorkerSnapshot:
     should_stop: bool
     stop_agreed: bool
     next_collective: int
-    collected: CollectedState
+    collected: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
     accumulated: dict[int, Any]
@@ -131,7 +131,7 @@ def take_snapshot(
     trainer: pl.Trainer,
     averages: WeightAverages,
     next_collective: int,
-    collected: CollectedState,
+    collected: SideEffectState,
     accumulated: dict[int, Any],
     stop_agreed: bool = False,
 ) -> WorkerSnapshot:

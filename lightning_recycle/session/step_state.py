@@ -4,7 +4,7 @@ A step that steps optimizers itself cannot be redone from its parameters alone, 
 be computed back. So everything is copied before each step: parameters, buffers, gradients that were left, the
 optimizers' states and options, schedulers, Lightning's counters, and what callbacks keep whose hooks run within a step.
 Attributes of the module are no part of it: what a step does to them is recorded
-(:mod:`~lightning_recycle.session.collected`), and an attempt that fails leaves nothing.
+(:mod:`~lightning_recycle.session.hook_side_effects`), or stays.
 
 The copies are made in the same memory every time: as much as the parameters and the optimizers' states take.
 """

@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.session.collected import COPIED_ELEMENTS, is_plain_object
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 
 __all__ = ["World"]
 
-_DEPTH = 4  # of containers and objects in one another that are copied
+_DEPTH = 4  # of containers in one another that are copied
+_COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom written in place
 
 
 class _Part(Protocol):
@@ -165,9 +165,9 @@ class _Generators:
 
 
 class _Attributes:
-    """The attributes of the module. What the recording of a step takes back stays there; the rest does not show."""
+    """The attributes of the module; those of the first micro-batch stay."""
 
-    stays = False
+    stays = True
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -241,12 +241,12 @@ class World:
 
 
 def _own(value: Any, depth: int, seen: dict[int, Any]) -> Any:
-    """A copy of ``value`` with its containers and plain objects, as far as hooks change them in place."""
+    """A copy of ``value`` with its tensors, arrays and plain containers; other objects are not touched."""
     if id(value) in seen:
         return seen[id(value)]
     copy = value
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        if value.numel() <= COPIED_ELEMENTS and value.grad_fn is None:
+        if value.numel() <= _COPIED_ELEMENTS and value.grad_fn is None:
             copy = value.detach().clone().requires_grad_(value.requires_grad)
     elif isinstance(value, np.ndarray):
         copy = value.copy()
@@ -260,9 +260,5 @@ def _own(value: Any, depth: int, seen: dict[int, Any]) -> Any:
         copy = value.copy()
         for key, item in value.items():
             copy[key] = _own(item, depth - 1, seen)
-    elif depth and is_plain_object(value):
-        copy = object.__new__(type(value))
-        seen[id(value)] = copy
-        vars(copy).update({name: _own(item, depth - 1, seen) for name, item in vars(value).items()})
     seen[id(value)] = copy
     return copy

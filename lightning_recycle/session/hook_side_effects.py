@@ -1,0 +1,400 @@
+"""Side effects of steps and output hooks on the module's attributes, and which of them reach all workers.
+
+Concept: a step, or a hook that sees an output, runs where its micro-batch was computed. Under DDP its changes of
+attributes stay in that process, and so they do here, with three exceptions that travel with the record of the
+micro-batch and are repeated on every worker in the order of the micro-batches:
+
+- items *appended* to a list or deque that is an attribute, or a value of a dict that is an attribute: Lightning's idiom
+  ``self.outputs.append(...)``, ``torch.cat(self.outputs)``, ``self.outputs.clear()`` sees all outputs on every worker;
+- tensors that a training step *assigns*, such as ``self.hidden = hidden.detach()`` for the next step: each *slot* of
+  the global batch (pipeline d, micro-batch m) has its own, in place whenever a step runs on that slot;
+- tensors of the module that a training step writes, see :mod:`~lightning_recycle.session.written_tensors`.
+
+These are taken back after each micro-batch, so a step that runs again begins as it did, and none counts twice.
+
+Contract: nothing is written into an object that an attribute holds, except lists, deques and dicts of these exact types.
+When code outside of training steps assigns an attribute that has slots, or changes its tensors, its value holds for all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.packing import pack_tensors, unpack_tensors
+from lightning_recycle.session.written_tensors import Write, WrittenTensors
+
+__all__ = ["Append", "Assignment", "Effect", "HookSideEffects", "SideEffectState", "moved"]
+
+_MISSING = object()
+_DICTS = (dict, defaultdict)
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Append:
+    """New items of a list: ``path`` is the attribute, and the key if that is a dict; ``items`` are packed."""
+
+    path: tuple[Any, ...]
+    kind: type[Any]
+    items: bytes
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a training step leaves in an attribute for the next step of its slot; ``value`` is packed."""
+
+    name: str
+    value: bytes
+
+
+Effect: TypeAlias = Append | Assignment | Write
+
+SideEffectState: TypeAlias = tuple[dict[str, Any], dict[str, dict[int, Any]], dict[str, dict[int, Any]]]
+"""Attributes with lists that steps extended; values by slot: of attributes, of written tensors."""
+
+
+class HookSideEffects:
+    """The side effects on ``module``.
+
+    Args:
+        module: the user's module.
+        alone: whether a step has one micro-batch in all; then there is nothing to put together.
+        microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
+
+    Attributes:
+        names: the attributes whose lists steps have extended.
+        slots: the values of attributes by slot; None if there are none.
+        written: tensors that training steps write; None if they may not.
+        slot: the micro-batch whose training step is about to run; None for other code.
+    """
+
+    def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int | None = None) -> None:
+        self._module, self._alone = module, alone
+        self._microbatches = microbatches or 0
+        self.slots = Slots(module) if microbatches else None
+        by_itself = not module.automatic_optimization  # then each micro-batch has tensors of its own already
+        self.written = WrittenTensors(module) if microbatches and not alone and not by_itself else None
+        self.slot: int | None = None
+        self.names: set[str] = set()
+        self._internal = {*vars(pl.LightningModule()), *dir(RecordedModule), "_param_requires_grad_state"}
+        self._told: set[str] = set()
+        self._plain: dict[str, Any] | None = None  # numbers and texts when the step began
+        self._runs_again = False
+
+    # ------------------------------------------------------------------ on the worker that has the output
+
+    @contextmanager
+    def noticed(self) -> Iterator[list[Effect]]:
+        """Runs a block; lists what of its effects must reach all workers, and takes that back."""
+        slot, self.slot = self.slot, None
+        effects: list[Effect] = []
+        if self._alone:
+            yield effects
+            return
+        if self._runs_again and self._plain is not None:
+            vars(self._module).update(self._plain)
+        if self._runs_again or self._plain is None:
+            self._plain = {n: v for n, v in self._attributes().items() if type(v) in _PLAIN}
+        self._runs_again = False
+        if slot is None or self.slots is None:
+            with self._appending(effects, False):
+                yield effects
+        else:
+            with self.slots.in_place(slot), self._assigning(effects), self._appending(effects, True):
+                if self.written is None:
+                    yield effects
+                else:
+                    with self.written.in_place(slot, effects):
+                        yield effects
+
+    def _attributes(self) -> dict[str, Any]:
+        return {n: v for n, v in {**vars(self._module), **self._module._buffers}.items() if n not in self._internal}
+
+    @contextmanager
+    def _appending(self, effects: list[Effect], keeps: bool) -> Iterator[None]:
+        """Finds appended items; ``keeps``: whether a new list of tensors may be meant for the next step of the slot."""
+        attributes = self._attributes()
+        keys = {name: (value, set(value)) for name, value in attributes.items() if type(value) in _DICTS}
+        before = {}
+        for path, value in _lists(attributes):
+            before[path] = (value, len(value), value[0] if value else None, value[-1] if value else None)
+        try:
+            yield
+        except BaseException:
+            for value, length, *_ in before.values():
+                _shorten(value, length)
+            raise
+        seen: set[int] = set()
+        for path, now in list(_lists(self._attributes())):
+            old, length, first, last = before.get(path, (None, 0, None, None))
+            if id(now) in seen or len(now) <= length:
+                continue
+            seen.add(id(now))
+            if len(path) == 1:
+                existed = path[0] in attributes
+            else:
+                owner, names = keys.get(path[0], (None, set()))
+                if owner is not attributes.get(path[0]) or owner is None:
+                    continue  # another dict
+                existed = path[1] in names
+            if old is None:
+                appended = not existed
+            elif now is old or not keeps:
+                appended = not length or (now[0] is first and now[length - 1] is last)
+            else:  # another list: meant for the next step of the slot, unless it begins with the old items
+                appended = length > 0 and not self._has_slots(path[0]) and now[0] is first and now[length - 1] is last
+            packed = self._packed(path, list(now)[length:]) if appended else None
+            if packed is not None:
+                effects.append(Append(path, type(now), packed))
+                if old is not None:
+                    _shorten(old, length)
+                self._put(path, old)
+
+    @contextmanager
+    def _assigning(self, effects: list[Effect]) -> Iterator[None]:
+        """Finds what a training step assigns for the next one; lists that grew are taken back before."""
+        assert self.slots is not None
+        before = self._attributes()
+        marks = {name: _mark(before.get(name, _MISSING)) for name in self.slots.names}
+        yield
+        after = self._attributes()
+        for name in {**before, **after}:
+            value, old = after.get(name, _MISSING), before.get(name, _MISSING)
+            if self._has_slots(name):
+                changed = _mark(value) != marks[name]
+            else:
+                changed = value is not old and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+            if changed and (packed := self._packed((name,), value)) is not None:
+                effects.append(Assignment(name, packed))
+                self.slots.put(name, old)
+
+    def _has_slots(self, name: str) -> bool:
+        return self.slots is not None and name in self.slots.names
+
+    def _packed(self, path: tuple[Any, ...], value: Any) -> bytes | None:
+        """``value`` for the other workers; None if it cannot be pickled, and then stays where it is."""
+        try:
+            return pack_tensors(None if value is _MISSING else _sent(value))
+        except Exception as error:
+            name = f"self.{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
+            if name not in self._told:
+                self._told.add(name)
+                rank_zero_warn(
+                    f"{name} got a value in a step or hook that sees one micro-batch which cannot be pickled"
+                    f" ({type(error).__name__}: {error}). It stays on the worker that made it."
+                )
+            return None
+
+    def _put(self, path: tuple[Any, ...], value: Any) -> None:
+        """Puts ``value`` at ``path``; None: nothing was there."""
+        owner = getattr(self._module, path[0], None) if len(path) > 1 else None
+        if len(path) == 1:
+            if value is None:
+                vars(self._module).pop(path[0], None)
+            else:
+                vars(self._module)[path[0]] = value
+        elif value is None:
+            owner.pop(path[1], None)
+        else:
+            owner[path[1]] = value
+
+    def rewind(self) -> None:
+        """The user's code that comes next sees parameters as they were when the step began."""
+        if self.written is not None:
+            self.written.rewind()
+
+    def run_again(self) -> None:
+        """The step may run again: numbers that its micro-batches have counted here would count twice."""
+        self._runs_again = True
+
+    # ------------------------------------------------------------------ on every worker
+
+    def repeat(self, records: Sequence[Sequence[Effect]], slots: Sequence[int] | None = None) -> None:
+        """Repeats the effects of the micro-batches of a step; ``slots``: their indices, if it was a training step."""
+        self._plain, self._runs_again = None, False
+        device = self._module.device
+        for effect in (effect for effects in records for effect in effects if isinstance(effect, Append)):
+            self.names.add(effect.path[0])
+            owner: Any = vars(self._module)
+            for key in effect.path[:-1]:
+                owner = owner.setdefault(key, {})
+            target = owner.get(effect.path[-1])
+            if type(target) is not effect.kind:
+                target = owner[effect.path[-1]] = effect.kind()
+            target.extend(moved(unpack_tensors(effect.items), device))
+        if slots is None or self._alone:
+            return
+        by_slot = dict(zip(slots, records, strict=True))
+        if self.slots is not None:
+            self.slots.take({i: [e for e in es if isinstance(e, Assignment)] for i, es in by_slot.items()})
+        if self.written is not None:
+            self.written.take({i: [e for e in es if isinstance(e, Write)] for i, es in by_slot.items()})
+
+    def state(self) -> SideEffectState:
+        """For a worker that joins."""
+        lists = {name: vars(self._module)[name] for name in sorted(self.names) if name in vars(self._module)}
+        slots = {} if self.slots is None else self.slots.state()
+        return lists, slots, {} if self.written is None else self.written.state()
+
+    def load_state(self, state: SideEffectState) -> None:
+        lists, slots, written = state
+        device = self._module.device
+        for name, value in lists.items():
+            vars(self._module)[name] = moved(value, device)
+        self.names.update(lists)
+        if self.slots is not None:
+            self.slots.load_state(slots, self._microbatches)
+        if self.written is not None:
+            self.written.load_state(written)
+
+
+class Slots:
+    """The values of attributes by slot; slots are global indices of micro-batches."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._values: dict[str, dict[int, Any]] = {}
+        self._common: dict[str, Any] = {}  # marks of what other code sees, when the values were taken
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The attributes that have a value for each slot."""
+        return frozenset(self._values)
+
+    def check(self) -> None:
+        """Forgets the values of attributes that other code has assigned or changed since; called before a step."""
+        for name in list(self._values):
+            if _mark(self._get(name)) != self._common[name]:
+                del self._values[name], self._common[name]
+
+    @contextmanager
+    def in_place(self, slot: int) -> Iterator[None]:
+        """Within the block, attributes have copies of the values of ``slot``."""
+        before = {name: self._get(name) for name in self._values}
+        for name, values in self._values.items():
+            self.put(name, _copied(values[slot]))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                self.put(name, value)
+
+    def take(self, records: Mapping[int, Sequence[Assignment]]) -> None:
+        """Takes what the steps of all slots assigned; other code sees the value of the last."""
+        device = self._module.device
+        for slot, assignments in sorted(records.items()):
+            for new in assignments:
+                if new.name not in self._values:
+                    self._values[new.name] = dict.fromkeys(records, self._get(new.name))
+                value = self._values[new.name][slot] = moved(unpack_tensors(new.value), device)
+                self.put(new.name, _copied(value))
+        self._common = {name: _mark(self._get(name)) for name in self._values}
+
+    def _space(self, name: str) -> dict[str, Any]:
+        buffers: dict[str, Any] = self._module._buffers
+        return buffers if name in buffers else vars(self._module)
+
+    def _get(self, name: str) -> Any:
+        return self._space(name).get(name, _MISSING)
+
+    def put(self, name: str, value: Any) -> None:
+        """Sets an attribute past the module's own ``__setattr__``."""
+        if value is _MISSING:
+            self._space(name).pop(name, None)
+        else:
+            self._space(name)[name] = value
+
+    def state(self) -> dict[str, dict[int, Any]]:
+        """The values, and under -1 what other code sees, for a worker that joins."""
+        self.check()
+        found = {name: {-1: self._get(name), **values} for name, values in self._values.items()}
+        return {name: {i: v for i, v in values.items() if v is not _MISSING} for name, values in found.items()}
+
+    def load_state(self, state: Mapping[str, Mapping[int, Any]], slots: int) -> None:
+        """Restores the values that :meth:`state` returned for the number of slots ``slots``."""
+        device = self._module.device
+        self._values = {
+            name: {slot: moved(_copied(values.get(slot, _MISSING)), device) for slot in range(slots)}
+            for name, values in state.items()
+        }
+        for name, values in state.items():
+            self.put(name, moved(_copied(values.get(-1, _MISSING)), device))
+        self._common = {name: _mark(self._get(name)) for name in self._values}
+
+
+def _lists(attributes: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The lists that steps may append to, with their paths."""
+    for name, value in attributes.items():
+        if _is_list(value):
+            yield (name,), value
+        elif type(value) in _DICTS:
+            yield from (((name, key), item) for key, item in list(value.items()) if _is_list(item))
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list or (type(value) is deque and value.maxlen is None)
+
+
+def _shorten(value: Any, length: int) -> None:
+    while len(value) > length:
+        value.pop()
+
+
+def _sent(value: Any) -> Any:
+    """``value`` with its tensors on the CPU in storages of their own."""
+    if isinstance(value, Tensor):
+        return to_cpu(value)
+    if type(value) is dict:
+        return {key: _sent(item) for key, item in value.items()}
+    return type(value)(map(_sent, value)) if type(value) in (list, tuple) else value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors, and those in its containers, on ``device``."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) in (list, tuple, deque):
+        return type(value)(moved(item, device) for item in value)
+    if type(value) in _DICTS:
+        for key, item in list(value.items()):
+            value[key] = moved(item, device)
+    return value
+
+
+def _copied(value: Any) -> Any:
+    return value if value is _MISSING else deepcopy(value)
+
+
+def _mark(value: Any) -> list[Any]:
+    """Differs when ``value`` holds other objects or its tensors were written to; holds them, so that ids stay theirs."""
+    leaves = tree_leaves(value)
+    versions = [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
+    return [*map(_Same, leaves), versions]
+
+
+class _Same:
+    """Equal to another if both hold the same object, or equal numbers or texts."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return NotImplemented
+        mine, theirs = self._value, other._value
+        return mine is theirs or (type(mine) is type(theirs) and isinstance(mine, (int, float, str)) and mine == theirs)

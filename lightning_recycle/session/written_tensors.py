@@ -1,0 +1,289 @@
+"""Tensors of the module that training steps write: averages of weights, banks of features, and their like.
+
+Concept: a training step may update a momentum encoder (BYOL, MoCo, DINO) or a queue that is a buffer. Under DDP each
+process does that once per step, from its own state. Here a worker may run several micro-batches of a step, so each of
+them begins with the tensors of the step's beginning, and when the step is over:
+
+- a tensor that all micro-batches leave alike, to the bit, counts once: an average of the weights;
+- otherwise each *slot* of the global batch (pipeline d, micro-batch m) has a value of its own from then on, in place
+  whenever a step runs on that slot. It travels to all workers with the record of the micro-batch if it is small.
+
+Watched are buffers and parameters that are not trained, except statistics of torch's own modules (BatchNorm), which
+every worker keeps for itself. Steps write them in place, assign them, or use ``.data``, which autograd does not count:
+so in the first steps each step gets copies, which are compared afterwards. Later only the tensors that were written
+are copied; a first write to another one is seen by its version and address, and refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.runtime.checksums import checksum
+from lightning_recycle.session.optimizer_states import to_cpu
+
+__all__ = ["Write", "WrittenTensors"]
+
+_SMALL_BYTES = 64 * 1024  # of a value that always travels
+_MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel
+_FIRST_STEPS = 3  # in which all tensors are compared
+_WATCHED_BYTES = 16 * 1024 * 1024  # of all tensors that are compared in every step
+_COPIED_BYTES = 256 * 1024 * 1024  # that are copied in the first steps, besides twice the trained parameters
+_REMEDY = (
+    " Use num_microbatches=1 without failures, keep it below 4 MB, or optimize by hand (automatic_optimization ="
+    " False), where micro-batches run in turns and each has tensors of its own."
+)
+
+_Value: TypeAlias = Tensor | None
+
+
+@dataclass(frozen=True)
+class Write:
+    """What a micro-batch left in the tensor ``name``: the checksum, and the value if ``travels``."""
+
+    name: str
+    digest: bytes
+    travels: bool
+    value: _Value
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter or buffer of a module."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> _Value:
+        """The parameter's data, or the buffer itself."""
+        parameter = self.module._parameters.get(self.name)
+        return self.module._buffers.get(self.name) if parameter is None else parameter.data
+
+    def put(self, value: _Value) -> None:
+        parameter = self.module._parameters.get(self.name)
+        if parameter is None:
+            self.module._buffers[self.name] = value
+        elif value is not None:
+            parameter.data = value
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.name in self.module._parameters
+
+    def mark(self) -> tuple[int, int]:
+        """Differs when it was assigned, or written by a way that autograd counts."""
+        tensor = self.module._parameters.get(self.name, self.module._buffers.get(self.name))
+        if tensor is None or tensor.is_inference():
+            return (0, 0)
+        return tensor.data_ptr(), tensor._version
+
+
+class WrittenTensors:
+    """The tensors of ``module`` that training steps write, by name, and by slot where slots differ."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._steps = 0  # that were compared
+        self._found: dict[str, _Place] | None = None
+        self._written: set[str] = set()
+        self._alike: set[str] = set()  # those that all micro-batches left alike so far
+        self._slots: dict[str, dict[int, tuple[bool, _Value]]] = {}  # (whether this worker has it, the value)
+        self._marks: dict[str, tuple[int, int]] = {}  # of those with slots, as this object left them
+        self._mine: dict[int, dict[str, _Value]] = {}  # what this worker's micro-batches of the step left
+        self._begun: list[tuple[_Place, _Value]] = []  # parameters that a micro-batch wrote, and what they were
+
+    # ------------------------------------------------------------------ on the worker that runs the step
+
+    @contextmanager
+    def in_place(self, slot: int, effects: list[Any]) -> Iterator[None]:
+        """Runs the training step of ``slot`` from its own values; lists what it wrote, and takes that back."""
+        self.rewind()
+        places = self._places()
+        self._check(places)
+        watched = self._watched(places)
+        common = {name: place.get() for name, place in watched.items()}
+        before = {name: self._value(name, slot) if name in self._slots else value for name, value in common.items()}
+        for name, place in watched.items():
+            place.put(_clone(before[name]))
+        marks = {name: place.mark() for name, place in places.items() if name not in watched}
+        wrote: dict[str, _Value] = {}
+        try:
+            yield
+            for name, place in watched.items():
+                value = place.get()
+                if name in self._slots or not _equal(value, before[name]):
+                    wrote[name] = value
+            for name, mark in marks.items():
+                if places[name].mark() != mark:
+                    raise UnsupportedFeatureError(
+                        f"{name} was written in training_step(), for the first time after {self._steps} steps, or among"
+                        " too many tensors that are not trained to compare all. Micro-batches would write on top of"
+                        " each other. Write it from the first step on, or in on_train_batch_end(), which runs once"
+                        " per step."
+                    )
+            self._mine[slot] = wrote
+            effects += self._writes(wrote)
+        finally:
+            for name, place in watched.items():
+                if place.is_parameter and name in wrote:  # the backward pass may need what it is now
+                    self._begun.append((place, common[name]))
+                else:
+                    place.put(common[name])
+
+    def rewind(self) -> None:
+        """Makes parameters as they were when the step began."""
+        for place, value in reversed(self._begun):
+            place.put(value)
+        self._begun.clear()
+
+    def _writes(self, wrote: Mapping[str, _Value]) -> list[Write]:
+        found, left = [], _MOST_BYTES
+        for name, value in sorted(wrote.items(), key=lambda item: (_bytes(item[1]), item[0])):
+            size = _bytes(value)
+            travels = size <= left and (size <= _SMALL_BYTES or name not in self._alike)
+            left -= size if travels else 0
+            kind = b"" if value is None else str((value.dtype, tuple(value.shape))).encode()
+            found.append(Write(name, checksum([value]) + kind, travels, to_cpu(value) if travels else None))
+        return found
+
+    def _value(self, name: str, slot: int) -> _Value:
+        is_here, value = self._slots[name].get(slot, (False, None))
+        if not is_here:
+            raise UnsupportedFeatureError(
+                f"{name} is written in training_step(), differently for each micro-batch, and its value for micro-batch"
+                f" {slot} was on a worker that does not run that any more: it is too large to be kept on all." + _REMEDY
+            )
+        return value
+
+    # ------------------------------------------------------------------ on every worker
+
+    @torch.no_grad()
+    def take(self, records: Mapping[int, Sequence[Write]]) -> None:
+        """Takes over what the micro-batches of a step wrote, by slot."""
+        self.rewind()
+        places, mine, self._mine, self._found = self._places(), self._mine, {}, None
+        self._steps += 1
+        by_name: dict[str, dict[int, Write]] = {}
+        for slot, writes in records.items():
+            for write in writes:
+                by_name.setdefault(write.name, {})[slot] = write
+        for name, by_slot in by_name.items():
+            if name not in places:
+                continue
+            place = places[name]
+            old = place.get()
+            self._written.add(name)
+            found: dict[int, tuple[bool, _Value]] = {}
+            for slot, write in by_slot.items():
+                if name in mine.get(slot, {}):
+                    found[slot] = True, mine[slot][name]
+                else:
+                    found[slot] = write.travels, _on(write.value, self._module.device)
+            here = [slot for slot, (is_here, _) in found.items() if is_here]
+            alike = len(by_slot) == len(records) and len({write.digest for write in by_slot.values()}) == 1
+            if name not in self._slots and alike:
+                if not here:
+                    raise UnsupportedFeatureError(
+                        f"{name} is written in training_step(), and this worker ran no micro-batch of the step: the new"
+                        " value is too large to be sent." + _REMEDY
+                    )
+                self._alike.add(name)
+                place.put(found[here[0]][1])
+                continue
+            self._alike.discard(name)
+            if name not in self._slots and len(here) < len(found):
+                rank_zero_warn(
+                    f"{name} ({_bytes(found[here[0]][1]) if here else 0:,} bytes) is written in training_step(),"
+                    " differently for each micro-batch, and too large to be kept on all workers: when one dies, the run"
+                    " ends with an error." + _REMEDY
+                )
+            self._slots.setdefault(name, {slot: (True, old) for slot in records}).update(found)
+            if here:
+                place.put(_clone(found[max(here)][1]))
+        self._marks = {name: places[name].mark() for name in self._slots if name in places}
+
+    # ------------------------------------------------------------------ which tensors
+
+    def _places(self) -> dict[str, _Place]:
+        if self._found is None:
+            self._found = dict(_untrained(self._module))
+        return self._found
+
+    def _watched(self, places: Mapping[str, _Place]) -> Mapping[str, _Place]:
+        size = sum(_bytes(place.get()) for place in places.values())
+        trained = sum(parameter.nbytes for parameter in self._module.parameters() if parameter.requires_grad)
+        if size <= _WATCHED_BYTES or (self._steps < _FIRST_STEPS and size <= 2 * trained + _COPIED_BYTES):
+            return places
+        return {name: place for name, place in places.items() if name in self._written}
+
+    def _check(self, places: Mapping[str, _Place]) -> None:
+        """Forgets the slots of tensors that other code has written since the last step."""
+        for name, mark in list(self._marks.items()):
+            if name not in places or places[name].mark() != mark:
+                del self._slots[name], self._marks[name]
+
+    # ------------------------------------------------------------------ a worker that joins
+
+    def state(self) -> dict[str, dict[int, Any]]:
+        """The values by slot; under -1, whether all micro-batches leave it alike, and under "", the steps."""
+        self.rewind()
+        self._check(self._places())
+        found = {name: {-1: name in self._alike, **self._slots.get(name, {})} for name in self._written}
+        return {**found, "": {-1: self._steps}}
+
+    def load_state(self, state: Mapping[str, Mapping[int, Any]]) -> None:
+        """Restores what :meth:`state` returned, once the module's tensors are those of the donor."""
+        self._begun, self._mine, self._found = [], {}, None
+        places, device = self._places(), self._module.device
+        self._steps = state[""][-1] if "" in state else 0
+        self._written = {name for name in state if name in places}
+        self._alike = {name for name in self._written if state[name][-1]}
+        self._slots = {}
+        for name in self._written:
+            values = {slot: (item[0], _on(item[1], device)) for slot, item in state[name].items() if slot >= 0}
+            if values:
+                self._slots[name] = values
+        self._marks = {name: places[name].mark() for name in self._slots}
+
+
+def _untrained(module: nn.Module) -> Iterator[tuple[str, _Place]]:
+    """The parameters that are not trained and the buffers, by name, each once."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        package = type(part).__module__.partition(".")[0]
+        if isinstance(part, _NormBase) or package == "torchmetrics":
+            continue
+        parameters = [(name, p) for name, p in part._parameters.items() if p is not None and not p.requires_grad]
+        for name, tensor in (*parameters, *(part._buffers.items() if package != "torch" else ())):
+            if id(tensor) in seen or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                continue
+            if tensor is not None:
+                seen.add(id(tensor))
+            yield f"{prefix}.{name}" if prefix else name, _Place(part, name)
+
+
+def _bytes(value: _Value) -> int:
+    return 0 if value is None else value.nbytes
+
+
+def _clone(value: _Value) -> _Value:
+    return None if value is None else value.detach().clone()
+
+
+def _equal(one: _Value, other: _Value) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+def _on(value: _Value, device: torch.device) -> _Value:
+    return None if value is None else value.to(device, copy=True)
