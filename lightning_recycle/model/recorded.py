@@ -14,6 +14,7 @@ from numbers import Number
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
@@ -47,6 +48,12 @@ class RecordedModule(pl.LightningModule):
                     " computed, in loss(), split_batch() or a layer: this worker has seen only a part of the batch."
                     " Log it in on_training_output(), on_validation_output() or on_test_output()."
                 )
+            if kwargs.get("sync_dist") and str(self._current_fx_name).endswith("epoch_end"):
+                bound = _LOG_SIGNATURE.bind(self, *args, **kwargs)
+                bound.apply_defaults()
+                kwargs = dict(bound.arguments)
+                del kwargs["self"]
+                args, kwargs["value"] = (), self._over_workers(**kwargs)
             super().log(*args, **kwargs)
             return
         if len(args) == 2 and kwargs.keys() <= _LOG_DEFAULTS.keys():  # the usual way; binding takes its time
@@ -62,6 +69,15 @@ class RecordedModule(pl.LightningModule):
                 " number, a tensor with a single element or a torchmetrics object."
             )
         self.recorded_logs.append((name, value, arguments))
+
+    def _over_workers(self, value: Any, reduce_fx: Any, rank_zero_only: bool, **_: Any) -> Any:
+        """``value`` of all workers as one; Lightning does that only for strategies that it knows."""
+        if rank_zero_only or not isinstance(value, (Number, Tensor)):
+            return value
+        number = torch.as_tensor(value, device=self.device)
+        number = number if number.is_floating_point() else number.to(torch.get_default_dtype())
+        name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+        return self.trainer.strategy.reduce(number, reduce_op=name)
 
     @property
     def sees_one_microbatch(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
@@ -45,6 +46,8 @@ class Collectives:
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
         self.settle: Callable[[], None] = lambda: None
         """Called before a worker's part is made: what it holds must be what it will be."""
+        self.keeps: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+        """Whether steps keep numbers for each worker in attributes, and lists that are whole on all."""
         self._answers: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ who is who
@@ -110,13 +113,26 @@ class Collectives:
     def reduce(self, tensor: Any, reduce_op: Any = "mean") -> Any:
         """The values of all live workers as one.
 
-        A sum of equal values is that value: what hooks see concerns the whole global batch, so each worker holds what
-        under DDP the sum over all processes would be. Only values that differ are the workers' own and are added.
+        A sum of equal values is that value: it concerns the whole global batch, so each worker holds what under DDP the
+        sum over all processes would be. But if steps keep numbers in attributes, each pipeline has its share of them,
+        as under DDP, and the pipelines' values are added.
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        values = torch.stack([torch.as_tensor(v) for _, v in sorted(self.gather("reduce", to_cpu(tensor)).items())])
+        found = sorted(self.gather("reduce", (to_cpu(tensor), *self.keeps())).items())
+        shares, lists = (any(flags) for flags in zip(*(kept for _, (_, *kept) in found), strict=True))
         name = str(reduce_op or "sum").rsplit(".", 1)[-1].lower()
+        if shares:  # of a pipeline, the last stage has it
+            found = [*{self.grid.worker(rank).pipeline: (rank, answer) for rank, answer in found}.values()]
+        values = torch.stack([torch.as_tensor(value) for _, (value, *_) in found])
+        if name == "sum" and shares:
+            if lists and torch.equal(values, values[:1].expand_as(values)) and len(values) > 1:
+                rank_zero_warn(
+                    "A sum over workers (sync_dist=True, reduce_fx='sum') adds the same value of all pipelines: right for"
+                    " a number that steps count in an attribute, which is each pipeline's share. What is computed from"
+                    " lists that steps append to is whole on every worker already: log that without sync_dist."
+                )
+            return values.sum(0).to(tensor.device)
         operations: dict[str, Callable[[Tensor], Tensor]] = {
             "sum": lambda v: v[0] if torch.equal(v, v[:1].expand_as(v)) else v.sum(0),
             "mean": lambda v: v.mean(0) if v.is_floating_point() else v.float().mean(0),

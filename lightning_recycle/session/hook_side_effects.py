@@ -18,7 +18,7 @@ When code outside of training steps assigns an attribute that has slots, or chan
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -40,6 +41,10 @@ __all__ = ["Append", "Assignment", "Effect", "HookSideEffects", "SideEffectState
 
 _MISSING = object()
 _DICTS = (dict, defaultdict)
+_CONTAINERS = (list, tuple, set, dict, deque, defaultdict, Counter)
+_SHARED_BYTES = 1024 * 1024  # of an attribute that is copied to the other stages
+_SHARED_ITEMS = 10_000
+_MARKED_ITEMS = 64
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -73,22 +78,28 @@ class HookSideEffects:
         module: the user's module.
         alone: whether a step has one micro-batch in all; then there is nothing to put together.
         microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
+        whole: whether this worker has the whole module, not one stage of it.
 
     Attributes:
         names: the attributes whose lists steps have extended.
+        keeps_shares: whether steps have changed a number or tensor that stays on the worker.
         slots: the values of attributes by slot; None if there are none.
         written: tensors that training steps write; None if they may not.
         slot: the micro-batch whose training step is about to run; None for other code.
     """
 
-    def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int | None = None) -> None:
+    def __init__(
+        self, module: pl.LightningModule, alone: bool = False, microbatches: int | None = None, whole: bool = True
+    ) -> None:
         self._module, self._alone = module, alone
         self._microbatches = microbatches or 0
         self.slots = Slots(module) if microbatches else None
-        by_itself = not module.automatic_optimization  # then each micro-batch has tensors of its own already
-        self.written = WrittenTensors(module) if microbatches and not alone and not by_itself else None
+        # By hand, each micro-batch has tensors of its own already.
+        writes = microbatches and whole and not alone and module.automatic_optimization
+        self.written = WrittenTensors(module) if writes else None
         self.slot: int | None = None
         self.names: set[str] = set()
+        self.keeps_shares = False
         self._internal = {*vars(pl.LightningModule()), *dir(RecordedModule), "_param_requires_grad_state"}
         self._told: set[str] = set()
         self._plain: dict[str, Any] | None = None  # numbers and texts when the step began
@@ -109,6 +120,7 @@ class HookSideEffects:
         if self._runs_again or self._plain is None:
             self._plain = {n: v for n, v in self._attributes().items() if type(v) in _PLAIN}
         self._runs_again = False
+        before = None if self.keeps_shares else self._marks()
         if slot is None or self.slots is None:
             with self._appending(effects, False):
                 yield effects
@@ -119,9 +131,20 @@ class HookSideEffects:
                 else:
                     with self.written.in_place(slot, effects):
                         yield effects
+        self.keeps_shares = self.keeps_shares or self._marks() != before
 
     def _attributes(self) -> dict[str, Any]:
         return {n: v for n, v in {**vars(self._module), **self._module._buffers}.items() if n not in self._internal}
+
+    def _marks(self) -> dict[str, Any]:
+        """Differ when a number or tensor was changed, also one in a short dict."""
+        found = {}
+        for name, value in self._attributes().items():
+            if isinstance(value, (int, float, Tensor)):
+                found[name] = _mark(value)
+            elif type(value) in _CONTAINERS and isinstance(value, dict) and len(value) <= _MARKED_ITEMS:
+                found[name] = [_Same(item) for item in value.values() if isinstance(item, (int, float))]
+        return found
 
     @contextmanager
     def _appending(self, effects: list[Effect], keeps: bool) -> Iterator[None]:
@@ -138,7 +161,8 @@ class HookSideEffects:
                 _shorten(value, length)
             raise
         seen: set[int] = set()
-        for path, now in list(_lists(self._attributes())):
+        after = self._attributes()
+        for path, now in list(_lists(after)):
             old, length, first, last = before.get(path, (None, 0, None, None))
             if id(now) in seen or len(now) <= length:
                 continue
@@ -147,7 +171,7 @@ class HookSideEffects:
                 existed = path[0] in attributes
             else:
                 owner, names = keys.get(path[0], (None, set()))
-                if owner is not attributes.get(path[0]) or owner is None:
+                if owner is None or owner is not after[path[0]]:
                     continue  # another dict
                 existed = path[1] in names
             if old is None:
@@ -242,6 +266,26 @@ class HookSideEffects:
             self.slots.take({i: [e for e in es if isinstance(e, Assignment)] for i, es in by_slot.items()})
         if self.written is not None:
             self.written.take({i: [e for e in es if isinstance(e, Write)] for i, es in by_slot.items()})
+
+    # ------------------------------------------------------------------ what stages and pipelines have in common
+
+    def shares(self) -> dict[str, bytes]:
+        """Numbers, tensors, and small containers of them in attributes, packed: what this worker has for itself."""
+        found = {}
+        for name, value in self._attributes().items():
+            if name not in self.names and not self._has_slots(name) and _is_data(value):
+                found[name] = pack_tensors(_sent(value))
+        return {name: packed for name, packed in found.items() if len(packed) <= _SHARED_BYTES}
+
+    def load_shares(self, shares: Mapping[str, bytes]) -> None:
+        """Takes over what :meth:`shares` returned on the last stage of the pipeline, where it differs."""
+        mine = self.shares()
+        for name, packed in shares.items():
+            if mine.get(name) != packed:
+                value = moved(unpack_tensors(packed), self._module.device)
+                (self._module._buffers if name in self._module._buffers else vars(self._module))[name] = value
+
+    # ------------------------------------------------------------------ a worker that joins
 
     def state(self) -> SideEffectState:
         """For a worker that joins."""
@@ -342,6 +386,18 @@ def _lists(attributes: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any
             yield (name,), value
         elif type(value) in _DICTS:
             yield from (((name, key), item) for key, item in list(value.items()) if _is_list(item))
+
+
+def _is_data(value: Any, depth: int = 4) -> bool:
+    """Whether it is a number, a text, a tensor, an array, or a container of them that is not long."""
+    if isinstance(value, _PLAIN):
+        return True
+    if type(value) is Tensor or isinstance(value, np.ndarray):
+        return value.nbytes <= _SHARED_BYTES
+    if not depth or not isinstance(value, (list, tuple, set, dict, deque)) or len(value) > _SHARED_ITEMS:
+        return False
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return type(value) in _CONTAINERS and all(_is_data(item, depth - 1) for item in items)
 
 
 def _is_list(value: Any) -> bool:

@@ -33,7 +33,15 @@ from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.runtime.accumulation import Share
 from lightning_recycle.runtime.host import StepResult
 
-__all__ = ["PipelineEpochLoop", "PipelineFitLoop", "StepRunner", "ends_step", "share_of_batch", "tell_batch_sizes"]
+__all__ = [
+    "PipelineEpochLoop",
+    "PipelineFitLoop",
+    "StepRunner",
+    "call_before_epoch_end",
+    "ends_step",
+    "share_of_batch",
+    "tell_batch_sizes",
+]
 
 
 class StepRunner(Protocol):
@@ -316,6 +324,18 @@ class PipelineFitLoop(_FitLoop):
         super().on_run_start()
         self._has_started = True
         self.runner.enter_training()
+
+
+def call_before_epoch_end(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
+    """Calls ``hook`` on all workers before hooks such as ``on_train_epoch_end`` and ``on_validation_epoch_end``."""
+    connector = trainer._logger_connector
+    reached = connector.epoch_end_reached
+
+    def epoch_end_reached() -> None:
+        hook()
+        reached()
+
+    connector.epoch_end_reached = epoch_end_reached  # type: ignore[method-assign]
 
 
 def tell_batch_sizes(trainer: pl.Trainer) -> None:

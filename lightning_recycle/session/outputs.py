@@ -89,14 +89,17 @@ class OutputRecorder:
         module: the user's module.
         alone: whether a step has one micro-batch in all, so that nothing has to be put together.
         microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
+        whole: whether this worker has the whole module.
 
     Attributes:
         collected: side effects on attributes of the module that are no metrics.
     """
 
-    def __init__(self, module: RecordedModule, alone: bool = False, microbatches: int | None = None) -> None:
+    def __init__(
+        self, module: RecordedModule, alone: bool = False, microbatches: int | None = None, whole: bool = True
+    ) -> None:
         self._module = module
-        self.collected = HookSideEffects(module, alone, microbatches)
+        self.collected = HookSideEffects(module, alone, microbatches, whole)
         self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
         for collection in module.modules():
             if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own

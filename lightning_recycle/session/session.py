@@ -73,7 +73,7 @@ from lightning_recycle.session.lightning_callbacks import (
     show_whole_run,
 )
 from lightning_recycle.session.loggers import LogRelay, keep_files
-from lightning_recycle.session.loops import PipelineFitLoop, ends_step, tell_batch_sizes
+from lightning_recycle.session.loops import PipelineFitLoop, call_before_epoch_end, ends_step, tell_batch_sizes
 from lightning_recycle.session.loss_scaling import overflow_of_all, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
@@ -205,13 +205,18 @@ class Session:
         strategy.accelerator.setup(trainer)
         show_whole_run(trainer, self.parts, self.grid)
         tell_batch_sizes(trainer)
+        if self.grid.stages > 1:
+            call_before_epoch_end(trainer, self._share_attributes)
         spare_moves()
         quicken()
         self._build_model()
         microbatches = self.grid.global_microbatches
         self._alone = microbatches == 1
         slots = microbatches if self.parts.keeps_between_steps else None
-        self._recorder = OutputRecorder(module, self._alone and self.grid.num_workers == 1, slots)
+        alone, whole = self._alone and self.grid.num_workers == 1, self.grid.stages == 1
+        self._recorder = OutputRecorder(module, alone, slots, whole)
+        side_effects = self._recorder.collected
+        self.collectives.keeps = lambda: (side_effects.keeps_shares, bool(side_effects.names))
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
@@ -551,6 +556,14 @@ class Session:
         if self._layers is not None:
             self._layers.applied()
         return result
+
+    def _share_attributes(self) -> None:
+        """The workers of a pipeline take over the attributes of its last stage."""
+        last = self.worker.stage == self.grid.stages - 1
+        found = self.collectives.gather("attributes", self._recorder.collected.shares() if last else None)
+        shares = {self.grid.worker(rank).pipeline: share for rank, share in sorted(found.items()) if share is not None}
+        if not last and shares:
+            self._recorder.collected.load_shares(shares.get(self.worker.pipeline, next(iter(shares.values()))))
 
     def settle(self) -> None:
         """Returns when the parameters are what they will be."""

@@ -16,26 +16,24 @@ class Collecting(Classifier):
         self.outputs: list[dict[str, Tensor]] = []
         self.trained: list[Tensor] = []
         self.by_class: dict[int, list[Tensor]] = defaultdict(list)
-        self.seen, self.total = 0, 0.0
+        self.seen = 0
         self.correct = torch.zeros((), dtype=torch.long)
         self.register_buffer("confusion", torch.zeros(CLASSES, CLASSES), persistent=False)
 
     def on_training_output(self, output: Tensor, target: Tensor) -> None:
         self.trained.append(output.mean(dim=1))
-        self.seen += len(output)
 
     def on_train_epoch_end(self) -> None:
         trained = torch.cat(self.trained)
         self.log("trained", float(len(trained)))
         self.log("trained_median", trained.median())
-        self.log("seen", float(self.seen), reduce_fx="sum", sync_dist=True)
         self.trained.clear()
 
     def _collect(self, output: Tensor, target: Tensor) -> None:
         self.outputs.append({"output": output, "target": target})
         for label in target.unique().tolist():
             self.by_class[label].append(output[target == label, label])
-        self.total += self.loss(output, target).double() * len(output)
+        self.seen += len(output)
         self.correct += (output.argmax(-1) == target).sum()
         self.confusion.index_put_((target, output.argmax(-1)), torch.ones(()), accumulate=True)
 
@@ -45,17 +43,16 @@ class Collecting(Classifier):
         values = {
             "samples": float(len(output)),
             "median": output.max(-1).values.median(),  # of the whole, not a mean of parts
-            "loss_of_all": self.total / len(output),
             "accuracy": (output.argmax(-1) == target).double().mean(),
-            "confused": self.confusion.double().std(),
             **{f"class_{label}": torch.cat(found).mean() for label, found in sorted(self.by_class.items())},
         }
         for sync_dist in (False, True):
             self.log_dict({f"{phase}_{name}/{sync_dist}": v for name, v in values.items()}, sync_dist=sync_dist)
-            self.log(f"{phase}_correct/{sync_dist}", self.correct.double(), reduce_fx="sum", sync_dist=sync_dist)
+        shares = {"seen": float(self.seen), "correct": self.correct.double(), "confused": self.confusion[0, 1].double()}
+        self.log_dict({f"{phase}_{k}": v for k, v in shares.items()}, reduce_fx="sum", sync_dist=True)
         self.outputs.clear()
         self.by_class.clear()
-        self.total = 0.0
+        self.seen = 0
         self.correct.zero_()
         self.confusion.zero_()
 
@@ -71,17 +68,6 @@ class Collecting(Classifier):
 
     def on_test_epoch_end(self) -> None:
         self._evaluate_all("test")
-
-
-class KeepsTheBest(Classifier):
-    best: Any = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.best = 0.0
-
-    def on_validation_output(self, output: Tensor, target: Tensor) -> None:
-        self.best = max(self.best, float(output.max()))
 
 
 class KeepsAFunction(Classifier):

@@ -1,0 +1,184 @@
+"""Side effects of hooks on a module's attributes: what reaches all workers, and what stays."""
+
+import copy
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_recycle import PipelineModule
+from lightning_recycle.session.hook_side_effects import HookSideEffects
+
+
+class Guarded:
+    """Takes no attributes after its creation, as a configuration in struct mode; reads write to a cache."""
+
+    def __init__(self) -> None:
+        vars(self).update(values={"lr": 0.1}, cache=None)
+
+    def __getattr__(self, name: str) -> Any:
+        vars(self)["cache"] = name
+        return self.values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+class Collecting(PipelineModule):
+    """Attributes of all kinds that hooks may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+        self.by_class: dict[int, list[float]] = defaultdict(list)
+        self.queue: deque[int] = deque()
+        self.recent: deque[int] = deque([8, 9], maxlen=2)
+        self.seen, self.best = 0, 0.0
+        self.names: set[str] = set()
+        self.table = torch.zeros(6)
+        self.hidden: Any = None
+        self.config = Guarded()
+
+
+def appends(m: Any, i: int) -> None:
+    m.outputs.append(torch.tensor([float(i)]))
+    m.outputs += [{"i": torch.tensor(i)}]
+    m.queue.append(i)
+
+
+def nests(m: Any, i: int) -> None:
+    m.by_class[i % 2].append(float(i))
+
+
+def rebinds(m: Any, i: int) -> None:
+    m.outputs = [*m.outputs, i]
+
+
+def creates(m: Any, i: int) -> None:
+    if not hasattr(m, "lazy"):
+        m.lazy = []
+    m.lazy.append(i)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as nested lists and numbers, to compare."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple, deque)) else value
+
+
+def attributes(module: Any) -> dict[str, Any]:
+    left_out = ("recorded_logs", "config")
+    return {k: plain(v) for k, v in vars(module).items() if k not in left_out and not k.startswith("_")}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("hook", [appends, nests, rebinds, creates])
+def test_appended_items_reach_all_workers_in_order(hook: Callable[[Any, int], None], inference: bool) -> None:
+    one, first, second, third = (Collecting() for _ in range(4))
+    workers = [HookSideEffects(module) for module in (first, second, third)]
+    for _ in range(2):
+        with torch.inference_mode(inference):
+            at_start, records = copy.deepcopy(attributes(first)), []
+            for i in range(4):
+                hook(one, i)
+                with workers[i % 2].noticed() as effects:
+                    hook([first, second][i % 2], i)
+                records.append(pickle.loads(pickle.dumps(effects)))
+            assert attributes(first) == attributes(second) == at_start, "they were not taken back"
+            for worker in workers:
+                worker.repeat(records)
+    assert attributes(first) == attributes(second) == attributes(third) == attributes(one)
+    joined = Collecting()
+    HookSideEffects(joined).load_state(pickle.loads(pickle.dumps(workers[0].state())))
+    assert attributes(joined) == attributes(one)
+
+
+def changes_much(m: Any, i: int) -> None:
+    m.seen += i
+    m.best = max(m.best, float(i))
+    m.names.add("x")
+    m.table[i] += 1
+    m.recent.append(i)
+    m.by_class = {3: [1.0]}
+    assert m.config.lr == 0.1
+
+
+def test_the_rest_stays_on_its_worker() -> None:
+    module, alone = Collecting(), Collecting()
+    effects = HookSideEffects(module)
+    for i in range(2):
+        changes_much(alone, i)
+        with effects.noticed() as found:
+            changes_much(module, i)
+        assert found == []
+    assert attributes(module) == attributes(alone)
+    assert effects.keeps_shares
+
+
+def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    module = Collecting()
+    with HookSideEffects(module).noticed() as effects:
+        module.outputs.append(lambda: None)
+    assert effects == []
+    assert len(module.outputs) == 1
+    assert any("self.outputs" in str(warning.message) for warning in recwarn)
+
+
+def test_numbers_of_a_step_that_runs_again_count_once() -> None:
+    module = Collecting()
+    effects = HookSideEffects(module)
+    for _ in range(2):
+        with effects.noticed():
+            module.seen += 3
+        effects.run_again()
+    with effects.noticed():
+        module.seen += 4
+    effects.repeat([[]])
+    assert module.seen == 4
+
+
+def keeps(m: Any, i: int) -> None:
+    m.hidden = torch.full((1,), float(i)) if m.hidden is None else m.hidden + i
+
+
+def test_each_slot_keeps_its_own_tensors_and_a_hook_resets_all() -> None:
+    module = Collecting()
+    effects = HookSideEffects(module, microbatches=2, whole=False)
+    assert effects.slots is not None
+    for step in range(2):
+        effects.slots.check()
+        records = []
+        for slot in (0, 1):
+            for _ in range(2):  # as if the step ran again
+                effects.slot = slot
+                with effects.noticed() as found:
+                    keeps(module, slot + 1)
+            records.append(found)
+        effects.repeat(records, [0, 1])
+        assert module.hidden.tolist() == [2.0 * (step + 1)]
+    assert {slot: value.tolist() for slot, value in effects.slots.state()["hidden"].items() if slot >= 0} == {
+        0: [2.0],
+        1: [4.0],
+    }
+    module.hidden = None
+    effects.slots.check()
+    assert not effects.slots.names
+
+
+def test_the_users_error_leaves_lists_as_they_were() -> None:
+    module = Collecting()
+
+    def fails() -> None:
+        appends(module, 1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), HookSideEffects(module).noticed():
+        fails()
+    assert module.outputs == []
