@@ -224,16 +224,11 @@ class HookSideEffects:
 
     def _put(self, path: tuple[Any, ...], value: Any) -> None:
         """Puts ``value`` at ``path``; None: nothing was there."""
-        owner = getattr(self._module, path[0], None) if len(path) > 1 else None
-        if len(path) == 1:
-            if value is None:
-                vars(self._module).pop(path[0], None)
-            else:
-                vars(self._module)[path[0]] = value
-        elif value is None:
-            owner.pop(path[1], None)
+        owner: Any = vars(self._module) if len(path) == 1 else getattr(self._module, path[0])
+        if value is None:
+            owner.pop(path[-1], None)
         else:
-            owner[path[1]] = value
+            owner[path[-1]] = value
 
     def rewind(self) -> None:
         """The user's code that comes next sees parameters as they were when the step began."""

@@ -26,6 +26,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.checksums import checksum
@@ -252,6 +253,7 @@ class WrittenTensors:
             values = {slot: (item[0], _on(item[1], device)) for slot, item in state[name].items() if slot >= 0}
             if values:
                 self._slots[name] = values
+                places[name].put(_clone(values[max(values)][1]))
         self._marks = {name: places[name].mark() for name in self._slots}
 
 
@@ -264,7 +266,7 @@ def _untrained(module: nn.Module) -> Iterator[tuple[str, _Place]]:
             continue
         parameters = [(name, p) for name, p in part._parameters.items() if p is not None and not p.requires_grad]
         for name, tensor in (*parameters, *(part._buffers.items() if package != "torch" else ())):
-            if id(tensor) in seen or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            if id(tensor) in seen or is_lazy(tensor):
                 continue
             if tensor is not None:
                 seen.add(id(tensor))

@@ -22,7 +22,7 @@ class Bank(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("rows", None)
+        self.register_buffer("rows", None, persistent=False)
         self.register_buffer("place", torch.zeros((), dtype=torch.long))
 
     @torch.no_grad()
