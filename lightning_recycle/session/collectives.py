@@ -128,9 +128,9 @@ class Collectives:
         if name == "sum" and shares:
             if lists and torch.equal(values, values[:1].expand_as(values)) and len(values) > 1:
                 rank_zero_warn(
-                    "A sum over workers (sync_dist=True, reduce_fx='sum') adds the same value of all pipelines: right for"
-                    " a number that steps count in an attribute, which is each pipeline's share. What is computed from"
-                    " lists that steps append to is whole on every worker already: log that without sync_dist."
+                    "A sum over workers (sync_dist=True, reduce_fx='sum') adds the same value of all pipelines: right"
+                    " for a number that steps count in an attribute, which is each pipeline's share. What is computed"
+                    " from lists that steps append to is whole on every worker: log that without sync_dist."
                 )
             return values.sum(0).to(tensor.device)
         operations: dict[str, Callable[[Tensor], Tensor]] = {

@@ -12,8 +12,9 @@ micro-batch and are repeated on every worker in the order of the micro-batches:
 
 These are taken back after each micro-batch, so a step that runs again begins as it did, and none counts twice.
 
-Contract: nothing is written into an object that an attribute holds, except lists, deques and dicts of these exact types.
-When code outside of training steps assigns an attribute that has slots, or changes its tensors, its value holds for all.
+Contract: nothing is written into an object that an attribute holds, except lists, deques and dicts of these exact
+types. When code outside of training steps assigns an attribute that has slots, or changes its tensors, its value holds
+for all.
 """
 
 from __future__ import annotations
@@ -430,7 +431,7 @@ def _copied(value: Any) -> Any:
 
 
 def _mark(value: Any) -> list[Any]:
-    """Differs when ``value`` holds other objects or its tensors were written to; holds them, so that ids stay theirs."""
+    """Differs when ``value`` holds other objects or its tensors were written to; holds them, so their ids stay."""
     leaves = tree_leaves(value)
     versions = [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
     return [*map(_Same, leaves), versions]

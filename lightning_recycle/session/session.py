@@ -89,6 +89,7 @@ from lightning_recycle.session.step_state import ManualStepState
 from lightning_recycle.session.stop_requests import StopRequests
 from lightning_recycle.session.weight_averages import WeightAverages
 from lightning_recycle.session.whole_forward import WholeForward
+from lightning_recycle.session.written_tensors import untrained_marks
 
 __all__ = ["Session"]
 
@@ -140,6 +141,7 @@ class Session:
         self._gradient_norm = 0.0
         self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
+        self._watched_steps = 0
         self._first_batch = 0  # of this run, if the Trainer has trained before
         self._joined_with: WorkerSnapshot | None = None
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
@@ -539,6 +541,7 @@ class Session:
 
         def apply_with_hooks(result: StepResult) -> None:
             self._recorder.collected.rewind()
+            self._tell_of_writes(marks)
             # Whoever asks for the norm has unscaled gradients before him.
             self._newest_loss = result.loss
             self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
@@ -548,6 +551,9 @@ class Session:
                 self._checks.announce(number + 1)
 
         number, self._handle = self.executor.version, handle
+        watches = self._watched_steps < 3 and self._recorder.collected.written is None and self.manual is None
+        self._watched_steps += 1
+        marks = untrained_marks(self.module) if watches else {}
         self._moments = {n: moment for n, moment in self._moments.items() if n == number - 1}
         self._moments[number] = Moment.of(self.trainer)
         with self.module.logging_allowed(False):
@@ -556,6 +562,20 @@ class Session:
         if self._layers is not None:
             self._layers.applied()
         return result
+
+    def _tell_of_writes(self, before: Mapping[str, tuple[int, int]]) -> None:
+        now = untrained_marks(self.module) if before else {}
+        written = [name for name, mark in before.items() if now.get(name, mark) != mark]
+        if written and self.grid.global_microbatches > 1:
+            log.warning(
+                "Worker %s: %s %s written while micro-batches are computed, once for each, on top of each other: the"
+                " result depends on num_microbatches and on failures. Write in on_train_batch_end(), which runs once"
+                " per step, or train a LightningModule with pipeline_parallel_size=1, where that is taken care of.",
+                self.worker,
+                ", ".join(written[:5]) + (", ..." if len(written) > 5 else ""),
+                "is" if len(written) == 1 else "are",
+            )
+            self._watched_steps = 3
 
     def _share_attributes(self) -> None:
         """The workers of a pipeline take over the attributes of its last stage."""

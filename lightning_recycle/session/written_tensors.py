@@ -32,7 +32,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.session.optimizer_states import to_cpu
 
-__all__ = ["Write", "WrittenTensors"]
+__all__ = ["Write", "WrittenTensors", "untrained_marks"]
 
 _SMALL_BYTES = 64 * 1024  # of a value that always travels
 _MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel
@@ -44,6 +44,7 @@ _REMEDY = (
     " False), where micro-batches run in turns and each has tensors of its own."
 )
 
+_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 _Value: TypeAlias = Tensor | None
 
 
@@ -207,7 +208,7 @@ class WrittenTensors:
                     " differently for each micro-batch, and too large to be kept on all workers: when one dies, the run"
                     " ends with an error." + _REMEDY
                 )
-            self._slots.setdefault(name, {slot: (True, old) for slot in records}).update(found)
+            self._slots.setdefault(name, dict.fromkeys(records, (True, old))).update(found)
             if here:
                 place.put(_clone(found[max(here)][1]))
         self._marks = {name: places[name].mark() for name in self._slots if name in places}
@@ -257,6 +258,11 @@ class WrittenTensors:
         self._marks = {name: places[name].mark() for name in self._slots}
 
 
+def untrained_marks(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """For each such tensor a mark that differs when it was assigned, or written by a way that autograd counts."""
+    return {name: place.mark() for name, place in _untrained(module)}
+
+
 def _untrained(module: nn.Module) -> Iterator[tuple[str, _Place]]:
     """The parameters that are not trained and the buffers, by name, each once."""
     seen: set[int] = set()
@@ -266,8 +272,8 @@ def _untrained(module: nn.Module) -> Iterator[tuple[str, _Place]]:
             continue
         parameters = [(name, p) for name, p in part._parameters.items() if p is not None and not p.requires_grad]
         for name, tensor in (*parameters, *(part._buffers.items() if package != "torch" else ())):
-            if id(tensor) in seen or is_lazy(tensor):
-                continue
+            if id(tensor) in seen or is_lazy(tensor) or (tensor is not None and type(tensor) not in _TYPES):
+                continue  # not in this stage, or of a library that looks after it
             if tensor is not None:
                 seen.add(id(tensor))
             yield f"{prefix}.{name}" if prefix else name, _Place(part, name)
