@@ -37,7 +37,7 @@ __all__ = ["Write", "WrittenTensors", "untrained_marks"]
 _SMALL_BYTES = 64 * 1024  # of a value that always travels
 _MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel
 _FIRST_STEPS = 3  # in which all tensors are compared
-_WATCHED_BYTES = 16 * 1024 * 1024  # of all tensors that are compared in every step
+_WATCHED_BYTES = 16 * 1024 * 1024  # of all tensors that are compared in every step on a CPU
 _COPIED_BYTES = 256 * 1024 * 1024  # that are copied in the first steps, besides twice the trained parameters
 _REMEDY = (
     " Use num_microbatches=1 without failures, keep it below 4 MB, or optimize by hand (automatic_optimization ="
@@ -223,7 +223,8 @@ class WrittenTensors:
     def _watched(self, places: Mapping[str, _Place]) -> Mapping[str, _Place]:
         size = sum(_bytes(place.get()) for place in places.values())
         trained = sum(parameter.nbytes for parameter in self._module.parameters() if parameter.requires_grad)
-        if size <= _WATCHED_BYTES or (self._steps < _FIRST_STEPS and size <= 2 * trained + _COPIED_BYTES):
+        is_cheap = size <= _WATCHED_BYTES and self._module.device.type == "cpu"  # a GPU would be waited for
+        if is_cheap or (self._steps < _FIRST_STEPS and size <= 2 * trained + _COPIED_BYTES):
             return places
         return {name: place for name, place in places.items() if name in self._written}
 
@@ -268,10 +269,9 @@ def _untrained(module: nn.Module) -> Iterator[tuple[str, _Place]]:
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         package = type(part).__module__.partition(".")[0]
-        if isinstance(part, _NormBase) or package == "torchmetrics":
-            continue
+        keeps_own = isinstance(part, _NormBase) or package in ("torch", "torchmetrics")
         parameters = [(name, p) for name, p in part._parameters.items() if p is not None and not p.requires_grad]
-        for name, tensor in (*parameters, *(part._buffers.items() if package != "torch" else ())):
+        for name, tensor in (*parameters, *(() if keeps_own else part._buffers.items())):
             if id(tensor) in seen or is_lazy(tensor) or (tensor is not None and type(tensor) not in _TYPES):
                 continue  # not in this stage, or of a library that looks after it
             if tensor is not None:
