@@ -223,7 +223,7 @@ class Executor:
         # A guess, or the user's own backward, may differ.
         comparing = self._guesses is None and self._stage.differentiates_itself
         recompute = Recomputation(
-            self._stage, self._parameters, self.grid.global_microbatches, self._host.begin_microbatch
+            self._stage, self._parameters, self.grid.global_microbatches, self._host.computing_again
         )
         self._verifier = Verifier(
             self._client,

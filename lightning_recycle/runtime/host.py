@@ -47,6 +47,9 @@ class Host(Protocol):
     def begin_microbatch(self, index: int) -> None:
         """The forward of the micro-batch with this index in the global batch is next."""
 
+    def computing_again(self, index: int) -> AbstractContextManager[None]:
+        """Within the block the micro-batch with this index is computed to compare it, and must leave nothing."""
+
     @property
     def records_outputs(self) -> bool:
         """Whether :meth:`record_output` is wanted in training."""

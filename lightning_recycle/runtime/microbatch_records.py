@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -192,7 +192,7 @@ class Recomputation:
         stage: the layers.
         parameters: their parameters, as in the attribute.
         divisor: the number of micro-batches in the global batch.
-        begin_microbatch: called before the forward of a micro-batch with its index.
+        computing_again: context in which the micro-batch with an index is computed.
     """
 
     def __init__(
@@ -200,10 +200,10 @@ class Recomputation:
         stage: Stage,
         parameters: Sequence[nn.Parameter],
         divisor: int,
-        begin_microbatch: Callable[[int], None] = lambda index: None,
+        computing_again: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
     ) -> None:
         self._stage, self.parameters, self._divisor = stage, parameters, divisor
-        self._begin_microbatch = begin_microbatch
+        self._computing_again = computing_again
 
     def gradients(self) -> list[Tensor]:
         """The weight gradients, as far as there are some."""
@@ -215,8 +215,7 @@ class Recomputation:
         inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
             tensor.requires_grad_(wanted)
-        self._begin_microbatch(index)
-        with self._gradients_apart(), self._buffers_of(record):
+        with self._computing_again(index), self._gradients_apart(), self._buffers_of(record):
             output = stage.forward(record.step, index, inputs, target, decoupled=record.decoupled)
             results: list[Any] = [*tensors_of(output), None]
             if stage.has_loss:

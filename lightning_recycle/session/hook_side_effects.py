@@ -119,7 +119,7 @@ class HookSideEffects:
         if self._runs_again and self._plain is not None:
             vars(self._module).update(self._plain)
         if self._runs_again or self._plain is None:
-            self._plain = {n: v for n, v in self._attributes().items() if type(v) in _PLAIN}
+            self._plain = self._numbers()
         self._runs_again = False
         before = None if self.keeps_shares else self._marks()
         if slot is None or self.slots is None:
@@ -235,6 +235,19 @@ class HookSideEffects:
         """The user's code that comes next sees parameters as they were when the step began."""
         if self.written is not None:
             self.written.rewind()
+
+    @contextmanager
+    def leaving_nothing(self, slot: int) -> Iterator[None]:
+        """Within the block the step of ``slot`` runs to be compared: it counts nothing."""
+        self.slot, plain = slot, self._numbers()
+        try:
+            yield
+        finally:
+            self.slot = None
+            vars(self._module).update(plain)
+
+    def _numbers(self) -> dict[str, Any]:
+        return {n: v for n, v in vars(self._module).items() if type(v) in _PLAIN and n not in self._internal}
 
     def run_again(self) -> None:
         """The step may run again: numbers that its micro-batches have counted here would count twice."""

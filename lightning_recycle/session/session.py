@@ -674,6 +674,9 @@ class Session:
     def begin_microbatch(self, index: int) -> None:
         self._recorder.collected.slot = index
 
+    def computing_again(self, index: int) -> AbstractContextManager[None]:
+        return self._recorder.collected.leaving_nothing(index)
+
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self._record(self.parts.record_training, output, target, samples)
 
