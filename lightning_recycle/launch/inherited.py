@@ -2,7 +2,7 @@
 
 Workers inherit its descriptor; replacements do so at any time of the run. It is gone with the last process that
 holds it, however that ends, so there is nothing to clean up. What of the user's script is in it, and what workers
-find for themselves, is the subject of :mod:`lightning_recycle.launch.main_module`.
+find for themselves, is the subject of :mod:`lightning_recycle.main_module`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch.main_module import MainModule, MainPickler, enter_main
+from lightning_recycle.main_module import MainModule, MainPickler, enter_main
 
 __all__ = ["Inherited", "Payload", "dump", "load", "not_sent"]
 

@@ -27,8 +27,8 @@ from lightning_recycle.control.coordinator import Coordinator
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.environment import NameWithEnvironment, modules_found
 from lightning_recycle.launch.inherited import Payload
-from lightning_recycle.launch.main_module import import_of_main, main_module
 from lightning_recycle.launch.members import Members
+from lightning_recycle.main_module import import_of_main, main_module
 from lightning_recycle.parent import die_when_closed, end_with
 
 __all__ = ["Crew", "LocalWorker", "process_context"]

@@ -23,8 +23,8 @@ from lightning_recycle.engines.ray_actors import describe_process, environment_o
 from lightning_recycle.engines.ray_seats import Seat, Seats
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.inherited import dump, load, not_sent
-from lightning_recycle.launch.main_module import MainModule
 from lightning_recycle.launch.members import Members
+from lightning_recycle.main_module import MainModule
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["RayCrew", "RayWorker"]

@@ -38,11 +38,11 @@ from lightning_recycle.errors import ConfigurationError, ControlPlaneError, Inje
 from lightning_recycle.launch import rejoin
 from lightning_recycle.launch.delivery import extras_of, part_of, way_home
 from lightning_recycle.launch.environment import set_num_threads
-from lightning_recycle.launch.main_module import dumps
 from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS
 from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
 from lightning_recycle.launch.tracebacks import from_users_code
+from lightning_recycle.main_module import dumps
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.attributes import AttributeCarrier
