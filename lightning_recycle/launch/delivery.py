@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,12 +14,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.attributes import AttributeCarrier, CallbackParts, Pickles
 from lightning_recycle.session.gathering import Gathering, Way, bytes_of
+from lightning_recycle.session.object_graph import ObjectPack, module_graph
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
 from lightning_recycle.session.session import Session
 
@@ -74,6 +76,32 @@ class FiledPart:
 
 
 @dataclass(frozen=True)
+class ModuleStructure:
+    """A module without its weights; ``trained``: whether each of its parameters requires a gradient, by name."""
+
+    objects: ObjectPack
+    trained: dict[str, bool]
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> ModuleStructure:
+        module = trainer.lightning_module
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        names = {id(tensor): name for name, tensor in [*parameters.items(), *module.named_buffers()]}
+        weights = weights_of(module)
+        packed = module_graph(trainer).pack({key: name for key, name in names.items() if name in weights})
+        objects = ObjectPack(packed.data, [to_cpu(tensor) for tensor in packed.tensors])
+        return cls(objects, {name: parameter.requires_grad for name, parameter in parameters.items()})
+
+    def give(self, trainer: pl.Trainer, weights: Mapping[str, Tensor]) -> None:
+        """Makes the module of ``trainer`` one of this structure, with ``weights``."""
+        tensors = {
+            name: nn.Parameter(weight, self.trained[name]) if name in self.trained else weight
+            for name, weight in weights.items()
+        }
+        module_graph(trainer).update(self.objects, torch.device("cpu"), tensors)
+
+
+@dataclass(frozen=True)
 class Extras:
     """What the leader delivers besides.
 
@@ -90,6 +118,7 @@ class Extras:
         copies: the parameters, by stage and name, that are a copy of another stage's, and of which one.
         precision: the state of the precision plugin.
         data: the state of the data module.
+        structure: the module with all that it holds, its weights apart, if it has one stage.
     """
 
     returned: Any
@@ -104,6 +133,7 @@ class Extras:
     copies: dict[tuple[int, str], str]
     precision: dict[str, Any]
     data: dict[str, Any]
+    structure: ModuleStructure | None
 
 
 def way_home(session: Session, gathering: Gathering) -> Way:
@@ -173,6 +203,7 @@ def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Ext
         copies=dict(session.checkpoints.copies),
         precision=trainer.precision_plugin.state_dict(),
         data=_state_of_data(trainer),
+        structure=ModuleStructure.of(trainer) if session.grid.stages == 1 else None,
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import pickle
+import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, cast
@@ -23,7 +25,7 @@ from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, WorkerStartError
-from lightning_recycle.launch.delivery import Extras, FiledPart, StagePart
+from lightning_recycle.launch.delivery import Extras, FiledPart, ModuleStructure, StagePart
 from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
 from lightning_recycle.launch.shown_loaders import show_loaders
@@ -54,7 +56,6 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     model and optimizers may be large. Returns what the workers returned.
     """
     trainer = call_[0]
-    module = trainer.lightning_module
     state: dict[str, torch.Tensor] = {}
     parts: list[StagePart] = []
     extras: Extras | None = None
@@ -68,7 +69,7 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     if here:
         for part in parts:
             state.update(part.state or {})
-        _take_weights(module, state)
+        _take_weights(trainer, state, extras.structure)
     attach_data(call_)
     _restore_trainer(trainer, extras)
     _restore_states(trainer, extras)
@@ -86,17 +87,51 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     return extras.returned
 
 
-def _take_weights(module: pl.LightningModule, state: Mapping[str, torch.Tensor]) -> None:
-    """Makes ``module`` the trained one."""
-    parts_of(module).build()
-    take_pruned_form(module, state)
-    if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
-        module.configure_model()  # has run in the workers only
+def _take_weights(
+    trainer: pl.Trainer, state: Mapping[str, torch.Tensor], structure: ModuleStructure | None = None
+) -> None:
+    """Makes the module of ``trainer`` the trained one.
+
+    Raises:
+        ReCycleError: if its weights do not fit into it; they are in a file then.
+    """
+    module = trainer.lightning_module
+    try:
+        parts_of(module).build()
         take_pruned_form(module, state)
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
-            tensor.data = tensor.data.to(state[name].dtype)
-    set_weights(module, state)
+        if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
+            module.configure_model()  # has run in the workers only
+            take_pruned_form(module, state)
+        if structure is not None and _forms(weights_of(module)) != _forms(state):  # made or changed by hooks
+            structure.give(trainer, state)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
+                tensor.data = tensor.data.to(state[name].dtype)
+        set_weights(module, state)
+    except Exception as error:
+        raise ReCycleError(
+            f"The trained weights do not fit into the {type(module).__name__} of this process: {error} They are in"
+            f" {_kept(trainer, state)}: load that with torch.load() and put them into a module that is built as in the"
+            " workers. Make modules and buffers in __init__() or configure_model() instead of other hooks, to get them"
+            " back in the module."
+        ) from error
+
+
+def _forms(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights.items()}
+
+
+def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
+    """The file that has the weights from now on; one of TMPDIR if nothing can be written in the Trainer's folder."""
+    for folder in (trainer.default_root_dir, tempfile.gettempdir()):
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="trained_weights_", suffix=".pt", dir=folder)
+            with os.fdopen(descriptor, "wb") as file:
+                torch.save(dict(state), file)
+            return path
+        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
+            log.warning("The trained weights could not be written in %s: %s", folder, error)
+    return "no file, as none could be written"
 
 
 def told_by_leader(results: Mapping[int, Any]) -> Extras:

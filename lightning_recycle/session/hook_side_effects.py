@@ -108,6 +108,10 @@ class HookSideEffects:
 
     # ------------------------------------------------------------------ on the worker that has the output
 
+    def begin_step(self) -> None:
+        """A batch of training or evaluation begins; what hooks have set until now stays if it runs again."""
+        self._plain, self._runs_again = None, False
+
     @contextmanager
     def noticed(self) -> Iterator[list[Effect]]:
         """Runs a block; lists what of its effects must reach all workers, and takes that back."""
@@ -257,7 +261,6 @@ class HookSideEffects:
 
     def repeat(self, records: Sequence[Sequence[Effect]], slots: Sequence[int] | None = None) -> None:
         """Repeats the effects of the micro-batches of a step; ``slots``: their indices, if it was a training step."""
-        self._plain, self._runs_again = None, False
         device = self._module.device
         for effect in (effect for effects in records for effect in effects if isinstance(effect, Append)):
             self.names.add(effect.path[0])

@@ -78,6 +78,7 @@ from lightning_recycle.session.loss_scaling import overflow_of_all, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.moments import Moment
+from lightning_recycle.session.object_graph import LargeData, user_graph
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.preemption import Preemption
 from lightning_recycle.session.pruning import Pruning
@@ -524,15 +525,27 @@ class Session:
         self._first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
+        if self.grid.pipelines > 1:
+            self._look_at_objects()
         if client.joining:
             self.executor.join()
         elif restored:
             self.executor.version = restored
             client.send(Restored(self.place.rank, restored))
 
+    def _look_at_objects(self) -> None:
+        """Notes the large data of the user's objects as it is now, and names what a replacement would not get."""
+        graph = user_graph(self.trainer)
+        self._large_data = LargeData(graph.large)
+        if self.collectives.leads and (stays := graph.unpicklable()):
+            log.warning(
+                "A worker that replaces a lost one makes these attributes itself, as they cannot be pickled: %s.",
+                ", ".join(f"{path} ({kind.__name__})" for path, kind in stays.items()),
+            )
+
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         if self._joined_with is not None:  # its donor waited here, after the same hooks
-            restore_snapshot(self.trainer, self.averages, self._joined_with)
+            restore_snapshot(self.trainer, self.averages, self._joined_with, self._large)
             self.executor.accumulated.load_state(self._joined_with.accumulated)
             self._recorder.collected.load_state(self._joined_with.collected)
             self._joined_with, self.client.member.joining = None, False
@@ -556,6 +569,7 @@ class Session:
         marks = untrained_marks(self.module) if watches else {}
         self._moments = {n: moment for n, moment in self._moments.items() if n == number - 1}
         self._moments[number] = Moment.of(self.trainer)
+        self._recorder.collected.begin_step()
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._after_step = result.after_step
@@ -643,6 +657,7 @@ class Session:
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])
+        self._recorder.collected.begin_step()
         with self.module.logging_allowed(False):
             records = self.executor.evaluate(handle, split, partial(self._record, record))
         with self._forward_context():
@@ -750,6 +765,7 @@ class Session:
             self.client.member.next_collective,
             self._recorder.collected.state(),
             self.executor.accumulated.state(),
+            self._large_data,
             self.stop_requests.agreed,
         )
 
@@ -758,7 +774,7 @@ class Session:
         # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
         # itself until it has come to the step.
         member.joining = True
-        join_before_batch(self.trainer, self.averages, snapshot)
+        self._large = join_before_batch(self.trainer, self.averages, snapshot)
         member.next_collective = snapshot.next_collective
         self.finetuning.joined()
         self.stop_requests.agreed = snapshot.stop_agreed

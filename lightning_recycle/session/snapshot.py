@@ -4,20 +4,20 @@ A donor takes the snapshot while it waits at the beginning of a step; Lightning'
 that step has begun, and its first hooks have run. The worker that joins restores it twice. First it rewinds to right
 before that batch and begins it itself, so that hooks find what they expect; when it reaches the point where the donor
 waits, it takes over the donor's whole state, so that nothing that those hooks logged or changed counts twice.
-Callbacks are asked for their state as for a checkpoint. Hooks such as ``on_train_epoch_start`` are not called again, as
+What users keep in their objects is carried as one graph
+(:mod:`~lightning_recycle.session.object_graph`). Hooks such as ``on_train_epoch_start`` are not called again, as
 when Lightning resumes in the middle of an epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker
@@ -29,14 +29,13 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_recycle.model.weights import set_weights, weights_of
+from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, share_of_batch
-from lightning_recycle.session.outputs import metric_states, set_metric_states
+from lightning_recycle.session.object_graph import LargeData, ObjectPack, is_bound_to_process, user_graph
 from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.weight_averages import WeightAverages
 
@@ -57,12 +56,6 @@ _ATTRIBUTES = {  # of the Trainer's parts, by path: what decides, but is in no s
     "fit_loop.epoch_loop": ("_skip_next_val",),
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
-_OF_CHECKPOINTS = (
-    "current_score",
-    "_last_global_step_saved",
-    "_last_checkpoint_saved",
-    "_defer_save_until_validation",
-)
 
 
 @dataclass(frozen=True)
@@ -81,8 +74,8 @@ class WorkerSnapshot:
     """The state of one stage, and the state common to all workers.
 
     Args:
-        module: the state dict of the stage.
-        metrics: the states of the module's torchmetrics objects, by name.
+        objects: the module of the stage, callbacks, data module and DataLoaders, with all that they hold.
+        weights: the names of the stage's weights.
         trained: which parameters require a gradient, and the optimizers' groups.
         optimizers: the state dicts of the stage's optimizers.
         schedulers: the state dicts of the schedulers.
@@ -90,10 +83,8 @@ class WorkerSnapshot:
         loops: the state dict of the fit loop, with the place in a stream of data.
         results: what was logged in this epoch and in the newest validation.
         attributes: attributes of the Trainer's parts that are in no state dict, by path.
-        callbacks: the states of the callbacks.
-        checkpoints: attributes of each ModelCheckpoint that are not in its state.
+        callbacks: the state dicts of callbacks whose attributes belong to their process.
         averages: the averages of the stage's weights that callbacks keep.
-        data: the state dict of the data module, if there is one.
         has_validated: whether the validation loaders have been read.
         should_stop: whether it is set on the donor.
         stop_agreed: whether all have agreed to stop.
@@ -104,8 +95,8 @@ class WorkerSnapshot:
         accumulated: the gradients of the batches since the newest step of the optimizer.
     """
 
-    module: dict[str, Any]
-    metrics: dict[str, dict[str, Any]]
+    objects: ObjectPack
+    weights: tuple[str, ...]
     trained: dict[str, Any]
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
@@ -114,9 +105,7 @@ class WorkerSnapshot:
     results: tuple[tuple[_Logged, ...], ...]
     attributes: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
-    checkpoints: list[dict[str, Any]]
     averages: list[dict[str, Any]]
-    data: dict[str, Any]
     has_validated: bool
     should_stop: bool
     stop_agreed: bool
@@ -133,14 +122,14 @@ def take_snapshot(
     next_collective: int,
     collected: SideEffectState,
     accumulated: dict[int, Any],
+    marks: LargeData,
     stop_agreed: bool = False,
 ) -> WorkerSnapshot:
     """The state of this worker, at the beginning of a step; tensors are not copied."""
     module = trainer.lightning_module
-    datamodule = getattr(trainer, "datamodule", None)
     return WorkerSnapshot(
-        module=weights_of(module),
-        metrics={name: metric_states(m) for name, m in module.named_modules() if isinstance(m, Metric)},
+        objects=user_graph(trainer).pack(marks.unchanged()),
+        weights=tuple(weights_of(module)),
         trained=trained(module, trainer.optimizers),
         optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
@@ -148,10 +137,12 @@ def take_snapshot(
         loops=trainer.fit_loop.state_dict(),
         results=tuple(_logged(attrgetter(path)(trainer)._results) for path in _RESULTS),
         attributes={path: _attributes(_at(trainer, path), names) for path, names in _ATTRIBUTES.items()},
-        callbacks=call._call_callbacks_state_dict(trainer),
-        checkpoints=[_attributes(c, _OF_CHECKPOINTS) for c in _model_checkpoints(trainer)],
+        callbacks={
+            key: state
+            for key, state in call._call_callbacks_state_dict(trainer).items()
+            if key in {c.state_key for c in trainer.callbacks if is_bound_to_process(c)}  # type: ignore[attr-defined]
+        },
         averages=averages.state(),
-        data=datamodule.state_dict() if datamodule is not None else {},
         has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         should_stop=trainer.should_stop,
         stop_agreed=stop_agreed,
@@ -163,15 +154,19 @@ def take_snapshot(
     )
 
 
-def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> None:
+def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> dict[str, Any]:
     """Sets this worker's Trainer as if it had always been there: its fit loop goes on with the batch of that step.
 
     Loaders that the donor has read (again) meanwhile are read here; other workers take no part in that.
+
+    Returns:
+        The large data of this worker as it was before.
     """
     loop = trainer.fit_loop
     assert isinstance(loop, PipelineFitLoop)
     _read_loaders(trainer, snapshot)
-    restore_snapshot(trainer, averages, snapshot)
+    large = user_graph(trainer).large
+    restore_snapshot(trainer, averages, snapshot, large)
     loop.on_load_checkpoint(snapshot.loops["state_dict"])
     loop.find_places()
     # The batch of this step is about to begin here; in the donor it has begun.
@@ -192,21 +187,23 @@ def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: W
     loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # the epoch has begun
     assert isinstance(epoch, PipelineEpochLoop)
     epoch.enters_mid_epoch = True
+    return large
 
 
-def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> None:
-    """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
+def restore_snapshot(
+    trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot, large: Mapping[str, Any]
+) -> None:
+    """Restores the donor's state when it took the snapshot, except for the place in a stream of data.
+
+    ``large``: the large data that this worker had when it began.
+    """
     module = trainer.lightning_module
-    take_pruned_form(module, snapshot.module)
-    set_weights(module, snapshot.module)
+    take_pruned_form(module, snapshot.weights)
+    user_graph(trainer).update(snapshot.objects, trainer.strategy.root_device, large)
     if not module.automatic_optimization:
         for name, parameter in module.named_parameters():
             grad = snapshot.gradients.get(name)
             parameter.grad = None if grad is None else grad.clone().to(parameter.device)
-    for name, metric in module.named_modules():
-        if name in snapshot.metrics:
-            assert isinstance(metric, Metric)
-            set_metric_states(metric, snapshot.metrics[name])
     load_progress(trainer.fit_loop, snapshot.loops)
     trainer.fit_loop._combined_loader_states_to_load = []
     averages.load(snapshot.averages)
@@ -223,10 +220,6 @@ def restore_snapshot(trainer: pl.Trainer, averages: WeightAverages, snapshot: Wo
     for path, attributes in snapshot.attributes.items():
         _set_attributes(_at(trainer, path), attributes)
     call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(snapshot.callbacks)})
-    for callback, attributes in zip(_model_checkpoints(trainer), snapshot.checkpoints, strict=True):
-        _set_attributes(callback, attributes)
-    if snapshot.data:
-        trainer.datamodule.load_state_dict(deepcopy(snapshot.data))  # type: ignore[attr-defined]
     trainer.should_stop = snapshot.should_stop
     set_generator_states(snapshot.generators)
 
@@ -246,10 +239,6 @@ def _read_loaders(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
         trainer.validating = True
         val.setup_data()
         trainer.training = True
-
-
-def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _at(trainer: pl.Trainer, path: str) -> Any:

@@ -1,0 +1,503 @@
+"""The graph of the user's objects, carried from one process to another and written into the receiver's own objects.
+
+Concept: both processes have the same *roots* (the module, callbacks, the data module, DataLoaders). Every object with
+plain attributes that is reached from them is a *node*, named by the path that leads to it. A pack holds the attributes
+of all nodes, in one pickle: references between nodes are paths, tensors are listed beside it and sent as such, and
+*anchors* (the Trainer, optimizers, loggers) are names for the receiver's own. The receiver writes the attributes into
+the nodes that it has, and lists, dicts, tensors and generators into those at the same place; it makes only what it
+lacks. So references to its objects stay valid, such as an optimizer's to parameters.
+
+Contract: the sender's objects are not changed. What cannot be pickled stays behind, and the receiver keeps its own. A
+tensor or array of over a megabyte that is what it was when the run began is not sent: the receiver has it from its own
+beginning, at the same path.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import threading
+import zlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging, Timer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from typing_extensions import override
+
+from lightning_recycle.data.batching import is_stream, yields_batches
+from lightning_recycle.data.steps import StepLoader
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.main_module import MainModule, MainPickler
+from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.model.recorded import RecordedModule
+
+__all__ = ["LargeData", "ObjectGraph", "ObjectPack", "is_bound_to_process", "module_graph", "user_graph"]
+
+Path: TypeAlias = str
+"""A root and the attributes, keys and indices that lead from it to an object, such as ``module.net[0].p``."""
+
+_LARGE = 1_000_000  # bytes
+_LOOKS_INTO = 10_000  # items of a container: those of longer ones are data
+_OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter)
+_MODULE_CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
+_CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
+_VALUES = (type, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, BaseException, Tensor)
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class ObjectPack:
+    """The state of a graph: the nodes in a pickle, and the tensors that it refers to by index."""
+
+    data: bytes
+    tensors: list[Tensor]
+
+
+class LargeData:
+    """The large tensors and arrays of a graph when the run begins, to find out later which are as they were.
+
+    Args:
+        values: the tensors and arrays, by path.
+    """
+
+    def __init__(self, values: Mapping[Path, Any]) -> None:
+        self._values = dict(values)
+        self._signs: dict[Path, Any] = {}
+        self._reader = threading.Thread(target=self._read, name="recycle-large-data", daemon=True)
+        self._reader.start()  # an array is read as a whole
+
+    def _read(self) -> None:
+        for path, value in self._values.items():
+            self._signs[path] = _sign(value)
+
+    def unchanged(self) -> dict[int, Path]:
+        """The paths that the data had, by the id of what has not changed since."""
+        self._reader.join()
+        return {id(value): path for path, value in self._values.items() if _sign(value) == self._signs[path]}
+
+
+class ObjectGraph:
+    """The objects that are reached from ``roots``, as they are when it is made.
+
+    Args:
+        roots: the objects that both processes have, by name.
+        anchors: objects that are not carried, by name.
+
+    Attributes:
+        large: tensors and arrays of over a megabyte, by path.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], anchors: Mapping[str, Any]) -> None:
+        self._roots = {name: value for name, value in roots.items() if value is not None}
+        self._anchors = {name: value for name, value in anchors.items() if value is not None}
+        self._names = {id(value): name for name, value in self._anchors.items()}
+        self._nodes: dict[Path, Any] = {}
+        self._paths: dict[int, Path] = {}
+        self.large: dict[Path, Any] = {}
+        for name, root in self._roots.items():
+            self._visit(name, root)
+
+    def _visit(self, path: Path, value: Any) -> None:
+        waiting = [(path, value)]
+        while waiting:
+            path, value = waiting.pop()
+            if id(value) not in self._names and _is_own(value):
+                self._anchors[path], self._names[id(value)] = value, path
+            if id(value) in self._names or id(value) in self._paths:
+                continue
+            if isinstance(value, (Tensor, np.ndarray)):
+                if value.nbytes >= _LARGE:
+                    self.large.setdefault(path, value)
+            elif _is_node(value):
+                self._nodes[path], self._paths[id(value)] = value, path
+                waiting += [(f"{path}.{name}", item) for name, item in reversed(_attributes(value).items())]
+            elif type(value) in _CONTAINERS and len(value) <= _LOOKS_INTO:
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
+
+    # ------------------------------------------------------------------ the sender
+
+    def pack(self, same: Mapping[int, Path] = MappingProxyType({})) -> ObjectPack:
+        """The state of all nodes; tensors are not copied.
+
+        Args:
+            same: the names of tensors and arrays that the receiver has, by id; they are not sent.
+        """
+        states = {path: _attributes(node) for path, node in self._nodes.items()}
+        kinds = {path: type(node) for path, node in self._nodes.items() if path not in self._roots}
+        packed = self._dump((kinds, states, {}), same)
+        if packed is None:
+            stays = self._unpicklable(states, same)
+            for path, names in stays.items():
+                states[path] = {name: value for name, value in states[path].items() if name not in names}
+            packed = self._dump((kinds, states, stays), same)
+            assert packed is not None, "each attribute could be pickled by itself"
+        return packed
+
+    def unpicklable(self) -> dict[str, type[Any]]:
+        """The attributes that cannot be carried, by path, and the type of each."""
+        states = {path: _attributes(node) for path, node in self._nodes.items()}
+        same = {id(value): path for path, value in self.large.items()}
+        if self._dump(({}, states, {}), same) is not None:
+            return {}
+        found = self._unpicklable(states, same)
+        return {f"{path}.{name}": type(states[path][name]) for path, names in found.items() for name in names}
+
+    def _unpicklable(self, states: Mapping[Path, dict[str, Any]], same: Mapping[int, Path]) -> dict[Path, set[str]]:
+        stays: dict[Path, set[str]] = {}
+        for path, state in states.items():
+            if self._dump(state, same) is None:
+                stays[path] = {name for name, value in state.items() if self._dump(value, same) is None}
+        return stays
+
+    def _dump(self, value: Any, same: Mapping[int, Path]) -> ObjectPack | None:
+        file = io.BytesIO()
+        pickler = _Pickler(file, self._names, self._paths, same)
+        try:
+            pickler.dump(value)
+        except Exception:  # whatever the user's classes raise: it cannot travel
+            return None
+        return ObjectPack(file.getvalue(), pickler.tensors)
+
+    # ------------------------------------------------------------------ the receiver
+
+    def update(self, packed: ObjectPack, device: torch.device, large: Mapping[Path, Any] | None = None) -> None:
+        """Makes the nodes of this process what they are in the sender's.
+
+        Args:
+            packed: the result of :meth:`pack` there; its tensors are copied.
+            device: where tensors go that have no place here yet.
+            large: the tensors and arrays of this process that were not sent, by name.
+
+        Raises:
+            ReCycleError: if this process lacks data that was not sent.
+        """
+        loader = _Unpickler(io.BytesIO(packed.data), self._anchors, self._nodes, packed.tensors, large or {}, device)
+        kinds, states, stays = loader.load()
+        _Update(self._nodes, loader.made).write(kinds, states, stays)
+
+
+class _Pickler(MainPickler):
+    def __init__(
+        self, file: io.BytesIO, names: Mapping[int, str], paths: Mapping[int, Path], same: Mapping[int, Path]
+    ) -> None:
+        super().__init__(file, MainModule(imported=True))
+        self._names, self._paths, self._same = names, paths, same
+        self.tensors: list[Tensor] = []
+        self._indices: dict[int, int] = {}
+
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        key = id(obj)
+        if key in self._names:
+            return "anchor", self._names[key]
+        if key in self._paths:
+            return "node", self._paths[key], getattr(type(obj), "_disguised_from", type(obj))
+        if key in self._same:
+            return "same", self._same[key]
+        if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided:
+            if key not in self._indices:
+                self._indices[key] = len(self.tensors)
+                self.tensors.append(obj.detach())
+            return "tensor", self._indices[key], type(obj) is nn.Parameter, obj.requires_grad
+        if isinstance(obj, _OF_ONE_PROCESS):
+            raise TypeError(f"{type(obj).__name__} belongs to this process")
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        anchors: Mapping[str, Any],
+        nodes: Mapping[Path, Any],
+        tensors: Sequence[Tensor],
+        large: Mapping[Path, Any],
+        device: torch.device,
+    ) -> None:
+        super().__init__(file)
+        self._anchors, self._nodes, self._tensors, self._large = anchors, nodes, tensors, large
+        self._device = device
+        self._loaded: dict[int, Tensor] = {}
+        self.made: dict[Path, Any] = {}
+
+    @override
+    def persistent_load(self, pid: Any) -> Any:
+        kind, name, *details = pid
+        if kind == "anchor":
+            return self._anchors.get(name, _MISSING)
+        if kind == "node":
+            return self._node(name, details[0])
+        if kind == "same":
+            if name not in self._large:
+                raise ReCycleError(f"This worker has no {name}, which its peer has had since the run began.")
+            return self._large[name]
+        if name not in self._loaded:
+            is_parameter, requires_grad = details
+            tensor = self._tensors[name].to(self._device, copy=True)
+            self._loaded[name] = (
+                nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+            )
+        return self._loaded[name]
+
+    def _node(self, path: Path, kind: type[Any]) -> Any:
+        here = self._nodes.get(path, _MISSING)
+        if here is not _MISSING and (type(here) is kind or getattr(type(here), "_disguised_from", None) is kind):
+            return here
+        if path not in self.made:
+            self.made[path] = made = object.__new__(kind)
+            if isinstance(made, nn.Module):  # the attributes that are not carried
+                (pl.LightningModule if isinstance(made, pl.LightningModule) else nn.Module).__init__(made)
+        return self.made[path]
+
+
+class _Update:
+    """Writes states into nodes; each object of this process takes the place of one of the sender's."""
+
+    def __init__(self, nodes: Mapping[Path, Any], made: Mapping[Path, Any]) -> None:
+        self._nodes, self._made = nodes, made
+        self._taken: dict[int, Any] = {}  # by id of what was received: what stands for it here
+        self._claimed: set[int] = set()
+        self._received: list[Any] = []  # keeps ids unique
+
+    def write(
+        self, kinds: Mapping[Path, Any], states: Mapping[Path, dict[str, Any]], stays: Mapping[Path, set[str]]
+    ) -> None:
+        for path, state in states.items():
+            node = self._made.get(path, self._nodes.get(path))
+            if node is not None:
+                self._write(node, state, stays.get(path, set()))
+
+    def _write(self, node: Any, state: dict[str, Any], stays: set[str]) -> None:
+        before = _attributes(node)
+        for name in before.keys() - state.keys() - stays:
+            object.__delattr__(node, name) if name not in vars_of(node) else vars_of(node).pop(name)
+        for name, value in state.items():
+            if value is _MISSING:
+                continue
+            now = self.merged(before.get(name, _MISSING), value)
+            if name in vars_of(node) or hasattr(node, "__dict__"):
+                vars_of(node)[name] = now
+            else:
+                object.__setattr__(node, name, now)
+
+    def merged(self, old: Any, new: Any) -> Any:
+        """What stands for ``new`` where ``old`` is: ``old`` itself if it can hold that."""
+        if id(new) in self._taken:
+            return self._taken[id(new)]
+        if old is new or old is _MISSING or type(old) is not type(new) or id(old) in self._claimed:
+            old = None
+        merge = next((merge for kinds, merge in _MERGES if type(new) in kinds), None)
+        if merge is None:
+            return new
+        self._received.append(new)
+        return merge(self, old, new)
+
+    def claim(self, old: Any, new: Any) -> None:
+        self._claimed.add(id(old))
+        self._taken[id(new)] = old
+
+    def tensor(self, old: Tensor | None, new: Tensor) -> Tensor:
+        fits = old is not None and old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout
+        if not fits or old is None:
+            return new
+        self.claim(old, new)
+        with torch.no_grad():
+            old.data.copy_(new)
+        if old.requires_grad != new.requires_grad and old.is_leaf:
+            old.requires_grad = new.requires_grad
+        return old
+
+    def items(self, old: Any, new: Any) -> Any:
+        before = [] if old is None else list(old)
+        if type(new) is tuple:
+            return tuple(self.merged(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True))
+        target = new if old is None else old
+        self.claim(target, new)
+        found = [self.merged(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True)]
+        target.clear()
+        target.extend(value for value in found if value is not _MISSING)
+        return target
+
+    def mapping(self, old: Any, new: Any) -> Any:
+        target = new if old is None else old
+        self.claim(target, new)
+        found = {key: self.merged(_MISSING if old is None else old.get(key, _MISSING), v) for key, v in new.items()}
+        target.clear()
+        target.update({key: value for key, value in found.items() if value is not _MISSING})
+        return target
+
+    def generator(self, old: Any, new: Any) -> Any:
+        if old is None:
+            return new
+        self.claim(old, new)
+        if isinstance(new, torch.Generator):
+            old.set_state(new.get_state())
+        elif isinstance(new, np.random.Generator):
+            old.bit_generator.state = new.bit_generator.state
+        elif isinstance(new, np.random.RandomState):
+            old.set_state(new.get_state())
+        else:
+            old.setstate(new.getstate())
+        return old
+
+
+_MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
+    ((Tensor, nn.Parameter), _Update.tensor),
+    ((list, tuple, deque), _Update.items),
+    ((dict, OrderedDict, defaultdict), _Update.mapping),
+    ((torch.Generator, np.random.Generator, np.random.RandomState, random.Random), _Update.generator),
+)
+
+
+def _padded(values: list[Any], length: int) -> Iterator[Any]:
+    for index in range(length):
+        yield values[index] if index < len(values) else _MISSING
+
+
+# ---------------------------------------------------------------------- objects and their attributes
+
+
+def _is_node(value: Any) -> bool:
+    """Whether ``value`` is an object of attributes, which can be written into another one of its class."""
+    kind = type(value)
+    if isinstance(value, _VALUES) or not (hasattr(value, "__dict__") or _slots(kind)):
+        return False
+    if isinstance(value, (nn.Module, DataLoader)):
+        return True
+    params = getattr(kind, "__dataclass_params__", None)
+    if (callable(value) and kind.__module__ in ("builtins", "functools", "types")) or (params and params.frozen):
+        return False
+    plain = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
+    state = getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+    return plain and state and not hasattr(kind, "__setstate__") and not isinstance(value, _OF_ONE_PROCESS)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether ``value`` is an object of this package, which is part of its process."""
+    own = type(value).__module__.startswith("lightning_recycle.") and not isinstance(value, type)
+    return isinstance(value, AbsentLayer) or (own and not isinstance(value, nn.Module))
+
+
+def _slots(kind: type[Any]) -> list[str]:
+    names = [name for base in kind.__mro__ for name in _as_names(vars(base).get("__slots__", ()))]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _as_names(slots: Any) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def vars_of(owner: Any) -> dict[str, Any]:
+    """The attributes of ``owner`` that lie in a dict; those of slots are not among them."""
+    return getattr(owner, "__dict__", {})
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """The attributes of ``owner`` that are carried, but not methods that were replaced on the object itself."""
+    kind, hidden = type(owner), _hidden(owner)
+    found = {name: value for name, value in vars_of(owner).items() if name not in hidden}
+    for name in _slots(kind):
+        if (value := getattr(owner, name, _MISSING)) is not _MISSING:
+            found[name] = value
+    return {n: v for n, v in found.items() if not (callable(v) and callable(getattr(kind, n, None)))}
+
+
+def _hidden(owner: Any) -> frozenset[str]:
+    """Attributes that the process itself keeps in an object."""
+    if isinstance(owner, pl.LightningModule):
+        return _OF_LIGHTNING_MODULES
+    return _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
+
+
+_OF_MODULES = frozenset({*vars(nn.Module())} - {*_MODULE_CONTENTS})
+_OF_LIGHTNING_MODULES = frozenset(
+    {*vars(pl.LightningModule()), *vars(RecordedModule), "_param_requires_grad_state"} - {*_MODULE_CONTENTS}
+)
+
+
+def _sign(value: Any) -> Any:
+    """Differs once the contents of a large tensor or array have changed."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.shape, 0 if value.is_inference() else value._version
+    return value.shape, zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+
+
+# ---------------------------------------------------------------------- the user's objects
+
+
+def is_bound_to_process(callback: Any) -> bool:
+    """Whether the attributes of a callback belong to its process: its state dict is carried, no more.
+
+    It shows or measures something there, or decides by them whether it has set up the optimizer (averages).
+    """
+    kinds = (ProgressBar, Timer, StochasticWeightAveraging)
+    return isinstance(callback, kinds) or type(callback).__module__.startswith("lightning_recycle.")
+
+
+def user_graph(trainer: pl.Trainer) -> ObjectGraph:
+    """The graph of the module, the callbacks, the data module and the DataLoaders of the training.
+
+    Streams are no part of it: each worker has its own place in them.
+    """
+    loops = {"train": trainer.fit_loop, "val": trainer.fit_loop.epoch_loop.val_loop}
+    combined = {name: vars(loop).get("_combined_loader") for name, loop in loops.items()}
+    loaders = {
+        f"{name} loader {i}": loader.dataloader
+        for name, loaders in combined.items()
+        if isinstance(loaders, CombinedLoader)
+        for i, loader in enumerate(loaders.flattened)
+        if isinstance(loader, StepLoader)
+    }
+    streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
+    roots = {
+        "module": trainer.lightning_module,
+        **{name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)},
+        "datamodule": getattr(trainer, "datamodule", None),
+        **{name: loader for name, loader in loaders.items() if name not in streams},
+    }
+    anchors = {
+        **_anchors(trainer),
+        **{name: value for name, value in _callbacks(trainer).items() if name not in roots},
+        **streams,
+        **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()},
+    }
+    return ObjectGraph(roots, anchors)
+
+
+def module_graph(trainer: pl.Trainer) -> ObjectGraph:
+    """The graph of the module alone."""
+    anchors = {**_anchors(trainer), **_callbacks(trainer), "datamodule": getattr(trainer, "datamodule", None)}
+    return ObjectGraph({"module": trainer.lightning_module}, anchors)
+
+
+def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:
+    return {f"callback {i}": callback for i, callback in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
+
+
+def _anchors(trainer: pl.Trainer) -> dict[str, Any]:
+    """What belongs to the Trainer of a process."""
+    own = (type(trainer.lightning_module), pl.LightningDataModule)
+    parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
+    return {
+        "trainer": trainer,
+        **{f"trainer.{name}": value for name, value in parts.items() if not isinstance(value, own)},
+        "strategy": trainer.strategy,
+        "precision": trainer.precision_plugin,
+        **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
+        **{f"optimizer {i}": optimizer for i, optimizer in enumerate(trainer.optimizers)},
+        **{f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)},
+    }

@@ -1,0 +1,203 @@
+"""The graph of the user's objects: whatever they hold arrives, in the receiver's own objects."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from lightning_recycle.session.object_graph import LargeData, ObjectGraph
+
+_CPU = torch.device("cpu")
+
+
+class Slotted:
+    __slots__ = ("level",)
+
+    def __init__(self) -> None:
+        self.level = 0
+
+
+@dataclass
+class Schedule:
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    rate: float = 0.0
+
+
+class Helper:
+    """An object of the user's that knows its owner."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.seen = owner, [1]
+        self.lock = threading.Lock()
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.1))
+        self.register_buffer("bank", None)
+        self.register_buffer("queue", torch.zeros(2))
+        self.helper = Helper(self)
+        self.slotted, self.schedule, self.frozen = Slotted(), Schedule(), Frozen()
+        self.outputs: list[Any] = []
+        self.by_name: dict[str, list[int]] = {"a": []}
+        self.generators = (torch.Generator(), np.random.default_rng(0), random.Random(0))
+        self._alpha = 0.0
+
+    @property
+    def alpha(self) -> float:
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self._alpha = value
+
+
+def _carried(sender: Any, receiver: Any, name: str = "module") -> None:
+    packed = ObjectGraph({name: sender}, {}).pack()
+    ObjectGraph({name: receiver}, {}).update(packed, _CPU)
+
+
+def test_attributes_of_every_kind_arrive_in_the_receivers_own_objects() -> None:
+    sender, receiver = Net(), Net()
+    sender.alpha = 0.5
+    sender.net[1].p = 0.7
+    sender.net[1].eval()
+    sender.slotted.level, sender.schedule.rate, sender.frozen = 3, 0.25, Frozen(0.75)
+    sender.helper.seen.append(2)
+    sender.outputs += [torch.ones(2), {"x": 1}]
+    sender.by_name["b"] = [4]
+    for generator in sender.generators:
+        _draw(generator)
+    sender.net[0].weight.requires_grad_(False)
+    objects = ("net", "helper", "slotted", "schedule", "outputs", "by_name")
+    before = [getattr(receiver, name) for name in objects]
+    weight, seen, lock, generators = (
+        receiver.net[0].weight,
+        receiver.helper.seen,
+        receiver.helper.lock,
+        receiver.generators,
+    )
+    _carried(sender, receiver)
+    assert all(getattr(receiver, name) is value for name, value in zip(objects, before, strict=True))
+    assert receiver.alpha == 0.5
+    assert receiver.net[1].p == 0.7
+    assert not receiver.net[1].training
+    assert (receiver.slotted.level, receiver.schedule.rate, receiver.frozen.rate) == (3, 0.25, 0.75)
+    assert receiver.helper.seen is seen
+    assert seen == [1, 2]
+    assert receiver.helper.owner is receiver, "references lead to the receiver's own objects"
+    assert receiver.helper.lock is lock, "what cannot be pickled stays the receiver's own"
+    assert torch.equal(receiver.outputs[0], torch.ones(2))
+    assert receiver.by_name == {"a": [], "b": [4]}
+    assert receiver.net[0].weight is weight
+    assert torch.equal(weight, sender.net[0].weight)
+    assert not weight.requires_grad
+    assert all(a is b for a, b in zip(receiver.generators, generators, strict=True))
+    assert [_draw(g) for g in receiver.generators] == [_draw(g) for g in sender.generators]
+
+
+def _draw(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(1, generator=generator).item()
+    return float(generator.random())
+
+
+def test_modules_and_buffers_that_were_added_changed_and_removed_are_the_senders() -> None:
+    sender, receiver = Net(), Net()
+    sender.bank = torch.arange(3.0)
+    sender.queue = torch.ones(5, dtype=torch.float64)
+    sender.net[1] = nn.Linear(3, 4)
+    sender.head = nn.Linear(4, 1, bias=False)
+    sender.head.weight = sender.net[1].weight  # tied
+    del sender.slotted
+    receiver.added_by_a_hook = nn.Linear(1, 1)
+    _carried(sender, receiver)
+    mine, theirs = receiver.state_dict(), sender.state_dict()
+    assert list(mine) == list(theirs)
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+    assert receiver.head.weight is receiver.net[1].weight
+    assert isinstance(receiver.head.weight, nn.Parameter)
+    assert mine["queue"].dtype is torch.float64
+    assert not hasattr(receiver, "slotted")
+    receiver.queue.add_(1)
+    assert sender.queue.eq(1).all(), "tensors are the receiver's own"
+
+
+def test_objects_that_were_one_become_two_without_touching_each_other() -> None:
+    sender, receiver = Net(), Net()
+    for net in (sender, receiver):
+        net.best = net.queue
+        net.also = net.outputs
+    sender.best, sender.also = sender.queue + 1, [1]
+    _carried(sender, receiver)
+    assert receiver.queue.eq(0).all()
+    assert receiver.best.eq(1).all()
+    assert receiver.outputs == []
+    assert receiver.also == [1]
+
+
+def test_the_senders_objects_are_not_changed() -> None:
+    sender = Net()
+    sender.outputs.append(torch.ones(1))
+    state, versions = dict(vars(sender)), [tensor._version for tensor in sender.state_dict().values()]
+    _carried(sender, Net())
+    assert vars(sender) == state
+    assert [tensor._version for tensor in sender.state_dict().values()] == versions
+
+
+def test_a_sampler_with_a_generator_goes_on_where_the_senders_does() -> None:
+    def loader() -> DataLoader[Any]:
+        sampler = WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator().manual_seed(7))
+        return DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, sampler=sampler)
+
+    sender, receiver = loader(), loader()
+    list(sender.sampler)
+    _carried(sender, receiver, "loader")
+    assert list(sender.sampler) == list(receiver.sampler)
+
+
+def test_attributes_that_cannot_be_pickled_are_named() -> None:
+    module = Net()
+    module.reader = (line for line in ())
+    assert ObjectGraph({"module": module}, {}).unpicklable() == {
+        "module.reader": GeneratorType,
+        "module.helper.lock": type(threading.Lock()),
+    }
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_large_data_is_sent_only_if_it_has_changed(kind: str) -> None:
+    def dataset() -> Any:
+        data = torch.zeros(300_000)
+        holder = Helper(None)
+        holder.data = data if kind == "tensor" else data.numpy()
+        return holder
+
+    sender, receiver = dataset(), dataset()
+    marks, own = LargeData(ObjectGraph({"dataset": sender}, {}).large), ObjectGraph({"dataset": receiver}, {}).large
+    same, kept = ObjectGraph({"dataset": sender}, {}).pack(marks.unchanged()), receiver.data
+    assert len(same.data) < 1000
+    assert not same.tensors
+    ObjectGraph({"dataset": receiver}, {}).update(same, _CPU, own)
+    assert receiver.data is kept
+    sender.data[5] = 3
+    ObjectGraph({"dataset": receiver}, {}).update(
+        ObjectGraph({"dataset": sender}, {}).pack(marks.unchanged()), _CPU, own
+    )
+    assert receiver.data[5] == 3
+    assert float(receiver.data.sum()) == 3
