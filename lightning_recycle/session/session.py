@@ -33,6 +33,7 @@ from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
 from lightning_recycle.data.given import GivenBatchLoader
 from lightning_recycle.data.iterables import BatchIterableLoader
+from lightning_recycle.data.orders import compare
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.engines.requeue import requeue
@@ -485,6 +486,16 @@ class Session:
             old.close()
             self._loaders.remove(old)
 
+    def compare_data(self, loaders: Sequence[StepLoader]) -> None:
+        """Before the first step of an epoch: all workers must be about to read the same.
+
+        Raises:
+            ConfigurationError: on all workers, if they are not.
+        """
+        facts = [loader.facts() for loader in loaders]
+        if self.grid.num_workers > 1 and any(facts):
+            compare(self.collectives.gather("data", facts).values())
+
     def close_loaders(self) -> None:
         for loader in self._loaders:
             loader.close()
@@ -606,6 +617,8 @@ class Session:
             step: (batch, its index, and the DataLoader's index if there are several).
         """
         handle: StepHandle = step[0]
+        if handle.index == 0 and isinstance(handle.loader, StepLoader):
+            self.compare_data([handle.loader])
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])
