@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 from typing_extensions import override
 
@@ -384,6 +385,12 @@ class MicrobatchLoader(SampleLoader):
         digests = [add_sample(0, samples) for samples in found]
         if len(set(digests)) > 1:
             self._varies = True
+            rank_zero_warn(
+                f"{type(self.dataset).__name__} gives another sample when the same index is read again. A step that is"
+                " redone after a failure, or a replacement, then sees other samples. Let it draw from the global"
+                " generators of Python, NumPy or torch, which are seeded for each sample, and keep no generator of its"
+                " own."
+            )
         self._probed = addresses, digests[0]
         return None if self._varies else digests[0]
 

@@ -32,7 +32,7 @@ def digest_of(order: Sequence[Any]) -> str:
     """A digest of an order's indices and their division into batches."""
     found = blake2b(digest_size=8)
     if isinstance(order, (range, np.ndarray)):
-        found.update(np.asarray(order, np.int64))
+        found.update(np.asarray(order, np.int64).data)
     else:
         for item in order:
             index = as_index(item) if not isinstance(item, (list, tuple)) else list(map(int, item))

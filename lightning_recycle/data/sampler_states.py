@@ -117,7 +117,7 @@ def _digest(value: Any) -> bytes | None:
         value = _as_array(value)
     if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.nbytes <= _LARGE:
         return None
-    return blake2b(np.ascontiguousarray(value), digest_size=16).digest()
+    return blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
 
 
 def _as_array(values: list[Any]) -> np.ndarray[Any, Any] | None:

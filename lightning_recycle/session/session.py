@@ -476,6 +476,12 @@ class Session:
                     f"Each epoch of the training leaves out {loader.left_out}. Give it drop_last=True if that is"
                     " what you want."
                 )
+        if lost := loader.lost_state:
+            rank_zero_warn(
+                f"{', '.join(lost)} of the sampler is an iterator, whose place cannot be copied: a replacement reads"
+                " this epoch in the order of the others, but later epochs in its own, and a resumed run draws another"
+                " order. Keep a number of the epoch, a generator or a list instead."
+            )
         loader.prepare = self._on_device
         self._loaders.append(loader)
         return loader
@@ -492,8 +498,7 @@ class Session:
         Raises:
             ConfigurationError: on all workers, if they are not.
         """
-        facts = [loader.facts() for loader in loaders]
-        if self.grid.num_workers > 1 and any(facts):
+        if self.grid.num_workers > 1 and any(facts := [loader.facts() for loader in loaders]):
             compare(self.collectives.gather("data", facts).values())
 
     def close_loaders(self) -> None:
